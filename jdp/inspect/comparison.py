@@ -18,7 +18,7 @@ from jdp.reduction.sharded import sharded
 from jdp.reduction.sharding import sharding_of
 from jdp.training.step import Step
 
-OPTIONS = ("stage", "bucket_bytes")
+OPTIONS = {"stage": range(4), "bucket_bytes": range(1, 2**63)}
 
 
 class RankedPlan(NamedTuple):
@@ -52,11 +52,9 @@ def compare(
       on, rates: as for `explain`.
 
     Raises:
-      ValueError: if there is no such option, or the state has no optimizer of jdp's.
+      ValueError: if there is no such option or value, or the state has no optimizer of jdp's.
     """
-    unknown = [name for name in choices if name not in OPTIONS]
-    if unknown:
-        raise ValueError(f"cannot compare {unknown[0]!r}. Options are {', '.join(OPTIONS)}.")
+    require_choices(choices)
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)
     if not any(map(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))):
@@ -77,6 +75,25 @@ def compare(
         report = explain_call(step, (changed, *others), keywords, on=on, rates=rates)
         plans.append(RankedPlan(options, report))
     return sorted(plans, key=lambda plan: plan.report.time.likely_s)
+
+
+def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
+    """Raise an error if values of options cannot be compared.
+
+    >>> require_choices({"stage": [0, 4]})
+    Traceback (most recent call last):
+    ValueError: cannot compare stage=4. The values of stage are 0 to 3.
+    """
+    for name, values in choices.items():
+        if name not in OPTIONS:
+            raise ValueError(f"cannot compare {name!r}. Options are {', '.join(OPTIONS)}.")
+        known = OPTIONS[name]
+        for value in values:
+            if value not in known:
+                raise ValueError(
+                    f"cannot compare {name}={value}. The values of {name} are {known[0]} to "
+                    f"{known[-1]}."
+                )
 
 
 def table(plans: Sequence[RankedPlan]) -> str:

@@ -5,9 +5,10 @@ import os
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jdp.inspect import results
 
@@ -57,38 +58,56 @@ def main(arguments: Sequence[str]) -> int:
 def _explained(
     options: argparse.Namespace, script: str, name: str, of_script: Sequence[str]
 ) -> int:
-    from jdp.inspect import comparison, described_gpus
-    from jdp.inspect.explain import explain_call
-    from jdp.inspect.first_call import NeverCalledError, first_call
+    from jdp.inspect import comparison
+    from jdp.inspect.first_call import end_soon, take_stdout
     from jdp.inspect.rates import given_rates
     from jdp.inspect.targets import require_name
 
-    rates, names = dict(options.rate), [name for name, _ in options.compare]
-    if len({*names}) < len(names):
-        return _fail(f"--compare names {names[-1]} twice. Write its values after one name.", 2)
+    if twice := _twice(options.compare):
+        return _fail(f"--compare names {twice} twice. Write its values after one name.", 2)
+    if twice := _twice(options.rate):
+        return _fail(f"--rate gives {twice} twice. Write one value for it.", 2)
     try:
-        if options.on:
+        if options.on is not None:
             require_name(options.on)
-        given_rates(rates)
+        given_rates(dict(options.rate))
+        comparison.require_choices(dict(options.compare))
         results.require_picture(options.png)
     except ValueError as error:
         return _fail(str(error), 2)
+    code = 1  # of an error that is raised
+    with take_stdout() as stdout:
+        try:
+            code = _explained_first_call(options, script, name, of_script, stdout)
+        finally:
+            end_soon(code)
+    return code
+
+
+def _explained_first_call(
+    options: argparse.Namespace, script: str, name: str, of_script: Sequence[str], stdout: TextIO
+) -> int:
+    from jdp.inspect import comparison, described_gpus
+    from jdp.inspect.explain import explain_call
+    from jdp.inspect.first_call import NeverCalledError, first_call
+
     try:
         call = first_call(script, name, of_script)
     except NeverCalledError as error:
         return _fail(str(error), 1)
-    chosen: dict[str, Any] = {"on": options.on, "rates": rates}
+    chosen: dict[str, Any] = {"on": options.on, "rates": dict(options.rate)}
     try:
         if options.compare:
             plans = comparison.compare(*call, dict(options.compare), **chosen)
-            print(comparison.to_json(plans) if options.json else comparison.table(plans))
+            text = comparison.to_json(plans) if options.json else comparison.table(plans)
+            print(text, file=stdout, flush=True)
             return 0
         report = explain_call(*call, **chosen)
     except (described_gpus.MissingPluginError, ValueError, TypeError, RuntimeError) as error:
         if not _is_of_jdp(error):
             raise  # the author's code failed, whose lines are in the traceback
         return _fail(str(error), 1)
-    print(report.to_json() if options.json else report)
+    print(report.to_json() if options.json else report, file=stdout, flush=True)
     if options.png:
         from jdp.inspect.drawing import draw
 
@@ -99,6 +118,7 @@ def _explained(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jdp explain",
+        usage="%(prog)s SCRIPT:STEP [options] [-- arguments of the script]",
         description="Print the memory, the collectives, the predicted time and the faults of a "
         "compiled step, before a device is there to run it.",
         epilog=_EPILOG,
@@ -124,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         "--compare",
         metavar="OPTION=VALUES",
         nargs="+",
+        action="extend",
         default=[],
         type=_choice,
         help="rank plans by predicted time, such as bucket_bytes=1M,4M stage=0,1,3 (0: replicated)",
@@ -156,7 +177,13 @@ def _choice(text: str) -> tuple[str, list[int]]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not OPTION=VALUES, such as bucket_bytes=1M,4M or stage=0,1,3"
         )
-    return name, numbers
+    return name, list(dict.fromkeys(numbers))
+
+
+def _twice(given: Sequence[tuple[str, Any]]) -> str | None:
+    """Return the first name that is given twice."""
+    counts = Counter(name for name, _ in given)
+    return next((name for name, count in counts.items() if count > 1), None)
 
 
 def _is_of_jdp(error: BaseException) -> bool:

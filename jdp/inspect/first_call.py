@@ -1,14 +1,20 @@
 """Run a script up to the first call of a step, to learn the step and its arguments."""
 
 import contextlib
+import multiprocessing
 import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from jdp.training.step import Step
+
+# Threads and processes that end with the process, such as those of an executor, have this long.
+_EXIT_S = 2.0
 
 
 class FirstCall(NamedTuple):
@@ -52,8 +58,7 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
     others: list[str] = []
     how = "ended"
     try:
-        # What it prints does not go between the lines of the report.
-        with _intercepted(name, found, others), _stdout_to_stderr():
+        with _intercepted(name, found, others):
             runpy.run_path(script, run_name="__main__")
     except _FoundError:
         pass
@@ -73,21 +78,43 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
     )
 
 
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send what the script, its child processes and its libraries print to stderr."""
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            stdout = os.dup(1)
-        except OSError:  # closed
-            yield
-            return
+def take_stdout() -> TextIO:
+    """Return stdout for the report, and send what others print there to stderr from now on.
+
+    Others are the script, its child processes and its libraries, also at the exit of this process.
+    """
+    like = {name: getattr(sys.stdout, name, None) for name in ("encoding", "errors")}
+    try:
+        stdout = os.fdopen(os.dup(1), "w", **like)
+    except OSError:  # closed
+        stdout = open(os.devnull, "w")
+    else:
+        print(end="", flush=True)
         os.dup2(2, 1)
-        try:
-            yield
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
+    sys.stdout = sys.stderr
+    return stdout
+
+
+def end_soon(code: int) -> None:
+    """End this process in a while if threads or processes of the script keep it from its exit.
+
+    The script, which was cut off, would have stopped them later. Where there are none, nothing is
+    done.
+
+    Args:
+      code: the exit code.
+    """
+
+    def end() -> None:
+        time.sleep(_EXIT_S)
+        children = multiprocessing.active_children()
+        threads = {*threading.enumerate()} - {threading.main_thread()}
+        if children or not all(thread.daemon for thread in threads):
+            for child in children:
+                child.terminate()
+            os._exit(code)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def test_the_script_of_the_readme_is_explained_as_it_stands(script, tmp_path):
 
 
 def test_plans_are_compared_from_the_command_line(script):
-    done = explained(f"{script}:step", "--on", "cpu:4", "--json", "--compare", "stage=0,3",
-                     "bucket_bytes=1k,4M")  # fmt: skip
+    done = explained(f"{script}:step", "--on", "cpu:4", "--json", "--compare", "stage=0,3,3",
+                     "--compare", "bucket_bytes=1k,4M,4096k")  # fmt: skip
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)
     assert sorted((x["plan"]["stage"], x["plan"]["bucket_bytes"]) for x in plans) == [
@@ -57,6 +57,33 @@ def test_plans_are_compared_from_the_command_line(script):
     ]  # fmt: skip
     times = [x["time"]["likely_s"] for x in plans]
     assert times == sorted(times)
+
+
+PRINTS = """\
+import atexit, os, subprocess
+print("own")
+os.write(1, b"raw ")
+subprocess.run(["echo", "child"])
+atexit.register(print, "exit")
+atexit.register(subprocess.run, ["echo", "child at exit"])
+"""
+NEVER_ENDS = """\
+import multiprocessing, signal, threading
+def prints():
+    while not threading.Event().wait(0.001):
+        print("thread")
+threading.Thread(target=prints).start()
+multiprocessing.get_context("fork").Process(target=signal.pause).start()
+"""
+
+
+@pytest.mark.parametrize("lines", [PRINTS, NEVER_ENDS], ids=["prints", "never ends"])
+def test_the_report_is_alone_on_stdout_and_the_last_of_the_process(lines, script):
+    script.write_text(lines + script.read_text())
+    done = explained(f"{script}:step", "--on", "cpu:2", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["step"] == "step"
+    words = ["own", "raw", "child", "exit", "child at exit"] if lines == PRINTS else ["thread"]
+    assert all(word in done.stderr for word in words)
 
 
 def test_a_script_for_two_ranks_is_explained_for_four(script):
@@ -112,6 +139,13 @@ def test_the_command_starts_without_jax(tmp_path):
         (["--rate", "speed=1"], "'speed'"),
         (["--lr", "0.1"], "train.py:step -- --lr 0.1"),
         (["--rate", "matmul_flops=nan"], "nan"),
+        (["--on", ""], "no target ''"),
+        (["--rate", "matmul_flops=1", "--rate", "matmul_flops=2"], "matmul_flops twice"),
+        (["--compare", "stage=0", "stage=1", "bucket_bytes=1"], "stage twice"),
+        (["--compare", "stage=0", "--compare", "stage=1"], "stage twice"),
+        (["--compare", "stage=0,4"], "stage=4"),
+        (["--compare", "stage=0", "--compare", "bucket_bytes=0"], "bucket_bytes=0"),
+        (["--compare", "rows=1"], "'rows'"),
         (["--png", "lanes.png", "--compare", "stage=0,1"], "--compare"),
     ],
 )

@@ -75,13 +75,6 @@ def test_a_script_that_ends_before_it_calls_the_step_is_an_error(end, how, calle
         called(end)
 
 
-def test_what_the_script_and_its_children_print_is_not_in_the_answer(called, capfd):
-    called("import os, subprocess\nprint('own')\nos.write(1, b'raw ')\n"
-           "subprocess.run(['echo', 'child'])\nstep(1, 2)")  # fmt: skip
-    out, err = capfd.readouterr()
-    assert not out and sorted(err.split()) == ["child", "own", "raw"]
-
-
 def test_an_error_of_the_script_is_its_own(called):
     with pytest.raises(ZeroDivisionError):
         called("1 / 0")
