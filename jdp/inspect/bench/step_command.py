@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
-    flags.require_files(mesh, options)
+    flags.require_files(mesh, lambda: flags.require_outputs(options))
     facts, numbers = output.machine(), _numbers(options.ranks, mesh.size, jax.local_device_count())
     rows = measure(make, numbers, setting)
     if jax.process_index() == 0:
@@ -180,4 +180,4 @@ def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
     panel.set(xlabel="ranks", ylabel="rows per second")
     panel.grid(alpha=0.3)
     panel.legend()
-    figure.savefig(path)
+    results.write_picture(figure, path)
