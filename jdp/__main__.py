@@ -34,19 +34,52 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: its name and arguments. Default: the command line.
 
     Returns:
-      The exit code: 2 if there is no such command or its arguments are wrong, 141 if the reader of
-      the output has closed it.
+      The exit code: 1 if the output or a file cannot be written, 2 if there is no such command or
+      its arguments are wrong, 141 if the reader of the output has closed it.
     """
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command == "run":
         return _run(arguments)
     try:
-        code = _print_answer(command, arguments)
-        print(end="", flush=True)  # without an error where stdout is closed
+        return _print_all(command, arguments)
     except BrokenPipeError:  # as under `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
+        _discard_stdout()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        from jdp.inspect.results import NotWrittenError
+
+        reason = str(error)
+        if not isinstance(error, NotWrittenError):
+            if _is_writable():
+                raise
+            _discard_stdout()
+            reason = f"the output was not written: {error.strerror or error}."
+        print(f"jdp {command}: {reason}", file=sys.stderr)
+        return 1
+
+
+def _print_all(command: str, arguments: Sequence[str]) -> int:
+    try:
+        code = _print_answer(command, arguments)
+    except SystemExit:  # after a help
+        print(end="", flush=True)
+        raise
+    print(end="", flush=True)  # without an error where stdout is closed
     return code
+
+
+def _is_writable() -> bool:
+    """Whether stdout takes a further line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def _discard_stdout() -> None:
+    """Let Python, which flushes at its exit, write nothing more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_answer(command: str, arguments: Sequence[str]) -> int:

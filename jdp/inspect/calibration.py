@@ -175,11 +175,12 @@ class Calibration:
     def save(self, path: Path | None = None) -> Path:
         """Write the file, in place of an earlier one, and return its path."""
         path = path or default_path(self.platform)
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = results.to_json({"format": FORMAT, **dataclasses.asdict(self)})
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(text + "\n")
-        part.replace(path)
+        with results.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text + "\n")
+            part.replace(path)
         return path
 
 
@@ -191,6 +192,24 @@ def default_path(platform: str) -> Path:
         cache = tempfile.gettempdir()
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     return Path(cache, "jdp", "calibration", f"{host}_{platform}.json")
+
+
+def require_writable(platform: str) -> None:
+    """Raise an error if this host's file for a platform cannot be written.
+
+    Raises:
+      ValueError: with the reason, and what to write.
+    """
+    path = default_path(platform)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the calibration {path} cannot be written: {error.strerror}. Set XDG_CACHE_HOME to a "
+            "folder that you may write."
+        ) from None
 
 
 def load(platform: str, path: Path | None = None) -> Calibration | None:

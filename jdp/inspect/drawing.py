@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jdp.inspect import results
 from jdp.inspect.report import StepReport, of_s
 
 _COLORS = {
@@ -47,7 +48,7 @@ def draw(report: StepReport, path: str | Path) -> None:
     labels = {**_COLORS, "collective": _SENT, "waits for collectives": _EXPOSED}
     handles = [Patch(color=color, label=label) for label, color in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=150)
+    results.write_picture(figure, path, dpi=150)
 
 
 def _gaps(computing: list[tuple[float, float]], end_s: float) -> list[tuple[float, float]]:

@@ -1,13 +1,20 @@
 """`--json` and `--png`: where the results of a command go, asked before it measures."""
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 STDOUT = "-"
+
+
+class NotWrittenError(OSError):
+    """A file could not be written, such as on a full disk. Its text names the file."""
 
 
 def add_json(
@@ -60,17 +67,17 @@ or name a file in another folder.
     if path is None or path == STDOUT:
         return
     file = Path(path)
+    if file.is_dir() or path.endswith(os.sep):
+        raise ValueError(f"{flag}={path} is a folder. Name a file in it.")
     if not file.parent.is_dir():
         raise ValueError(
             f"{flag}={path} cannot be written: there is no folder {file.parent}. Create it, or "
             "name a file in another folder."
         )
-    if file.is_dir():
-        raise ValueError(f"{flag}={path} is a folder. Name a file in it.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(
-            f"{flag}={path} cannot be written: this user has no permission. Name a file in "
-            "another folder."
+            f"{flag}={path} cannot be written: this user has no permission, or the file "
+            "system is read-only. Name a file in another folder."
         )
 
 
@@ -90,14 +97,44 @@ def require_picture(path: str | None) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ValueError("--png needs matplotlib: pip install matplotlib.") from None
-    suffix = Path(path).suffix.lower().removeprefix(".")
-    known = FigureCanvasBase.get_supported_filetypes()
+    suffix = _suffix(path)
+    known = set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"}  # which TeX would draw
     if suffix and suffix not in known:
         raise ValueError(
             f"--png={path}: matplotlib draws no .{suffix} files. Write a suffix that it knows, "
             f"such as .png, or one of {', '.join(sorted(known))}."
         )
     require_writable("--png", path)
+
+
+def _suffix(path: str | Path) -> str:
+    return Path(path).suffix.lower().removeprefix(".")
+
+
+def require_outputs(**paths: str | None) -> None:
+    """Raise an error if the files of a command cannot be written, or two of them are one.
+
+    Args:
+      paths: of the files by flag, without dashes; None and `STDOUT` name none. That of `png` is a
+        picture.
+
+    Raises:
+      ValueError: with the reason, and what to write.
+    """
+    flags: dict[Path, str] = {}
+    for flag, path in paths.items():
+        if flag == "png":
+            require_picture(path)
+        else:
+            require_writable(f"--{flag}", path)
+        if path is None or path == STDOUT or (Path(path).exists() and not Path(path).is_file()):
+            continue  # a device such as /dev/null takes both
+        first = flags.setdefault(Path(path).resolve(), flag)
+        if first != flag:
+            raise ValueError(
+                f"--{first} and --{flag} both name {path}, and one would replace the other. Name "
+                "two files."
+            )
 
 
 def to_json(values: Any) -> str:
@@ -138,14 +175,50 @@ def why_unreadable(error: Exception) -> str:
     return str(error)
 
 
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raise a `NotWrittenError` that names a file in place of an `OSError` of the block.
+
+    Args:
+      path: of the file that the block writes.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # the reader of a pipe or of /dev/stdout has closed it
+        raise
+    except OSError as error:
+        raise NotWrittenError(f"{path} was not written: {error.strerror or error}.") from error
+
+
 def write(text: str, where: str) -> None:
     """Print a text, or write it to a file.
 
     Args:
       text: without the last newline.
       where: value of `--json`: `STDOUT`, or a path.
+
+    Raises:
+      NotWrittenError: if the file cannot be written.
     """
     if where == STDOUT:
         print(text)
     else:
-        Path(where).write_text(text + "\n")
+        with writing(where):
+            Path(where).write_text(text + "\n")
+
+
+def write_picture(figure: Any, path: str | Path, **options: Any) -> None:
+    """Write a figure of matplotlib to a file of exactly this name.
+
+    Args:
+      figure: the figure.
+      path: of the file. Its suffix selects the format; without one it is PNG.
+      options: of `savefig`.
+
+    Raises:
+      NotWrittenError: if the file cannot be written.
+    """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=_suffix(path) or "png", **options)
+    with writing(path):
+        Path(path).write_bytes(drawn.getvalue())

@@ -151,6 +151,28 @@ def test_wrong_arguments_are_named(arguments, named, capsys):
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ("None", "a NoneType."),
+        ("made[:2]", "a tuple of 2 values."),
+        ("(*made, 1)", "a tuple of 4 values."),
+        ("dict(zip('abc', made))", "a dict."),
+        ("(made[1], made[0], made[2])", "a TrainState first"),
+        ("other(num_rows + 1, all_reduce)", "for 2 rows, and batch['x'] has 3"),
+        ("(lambda state, batch: state, *made[1:])", "a TrainState, and not (state, metrics)"),
+    ],
+)
+def test_what_a_function_must_return_is_said(returned, named, tmp_path, capsys):
+    text = "def make(num_rows, all_reduce):\n    made = other(num_rows, all_reduce)\n    return "
+    (tmp_path / "train.py").write_text(
+        f"{SCRIPT.replace('def make', 'def other')}\n{text}{returned}"
+    )
+    assert main(["bench", "step", f"{tmp_path}/train.py:make", *QUICK]) == 2
+    error = capsys.readouterr().err
+    assert named in error and "(state, metrics)" in error
+
+
 def test_a_function_with_other_arguments_is_refused(tmp_path, capsys):
     (tmp_path / "train.py").write_text("def make(): pass")
     assert main(["bench", "step", f"{tmp_path}/train.py:make"]) == 2

@@ -126,7 +126,7 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
         jax.config.update("jax_enable_x64", True)
     mesh = flags.started(options.cpu_ranks)
     facts, is_first = output.machine(), jax.process_index() == 0
-    flags.require_files(mesh, options)
+    flags.require_files(mesh, lambda: flags.require_outputs(options))
     known_values.modulus(mesh.size, options.d)  # refuses a dtype without exact sums
     names = names or collectives.default_algorithms(operation, facts["platform"])
     setting = collectives.Setting(options.d, options.n, options.w, options.in_place)
@@ -188,9 +188,12 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     import jax
 
+    from jdp.inspect import calibration
     from jdp.inspect.bench.calibrate import calibrate
 
     mesh = flags.started(options.cpu_ranks)
+    platform = mesh.devices.flat[0].platform
+    flags.require_files(mesh, lambda: calibration.require_writable(platform))
     found = calibrate(mesh, print if jax.process_index() == 0 else lambda text: None)
     if found is not None:
         _say_rates(found)

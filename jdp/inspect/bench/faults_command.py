@@ -41,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
       ValueError: if an argument is wrong.
     """
     options = _parser().parse_args(arguments)
-    results.require_writable("--json", options.json)
-    results.require_picture(options.png)
+    results.require_outputs(json=options.json, png=options.png)
     try:
         states = [flags.read_bytes(word) for word in options.state.split(",")]
     except argparse.ArgumentTypeError as error:
@@ -165,4 +164,4 @@ def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
     panel.set_yticks(range(len(rows)), names)
     panel.set(xlabel="seconds from a SIGKILL to a step of all processes (medians)")
     panel.legend(ncols=3)
-    figure.savefig(path)
+    results.write_picture(figure, path)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from jdp.inspect import results
@@ -50,6 +51,11 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     results.add_png(parser)
 
 
+def require_outputs(options: argparse.Namespace) -> None:
+    """Raise a ValueError if the files of the flags of `add_common` cannot be written."""
+    results.require_outputs(json=options.json, png=options.png)
+
+
 def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None = None) -> Any:
     """Choose the devices, join the processes, and return the mesh.
 
@@ -70,12 +76,12 @@ def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None
     return init(timeout_s=timeout_s)
 
 
-def require_files(mesh: Any, options: argparse.Namespace) -> None:
+def require_files(mesh: Any, require: Callable[[], None]) -> None:
     """Raise a ValueError on all processes if the first one cannot write its files.
 
     Args:
       mesh: the mesh of all processes.
-      options: `json` and `png`, of `add_common`.
+      require: raises the ValueError on the first process.
     """
     import jax
 
@@ -84,8 +90,7 @@ def require_files(mesh: Any, options: argparse.Namespace) -> None:
     refused = None
     if jax.process_index() == 0:
         try:
-            results.require_writable("--json", options.json)
-            results.require_picture(options.png)
+            require()
         except ValueError as error:
             refused = str(error)
     found = agree.all_gather(agree.peers(mesh), refused, what="the files of jdp bench")

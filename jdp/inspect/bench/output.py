@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from jdp.inspect import results
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 
@@ -101,4 +102,4 @@ def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     figure.suptitle(title)
-    figure.savefig(path)
+    results.write_picture(figure, path)

@@ -42,11 +42,13 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
     All processes must make the same call.
 
     Args:
-      make: makes a step, its state and a global batch of NumPy arrays on the mesh of `init`.
+      make: returns a step, its first state and a global batch of NumPy arrays, for a number of
+        rows and an all-reduce, on the mesh of `init`.
       numbers: numbers of ranks, of one process or of whole processes; 1 is added.
       setting: how to time.
 
     Raises:
+      ValueError: if the step does not return a state and metrics.
       WrongResultError: on every process, if a state differs from that of one device by more than
         TOLERANCE.
     """
@@ -167,9 +169,19 @@ def _expected(
             own = slice(rank * setting.rows, (rank + 1) * setting.rows)
             batch = jax.tree.map(operator.itemgetter(own), batch)
         for _ in range(setting.num_steps):
-            state, _ = step(state, batch)
+            state = _state_of(step(state, batch))
         found.append([np.asarray(leaf) for leaf in jax.tree.leaves(state)])
     return found
+
+
+def _state_of(result: Any) -> Any:
+    """Return the state that a step returned."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"the step of the model returned a {type(result).__name__}, and not (state, metrics). "
+            "Make it a jdp.train_step that returns both."
+        )
+    return result[0]
 
 
 def _tolerance(right: np.ndarray) -> float:

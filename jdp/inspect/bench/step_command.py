@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jdp.inspect import models, results
@@ -26,9 +27,20 @@ The state after each timed run is compared with that of one device. Takes about
 a minute. Under jdp run, n ranks are some of the first process, or those of the
 first processes; a step takes as long as on the slowest of them.
 
-MODEL is mlp, transformer, or FILE.py:NAME, a function (num_rows, all_reduce) of
-yours that returns a jdp.train_step, its state and a batch of that many rows, and
-gives all_reduce to jdp.replicated or jdp.sharded."""
+MODEL is mlp, transformer, or FILE.py:NAME, a function of yours:
+
+  def NAME(num_rows, all_reduce):
+      ...
+      return step, state, batch
+
+step is a jdp.train_step, which takes (state, batch) and returns (state, metrics);
+state is its first state; batch has num_rows rows, those of all ranks. all_reduce
+goes to jdp.replicated or jdp.sharded. docs/bench.md has an example."""
+_RETURNS = (
+    "Return (step, state, batch): a jdp.train_step, which takes (state, batch) and returns (state, "
+    "metrics), its first state, and a batch of num_rows rows. Give all_reduce to jdp.replicated or "
+    "jdp.sharded."
+)
 COLUMNS = {
     "ranks": "{ranks}",
     "processes": "{processes}",
@@ -56,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
-    flags.require_files(mesh, options)
+    flags.require_files(mesh, lambda: flags.require_outputs(options))
     facts, numbers = output.machine(), _numbers(options.ranks, mesh.size, jax.local_device_count())
     rows = measure(make, numbers, setting)
     if jax.process_index() == 0:
@@ -119,7 +131,7 @@ def found_model(name: str) -> Make:
     if not path.endswith(".py") or not Path(path).exists():
         raise ValueError(
             f"there is no model {name!r}. Write mlp, transformer, or FILE.py:NAME with a function "
-            "(num_rows, all_reduce) that returns a step, its state and a batch."
+            f"NAME(num_rows, all_reduce). {_RETURNS}"
         )
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
@@ -128,10 +140,28 @@ def found_model(name: str) -> Make:
     make = getattr(module, function, None)
     if not callable(make) or len(inspect.signature(make).parameters) != 2:
         raise ValueError(
-            f"{path} has no function {function}(num_rows, all_reduce). It returns the step, the "
-            "state and a batch of num_rows rows, and gives all_reduce to jdp.replicated."
+            f"{path} has no function {function}(num_rows, all_reduce). Write one. {_RETURNS}"
         )
-    return make
+    return lambda num_rows, all_reduce: _checked(make(num_rows, all_reduce), name, num_rows)
+
+
+def _checked(made: Any, name: str, num_rows: int) -> Made:
+    """Return what a user's function returned, if that is a step, a state and a batch."""
+    if not isinstance(made, tuple | list) or len(made) != 3:
+        many = f" of {len(made)} values" if isinstance(made, tuple | list) else ""
+        raise ValueError(f"{name} returned a {type(made).__name__}{many}. {_RETURNS}")
+    step, state, batch = made
+    if not callable(step):
+        raise ValueError(
+            f"{name} returned a {type(step).__name__} first, which is not a step. {_RETURNS}"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if len(shape := np.shape(leaf)) and shape[0] != num_rows:
+            raise ValueError(
+                f"{name} was asked for {num_rows} rows, and batch{jax.tree_util.keystr(path)} has "
+                f"{shape[0]}. Steps on other numbers of ranks would not be comparable. {_RETURNS}"
+            )
+    return step, state, batch
 
 
 def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
@@ -180,4 +210,4 @@ def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
     panel.set(xlabel="ranks", ylabel="rows per second")
     panel.grid(alpha=0.3)
     panel.legend()
-    figure.savefig(path)
+    results.write_picture(figure, path)

@@ -59,10 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     if min(by_process) == _own_number():
         try:
             _show(by_process, healthy, options.json)
-        except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            print(f"jdp doctor: --json={options.json} was not written: {error}.", file=sys.stderr)
+        except results.NotWrittenError as error:
+            print(f"jdp doctor: --json: {error}", file=sys.stderr)
             return 2
     return 0 if healthy else 1
 

@@ -36,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     chosen = _parser().parse_args(arguments)
     try:
-        results.require_writable("--json", chosen.json)
-        results.require_picture(chosen.png)
+        results.require_outputs(json=chosen.json, png=chosen.png)
         hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
         measured = _calibration(chosen.calibration)
         options, known = _options(chosen, measured), _known(chosen, measured)

@@ -81,4 +81,4 @@ def draw(rows: Sequence[Row], path: str | Path) -> None:
         panel.set_ylim(0, 105)
         panel.grid(alpha=0.3)
         panel.legend()
-    figure.savefig(path)
+    results.write_picture(figure, path)

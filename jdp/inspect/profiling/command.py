@@ -38,7 +38,10 @@ def main(arguments: Sequence[str]) -> int:
             2,
         )
     try:
-        results.require_picture(options.png)
+        results.require_outputs(png=options.png, trace=options.trace)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    try:
         found = summarize(folder)
         if options.png:
             from jdp.inspect.profiling.drawing import draw
@@ -51,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         trace_file.write(merged, found.traces, found.begins())
     except OSError as error:  # such as a folder of another user, whose profile can be read
         return _fail(
-            f"the trace of all ranks was not written: {error}. Write --trace FILE in a folder that "
-            "you may write.",
+            f"the trace of all ranks was not written to {merged}: {error.strerror or error}. Write "
+            "--trace FILE in a folder that you may write.",
             1,
         )
     if not options.json:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jdp.inspect import results
 from jdp.inspect.profiling import spans, trace_file
 from jdp.inspect.profiling.breakdown import Parts
 from jdp.inspect.profiling.summary import Summary
@@ -56,7 +57,7 @@ def draw(found: Summary, path: str | Path) -> None:
     handles = [Patch(color=color, label=_LABELS[name]) for name, color in _COLORS.items()]
     handles.append(Patch(color=_HIDDEN, label="hidden communication"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=150)
+    results.write_picture(figure, path, dpi=150)
 
 
 def _draw_lanes(axes: Any, found: Summary, shown: Sequence[int]) -> None:
