@@ -97,10 +97,8 @@ def find_batch_size(
     (state, batch, *rest), by_keyword = spec.by_keyword(bound)
     num_rows = _num_rows(batch)
     where, num_ranks = devices_of(first, args, keywords, on)
-    if is_step:
-        candidates = _of_batch(num_rows, num_ranks, granularity, max_rows)
-    else:
-        candidates = _of_micro_batch(num_rows // num_ranks, granularity, max_rows)
+    tried = _of_batch if is_step else _of_micro_batch
+    candidates = tried(num_rows, num_ranks, granularity, max_rows)
 
     def bytes_of(rows: int) -> float:
         used, given = (step, _with_rows(batch, rows)) if is_step else (_made(step, rows), batch)
@@ -145,15 +143,18 @@ def _of_batch(
     return range(unit, int_at_least("max_rows", most, least=unit) + 1, unit)
 
 
-def _of_micro_batch(num_rows: int, granularity: int | None, max_rows: int | None) -> Sequence[int]:
-    """Return the numbers of rows of a micro-batch that are tried, of a rank with `num_rows`."""
+def _of_micro_batch(
+    num_rows: int, num_ranks: int, granularity: int | None, max_rows: int | None
+) -> Sequence[int]:
+    """Return the numbers of rows of a micro-batch of a rank that are tried."""
+    of_rank = num_rows // num_ranks
     unit = int_at_least("granularity", 1 if granularity is None else granularity, least=1)
-    most = num_rows if max_rows is None else int_at_least("max_rows", max_rows, least=1)
+    most = of_rank if max_rows is None else int_at_least("max_rows", max_rows, least=1)
     # Others would fill up the last micro-batch with a copy of the rows.
-    found = [rows for rows in range(unit, most + 1, unit) if num_rows % rows == 0]
+    found = [rows for rows in range(unit, most + 1, unit) if of_rank % rows == 0]
     if not found:
         raise ValueError(
-            f"a rank has {num_rows} rows, and no multiple of granularity={unit} up to {most} "
+            f"a rank has {of_rank} rows, and no multiple of granularity={unit} up to {most} "
             "divides them. Give a smaller granularity, or another number of rows."
         )
     return found

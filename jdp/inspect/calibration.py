@@ -16,56 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jdp.inspect import json_fields, results
+from jdp.inspect import calibration_fields, results
+from jdp.inspect.calibration_fields import FORMAT
 from jdp.inspect.compute_rates import ComputeRates, Slowness
-from jdp.inspect.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, checked
+from jdp.inspect.json_fields import checked
 from jdp.inspect.law_fit import fitted
 
-FORMAT = 6
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
-
-
-def _is_point(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return COUNT.holds(value[0]) and POSITIVE.holds(value[1])
-
-
-def _are_points(value: Any) -> bool:
-    if not isinstance(value, list) or not all(map(_is_point, value)):
-        return False
-    sizes = [num_bytes for num_bytes, _ in value]
-    return len(sizes) > 1 and sizes == sorted(set(sizes))
-
-
-# The values that the fields of a file may have.
-_NUMBER = Field("a whole number from 1", lambda it: COUNT.holds(it) and it > 0)
-BYTES_PER_S = Field(
-    f"{POSITIVE.what}, or null", lambda it: it in (None, math.inf) or POSITIVE.holds(it)
-)
-_CALIBRATION = {
-    "format": Field(str(FORMAT), lambda it: it == FORMAT),
-    "host": TEXT, "platform": TEXT, "device_kind": TEXT, "num_devices": _NUMBER,
-    "num_cores": _NUMBER, "date": TEXT, "versions": json_fields.dict_of(TEXT),
-    "computation": json_fields.LIST, "rates": json_fields.LIST,
-}  # fmt: skip
-_POINTS = Field("a list of at least two [bytes, seconds] with ascending bytes", _are_points)
-_LAW = {
-    "operation": TEXT, "algorithm": TEXT, "num_ranks": _NUMBER, "num_processes": _NUMBER,
-    "dtype": TEXT, "alpha_s": AMOUNT, "bytes_per_s": BYTES_PER_S, "largest_error": AMOUNT,
-    "points": _POINTS, "cpu_points": _POINTS,
-}  # fmt: skip
-_BY_DTYPE = Field(
-    f"an object of dtypes, each {POSITIVE.what}",
-    lambda it: it != {} and json_fields.dict_of(POSITIVE).holds(it),
-)
-_COMPUTATION = {
-    "num_ranks": _NUMBER, "matmul_flops_per_s": _BY_DTYPE,
-    "memory_bytes_per_s": POSITIVE, "cached_bytes_per_s": POSITIVE,
-    "transcendentals_per_s": POSITIVE, "operation_start_s": AMOUNT, "slowness": OBJECT,
-}  # fmt: skip
-_SLOWNESS = {each.name: AMOUNT for each in dataclasses.fields(Slowness)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +197,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
 
 
 def _read(content: Any) -> Calibration:
-    found = checked(content, _CALIBRATION)
+    found = checked(content, calibration_fields.CALIBRATION)
     del found["format"]
     found["computation"] = tuple(map(_read_computation, found["computation"]))
     found["rates"] = tuple(map(_read_law, found["rates"]))
@@ -250,15 +208,17 @@ def _read(content: Any) -> Calibration:
 
 
 def _read_law(content: Any) -> CollectiveLaw:
-    found = checked(content, _LAW)
+    found = checked(content, calibration_fields.LAW)
     for name in ("points", "cpu_points"):
         found[name] = tuple(map(tuple, found[name]))
     return CollectiveLaw(**found | {"bytes_per_s": read_bytes_per_s(found["bytes_per_s"])})
 
 
 def _read_computation(content: Any) -> ComputeRates:
-    found = checked(content, _COMPUTATION)
-    return ComputeRates(**found | {"slowness": Slowness(**checked(found["slowness"], _SLOWNESS))})
+    found = checked(content, calibration_fields.COMPUTATION)
+    return ComputeRates(
+        **found | {"slowness": Slowness(**checked(found["slowness"], calibration_fields.SLOWNESS))}
+    )
 
 
 def read_bytes_per_s(written: float | None) -> float:

@@ -83,9 +83,9 @@ def take_stdout() -> TextIO:
 
     Others are the script, its child processes and its libraries, also at the exit of this process.
     """
-    like = {name: getattr(sys.stdout, name, None) for name in ("encoding", "errors")}
+    encoding, errors = (getattr(sys.stdout, name, None) for name in ("encoding", "errors"))
     try:
-        stdout = os.fdopen(os.dup(1), "w", **like)
+        stdout = os.fdopen(os.dup(1), "w", encoding=encoding, errors=errors)
     except OSError:  # closed
         stdout = open(os.devnull, "w")
     else:

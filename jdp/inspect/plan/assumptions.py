@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jdp.inspect import calibration
+from jdp.inspect.calibration_fields import BYTES_PER_S
 from jdp.inspect.gpus import GPUS, nvlink
 from jdp.inspect.json_fields import AMOUNT, COUNT, LIST, OBJECT, TEXT, Field, checked
 from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given, part_of
@@ -53,7 +54,7 @@ _SIZE = {"state_bytes": COUNT}
 _ROW: dict[str, Field] = dict.fromkeys(
     "detection_s re_forming_s tracing_s loading_s restoring_s first_step_s".split(), AMOUNT
 )
-_LAW = {"alpha_s": AMOUNT, "bytes_per_s": calibration.BYTES_PER_S}
+_LAW = {"alpha_s": AMOUNT, "bytes_per_s": BYTES_PER_S}
 
 Assumptions = dict[str, Rate]
 
