@@ -150,6 +150,19 @@ def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
         ("--json=.", "--json=."),
         ("--png=missing/plan.png", "folder missing"),
         ("--png=plan.xyz", ".xyz"),
+        ("--model params=7e9,layers=1e9,step_s=1", "Write fewer layers."),
+        ("--model params=7e9,layers=32,step_s=1,leaves=9,micro_batches=1000", "Write leaves=1, or"),
+        ("--model params=7e9,layers=20000,step_s=1,leaves=9,micro_batches=3", "Write leaves=1."),
+        ("--model params=7e9,layers=60000,step_s=1,leaves=2,micro_batches=2", "leaves=1 and fewer"),
+        ("--model params=7e9,layers=9,step_s=1,micro_batches=1e9", "Write fewer micro_batches."),
+        ("--model params=7e9,layers=0,step_s=1", "from 1 to"),
+        ("--model params=7e9,layers=2,step_s=1,micro_batches=0", "from 1 to"),
+        ("--set mtbf_gpu_s=1e8 --set mtbf_gpu_s=1e9", "--set mtbf_gpu_s is given twice"),
+        (f"--hosts {'9' * 310}", "1e+30"),
+        (f"--hosts 1:{'9' * 5000}", "1e+30"),
+        (f"--link {'9' * 310}x1", "8x400"),
+        (f"--link 1x{'9' * 310}", "8x400"),
+        (f"--model params=7e9,layers={'9' * 310},step_s=1", "1e+30"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_write(arguments, named, capsys):
@@ -197,6 +210,49 @@ def test_a_damaged_recovery_is_refused_with_its_name(content, capsys):
     Path("recovery.json").write_bytes(content)
     assert main(["plan", *MODEL, "--recovery", "recovery.json"]) == 2
     assert "--recovery recovery.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["activations", "bucket-bytes", "gpus-per-host", "commit-every"])
+@pytest.mark.parametrize("value", ["-1", "9" * 310, "9" * 5000, "1e999999999", "4X", "nan"])
+def test_numbers_that_are_none_or_too_large_are_refused_with_an_example(flag, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *MODEL, f"--{flag}={value}"])
+    assert ended.value.code == 2 and "is not a" in capsys.readouterr().err
+
+
+def test_the_largest_numbers_are_predicted():
+    most = f"{10**30}"
+    planned("--hosts", most, "--gpus-per-host", most, "--commit-every", most)
+    planned("--missing-host-s", "1e9", "--activations", "1048576T", "--bucket-bytes", "1048576T")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("0", 0), ("1.5G", 3 * 2**29), ("40GB", 4 * 10**10), ("4MiB", 2**22), ("1e6", 10**6),
+     ("1t", 2**40), ("100B", 100), ("2.5kb", 2500)],
+)  # fmt: skip
+def test_sizes_are_read_as_users_of_such_tools_write_them(text, num_bytes):
+    few = "--methods", "replicated"
+    [less, _], [more, _] = (
+        planned(*few, "--activations", size)["predicted"] for size in ("0", text)
+    )
+    assert more["memory_bytes"] - less["memory_bytes"] == pytest.approx(num_bytes, abs=0.01)
+
+
+def test_spaces_in_lists_mean_nothing():
+    model = "--model", "params = 1e9, layers = 4, tokens = 8192"
+    spaced = "--methods", "hsdp, stage1", "--hosts", "1, 2", "--set", "mtbf_gpu_s = 1e8"
+    tight = "--methods", "hsdp,stage1", "--hosts", "1,2", "--set", "mtbf_gpu_s=1e8"
+    assert planned(*model, *spaced) == planned(*tight)
+
+
+def test_nothing_exposed_is_zero(capsys):
+    alone = "--hosts", "1", "--gpus-per-host", "1", "--straggler", "none"
+    for layers in (3, 5, 7, 11):
+        model = "--model", f"params=7e9,layers={layers},tokens=16384"
+        rows = planned(*model, *alone)["predicted"]
+        assert all(row["exposed_s"] >= 0 for row in rows)
+    assert "-0.0%" not in capsys.readouterr().out
 
 
 def test_seconds_that_are_not_a_number_are_refused_with_an_example(capsys):

@@ -111,6 +111,13 @@ TEMPORARY = {
 }
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_one_rank_each_stage_needs_what_replicated_does(stage):
+    adam, split = optax.adam(1e-3), {"stage": stage, "bucket_bytes": LAYER}
+    found = held_and_temporary(jdp.sharded(adam, **split), 1)
+    np.testing.assert_array_equal(found, held_and_temporary(jdp.replicated(adam), 1))
+
+
 @pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 2), (2, 8), (3, 4), (3, 8)])
 def test_with_micro_batches_a_rank_needs_what_the_guide_says(stage, num_ranks):
     held, whole = held_and_temporary(jdp.replicated(optax.adam(0.1)), num_ranks)

@@ -3,32 +3,45 @@
 import argparse
 import contextlib
 import os
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from jdp.inspect import results
+from jdp.inspect.rate import MOST_GIVEN
 from jdp.worker.local_devices import num_cpus, num_gpus, require_few_cpu_ranks
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MOST_BYTES = 2**60
 
 
-def read_bytes(text: str) -> int:
-    """Read a number of bytes.
+def read_bytes(text: str, *, least: int = 1) -> int:
+    """Read a number of bytes: K and KiB are 1024 of them and KB 1000, up to T, TiB and TB.
 
-    >>> read_bytes("4K"), read_bytes("64M"), read_bytes("100")
-    (4096, 67108864, 100)
+    Args:
+      text: of the command line.
+      least: the smallest number that is allowed.
+
+    >>> read_bytes("4K"), read_bytes("1.5MiB"), read_bytes("40GB"), read_bytes("1e6")
+    (4096, 1572864, 40000000000, 1000000)
     """
-    unit = text[-1:].upper() if text[-1:].isalpha() else ""
-    number = text[: len(text) - len(unit)]
-    if unit not in _UNITS or not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4K or 64M")
-    return int(number) * _UNITS[unit]
+    if found := _SIZE.fullmatch(text.strip()):
+        number, unit, suffix = (part or "" for part in found.groups())
+        factor = (1000 if suffix.lower() == "b" else 1024) ** _POWERS[unit.lower()]
+        if least <= float(number) * factor <= _MOST_BYTES:
+            return round(Decimal(number) * factor)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of bytes from {least} to {_MOST_BYTES // 2**40}T, such as 4K, "
+        "1.5GiB (of 1024) or 40GB (of 1000)"
+    )
 
 
 def read_positive(text: str) -> int:
-    """Read a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    """Read a whole number from 1 to `MOST_GIVEN`."""
+    if not text.isdecimal() or not 1 <= float(text) <= MOST_GIVEN:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST_GIVEN:g}")
     return int(text)
 
 

@@ -72,13 +72,13 @@ def assumed(gpu: str, link: str) -> Assumptions:
     if gpu not in GPUS:
         raise ValueError(f"there is no GPU {gpu!r}. Write one of {', '.join(GPUS)}.")
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", link)
-    if found is None or not int(found[1]) or not float(found[2]):
+    line = float(found[1]) * float(found[2]) * 1e9 / 8 if found else 0.0
+    if found is None or not LEAST_GIVEN <= line <= MOST_GIVEN:
         raise ValueError(
             f"--link {link} is not a number of network cards of a host and the Gbit/s of each. "
             "Write 8x400 for eight cards of 400 Gbit/s, or 1x25 for one of 25."
         )
     peaks, source = GPUS[gpu], "{:.0%} of {:.4g}, NVIDIA's data sheet"
-    line = int(found[1]) * float(found[2]) * 1e9 / 8
     return {
         "matmul_flops": part_of(
             peaks.flops, _OF_PEAK, "FLOP/s",

@@ -64,7 +64,7 @@ def _options(chosen: argparse.Namespace, measured: Calibration | None) -> predic
         bucket_bytes=chosen.bucket_bytes,
         straggler=chosen.straggler,
         seed=chosen.seed,
-        activation_bytes=chosen.activations or 0,
+        activation_bytes=chosen.activations,
         commit_every=chosen.commit_every or 0,
         degraded_s=chosen.missing_host_s,
         overlaps=measured is None or measured.platform != "cpu",
@@ -77,7 +77,11 @@ def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumpti
         known = assumptions.with_calibration(known, measured)
     if chosen.recovery:
         known = assumptions.with_recovery(known, Path(chosen.recovery))
-    given = dict(map(_setting, chosen.set))
+    given: dict[str, float] = {}
+    for name, value in map(_setting, chosen.set):
+        if name in given:
+            raise ValueError(f"--set {name} is given twice. Write it once.")
+        given[name] = value
     if chosen.straggler == NONE and assumptions.STRAGGLER in given:
         raise ValueError(
             f"--set {assumptions.STRAGGLER}={given[assumptions.STRAGGLER]:g} has no effect with "
@@ -101,7 +105,7 @@ def _calibration(text: str | None) -> Calibration | None:
 def _setting(text: str) -> tuple[str, float]:
     name, _, number = text.partition("=")
     try:
-        return name, float(number)
+        return name.strip(), float(number)
     except ValueError:
         raise ValueError(f"--set {text} is not NAME=NUMBER, such as matmul_flops=4e14.") from None
 
@@ -127,11 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     for flag, what in (("--gather-dtype", "gathered parameters"), ("--reduce-dtype", "gradients")):
         text = f"of {what} (default float32)"
         parser.add_argument(flag, choices=_DTYPES, default="float32", help=text)
-    text = "capacity of a bucket (default 4M)"
+    text = "capacity of a bucket: 4M and 4MiB are 4 * 2**20 bytes, 4MB 4e6 (default 4M)"
     size = read_bytes("4M")
     parser.add_argument("--bucket-bytes", type=read_bytes, default=size, metavar="BYTES", help=text)
     text = "bytes of a GPU beside its state: activations and rows (default 0)"
-    parser.add_argument("--activations", type=read_bytes, metavar="BYTES", help=text)
+    parser.add_argument("--activations", default=0, type=_activations, metavar="BYTES", help=text)
     _add_assumptions(parser)
     results.add_json(parser)
     results.add_png(parser, "draw efficiency over GPUs (needs matplotlib)")
@@ -154,12 +158,16 @@ def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
+def _activations(text: str) -> int:
+    return read_bytes(text, least=0)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 1e9:
+    if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of seconds from 0 to 1e9, such as 600"
         )

@@ -35,7 +35,7 @@ def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
     whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
     groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
     group = max(map(params_of, groups)) * STATE_BYTES
-    if deployment.method == REPLICATED:
+    if deployment.method == REPLICATED or n == 1:  # all stages compile to the same step then
         return RankMemory((1 + _MOMENTS) * whole, whole)
     if deployment.method in (STAGE_1, STAGE_2):
         gradients = whole if deployment.method == STAGE_1 else (whole + group) / n

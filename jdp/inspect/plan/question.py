@@ -93,7 +93,7 @@ def read_model(text: str) -> Model:
 def _read_numbers(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in text.split(","):
-        name, _, number = word.strip().partition("=")
+        name, _, number = map(str.strip, word.partition("="))
         if name in found:
             raise ValueError(f"--model {text} gives {name} twice. Write it once.")
         try:
@@ -106,12 +106,16 @@ def _read_numbers(text: str) -> dict[str, float]:
             raise ValueError(
                 f"--model {text}: there is no {name!r}. Write some of {', '.join(_KEYS)}."
             )
-        if not LEAST_GIVEN <= found[name] <= MOST_GIVEN:
+        if name in ("layers", "micro_batches", "leaves"):
+            if not 1 <= found[name] <= MOST_GIVEN or found[name] % 1:
+                raise ValueError(
+                    f"--model {text}: {name}={number} must be a whole number from 1 to "
+                    f"{MOST_GIVEN:g}."
+                )
+        elif not LEAST_GIVEN <= found[name] <= MOST_GIVEN:
             raise ValueError(
                 f"--model {text}: {name}={number} must be from {LEAST_GIVEN:g} to {MOST_GIVEN:g}."
             )
-        if name in ("layers", "micro_batches", "leaves") and found[name] % 1:
-            raise ValueError(f"--model {text}: {name}={number} must be a whole number.")
     return found
 
 
@@ -120,10 +124,15 @@ def _require_few_pieces(text: str, found: Mapping[str, float]) -> None:
     pieces = math.prod(counts)
     if pieces > _MOST_PIECES:
         layers, leaves, micro_batches = counts
+        rest = {"leaves=1": layers * micro_batches, "fewer micro_batches": layers * leaves}
+        enough = [word for word, left in rest.items() if left <= _MOST_PIECES]
+        advice = enough or [
+            "leaves=1 and fewer micro_batches" if layers <= _MOST_PIECES else "fewer layers"
+        ]
         raise ValueError(
             f"--model {text}: {layers:.0f} layers x {leaves:.0f} leaves x {micro_batches:.0f} "
             f"micro_batches are {pieces:.3g} pieces of a step, and more than {_MOST_PIECES} would "
-            "take minutes to simulate. Write leaves=1, or fewer micro_batches."
+            f"take minutes to simulate. Write {', or '.join(advice)}."
         )
 
 
@@ -137,14 +146,15 @@ def read_hosts(text: str) -> list[int]:
     ([1, 2, 4, 5], [3, 6])
     """
     first, colon, last = text.partition(":")
-    words = [first, last] if colon else text.split(",")
-    numbers = [int(word) if word.isdecimal() else 0 for word in words]
+    words = [word.strip() for word in ([first, last] if colon else text.split(","))]
+    known = [word.isdecimal() and float(word) <= MOST_GIVEN for word in words]
+    numbers = [int(word) if known else 0 for word, known in zip(words, known, strict=True)]
     if colon and numbers[0] > numbers[1] > 0:
         raise ValueError(f"--hosts {text} ends below its beginning. Write {last}:{first}.")
     if min(numbers) < 1:
         raise ValueError(
-            f"--hosts {text} is not a number of hosts from 1. Write 4, 1,2,3, or 1:2048 for the "
-            "powers of two between."
+            f"--hosts {text} is not a number of hosts from 1 to {MOST_GIVEN:g}. Write 4, 1,2,3, or "
+            "1:2048 for the powers of two between."
         )
     if not colon:
         return sorted(set(numbers))
@@ -159,7 +169,7 @@ def read_methods(text: str) -> list[str]:
     Raises:
       ValueError: if there is no such method.
     """
-    names = list(dict.fromkeys(text.split(",")))
+    names = list(dict.fromkeys(map(str.strip, text.split(","))))
     if wrong := [name for name in names if name not in METHODS]:
         raise ValueError(f"there is no method {wrong[0]!r}. Write some of {','.join(METHODS)}.")
     return names
