@@ -172,7 +172,7 @@ def refusal_of_processes():
 
     options = argparse.Namespace(json="missing/rows.json", png=None)
     try:
-        flags.require_files(init(), options)
+        flags.require_files(init(), lambda: flags.require_outputs(options))
     except ValueError as error:
         return str(error)
 
