@@ -5,7 +5,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from jdp.inspect import convolutions, hlo, kernels
+from jdp.inspect import collective_chains, convolutions, hlo, kernels
+from jdp.inspect.collective_chains import Part
 from jdp.inspect.hlo import Instruction
 from jdp.inspect.kernels import Kernel
 
@@ -15,7 +16,7 @@ _TRANSCENDENTAL = frozenset(
     "atan2 cbrt".split()
 )
 # Calls of libraries without floating-point operations: of jdp, of Python, of random bits, of sorts.
-_WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK")
+_WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK|ConcatBitcast")
 # These read a part of their first operand, or change a part of it in place.
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 _IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
@@ -42,6 +43,10 @@ class Costs:
         if one.op not in _CALLS_OF_ONE:
             for name in one.called()[:1]:
                 yield from self._computations.get(name, [])
+
+    def part(self, one: Instruction) -> Part | None:
+        """Return which part of a collective an instruction is, None if it is not one."""
+        return collective_chains.part_of(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:
         """Return the Pallas kernel that an instruction runs, None if it runs none."""
@@ -125,6 +130,8 @@ class Costs:
         inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []
         if not inner:
             return _bytes_alone(one, shapes)
+        if collective_chains.part_of(inner):
+            inner = collective_chains.computation_of(inner)
         own = {each.name: each.shape for each in inner}
         users: dict[str, list[Instruction]] = defaultdict(list)
         for each in inner:

@@ -96,6 +96,8 @@ class _Simulation:
             self._collective(one, inner, name)
         elif one.op.endswith("-done"):
             self._done(next(iter(one.operands()), ""))
+        elif (part := self._costs.part(one)) and part.is_done:
+            self._done(part.chain)
         elif one.op not in _FREE:
             self._compute(one, name)
 
@@ -195,10 +197,11 @@ class _Simulation:
         if transfer is None:
             transfer = transfer_of(one, inner, name, self._shapes[name])
             self.timeline.transfers[key] = transfer
-        is_ring = target == call_order.START
-        handle = f"ring {number}" if is_ring else one.name
+        part = self._costs.part(one)
+        ring = f"ring {number}" if target == call_order.START else None
+        handle = ring or (part.chain if part else one.name)
         self._start(handle, transfer)
-        if not is_ring and not one.op.endswith("-start"):
+        if handle == one.name and not one.op.endswith("-start"):
             self._done(handle)
 
     def _start(self, handle: str, transfer: SentArrays) -> None:

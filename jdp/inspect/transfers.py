@@ -93,7 +93,7 @@ def transfer_of(
         kind, algorithm = inner.op.removesuffix("-start"), "xla"
     num_bytes = sum(array.num_bytes() for array in taken)
     if kind == "all-gather":
-        num_bytes = max(num_bytes, _gathered_bytes(one, num_bytes, algorithm))
+        num_bytes = max(num_bytes, _gathered_bytes(inner, num_bytes, algorithm))
     return SentArrays(
         one, computation, kind, algorithm, number_of(inner), taken, num_bytes,
         replica_groups.groups(inner),
@@ -107,6 +107,9 @@ def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
     """
     if one.op.endswith("-done"):
         return None
+    part = costs.part(one)
+    if part is not None and not part.is_start:
+        return None
     for each in [one, *costs.inside(one)] if one.op != "while" else []:
         if each.op.removesuffix("-start") in hlo.COLLECTIVES:
             return each
@@ -115,9 +118,9 @@ def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
     return None
 
 
-def _gathered_bytes(one: Instruction, taken_bytes: int, algorithm: str) -> int:
-    found = hlo.num_bytes(one.shape)
+def _gathered_bytes(inner: Instruction, taken_bytes: int, algorithm: str) -> int:
+    found = hlo.num_bytes(inner.shape)
     # The type of a start includes its operands; the result of a native call a token.
-    if one.op.endswith("-start"):
+    if inner.op.endswith("-start"):
         return found - taken_bytes
     return found - (4 if algorithm == "native" else 0)

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -218,6 +219,21 @@ def test_gradients_between_tpus_are_named(tpus):
     found = report(tpus, jdp.replicated(optax.sgd(0.1)))
     (bucket,) = [bucket for bucket in found.buckets if bucket.num_bytes >= LAYER]
     assert {f"grads[{i}]" for i in range(NUM_LAYERS)} <= set(bucket.leaves)
+    matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
+    assert found.time.matmul_flops == pytest.approx(matmuls)
+
+
+def test_each_gather_of_a_tpu_is_one_collective_also_where_matmuls_run_beside_it(tpus):
+    found = report(tpus, jdp.sharded(optax.sgd(0.1), stage=3, min_size=1))
+    gathers = [bucket for bucket in found.buckets if bucket.kind == "all-gather"]
+    # In the forward pass each weight, in the backward pass each but what is still held.
+    times = Counter(leaf for bucket in gathers for leaf in bucket.leaves)
+    assert set(times) == {f"state.params[{i}]" for i in range(NUM_LAYERS)}
+    assert set(times.values()) <= {1, 2} and len(gathers) == sum(times.values())
+    # XLA may gather what matmuls take, in bfloat16.
+    assert {bucket.num_bytes for bucket in gathers} <= {LAYER, LAYER // 2}
+    assert any(bucket.hidden_bytes for bucket in gathers)
+    assert "foreign-collective" not in [finding.kind for finding in found.findings]
     matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
     assert found.time.matmul_flops == pytest.approx(matmuls)
 
