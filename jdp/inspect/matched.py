@@ -2,22 +2,18 @@
 
 A native call has a number. XLA merges its own collectives, packs their arrays into one, and forgets
 whose they are, so each of those arrays is found by its size, and among equal sizes by the parameter
-that its result updates.
+that it is a part of, or that its result updates.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Array, HloProgram, Instruction
+from jdp.inspect.hlo import Array, HloProgram
+from jdp.inspect.parameters import Parameters
 from jdp.inspect.planned import Planned, SentLeaf
 from jdp.inspect.transfers import SentArrays
-
-_SLICE = re.compile(r"slice=\{\[(\d+):")
-# Up to this many operations lie between a sum and the update of its parameter.
-_MAX_DISTANCE = 12
 
 
 class Match(NamedTuple):
@@ -48,7 +44,7 @@ def match(
     """
     by_number = {each.number: each for each in plan if each.number is not None}
     left = _Unmatched([each for each in plan if each.number is None])
-    users = _Users(program)
+    parameters = Parameters(program)
     found = []
     for transfer in transfers:
         if transfer.number in by_number:
@@ -56,7 +52,7 @@ def match(
             leaves = _kept(each.leaves, transfer.arrays)
             found.append(Match(leaves, 1, each.line, each.is_of_author))
         else:
-            found.append(_matched(program, transfer, left, users))
+            found.append(_matched(program, transfer, left, parameters))
     return found
 
 
@@ -79,30 +75,44 @@ class _Unmatched:
         for i, each in enumerate(plan):
             for leaf in each.leaves:
                 self._left[each.kind, leaf.num_elements].append((i, leaf, each))
+        self._taken: dict[tuple, list[tuple[int, SentLeaf, Planned]]] = defaultdict(list)
 
     def take(
-        self, kind: str, num: int, updated: Sequence[str]
+        self, kind: str, num: int, names: Sequence[str]
     ) -> tuple[int, SentLeaf, Planned] | None:
-        """Take the leaf of some size that updates a parameter, else the first one of that size."""
-        left = self._left[kind, num]
-        path = [x for x in left if any(name.endswith(_plain(x[1].path)) for name in updated)]
-        for chosen in (*(x for x in path if _plain(x[1].path)), *left):
-            left.remove(chosen)
+        """Take the leaf of some size that is of a parameter, else the first one of that size.
+
+        XLA makes several collectives of one in a loop that it unrolls: these take the leaf again.
+        """
+        left, taken = self._left[kind, num], self._taken[kind, num]
+        for chosen in (*_of_names(left, names), *_of_names(taken, names), *left):
+            if chosen in left:
+                left.remove(chosen)
+                taken.append(chosen)
             return chosen
         return None
+
+
+def _of_names(
+    leaves: Sequence[tuple[int, SentLeaf, Planned]], names: Sequence[str]
+) -> list[tuple[int, SentLeaf, Planned]]:
+    """Return the leaves that are of the parameters of some names."""
+    plain = [(leaf, _plain(leaf[1].path)) for leaf in leaves]
+    return [leaf for leaf, path in plain if path and any(name.endswith(path) for name in names)]
 
 
 def _plain(path: str) -> str:
     return path.removeprefix("grads").removesuffix(" of one iteration").rpartition("state")[2]
 
 
-def _matched(program: HloProgram, transfer: SentArrays, left: _Unmatched, users: "_Users") -> Match:
-    computation = program.computations[transfer.computation]
+def _matched(
+    program: HloProgram, transfer: SentArrays, left: _Unmatched, parameters: Parameters
+) -> Match:
     pieces = _pieces(program, transfer)
     leaves, plans = [], {}
     for i, piece in enumerate(pieces):
-        updated = users.updated(computation, transfer.instruction, pieces, i)
-        taken = left.take(transfer.kind, piece.num_elements(), updated)
+        names = parameters.of(transfer, pieces, i)
+        taken = left.take(transfer.kind, piece.num_elements(), names)
         if taken is None:
             leaves.append(SentLeaf("", piece.dtype, piece.num_elements()))
             continue
@@ -132,73 +142,3 @@ def _pieces(program: HloProgram, transfer: SentArrays) -> list[Array]:
         else:
             pieces.append(array)
     return pieces
-
-
-class _Users:
-    """Finds the parameter that an array updates."""
-
-    def __init__(self, program: HloProgram):
-        self._program = program
-        self._users: dict[int, dict[str, list[Instruction]]] = {}
-
-    def updated(
-        self, computation: list[Instruction], one: Instruction, pieces: Sequence[Array], i: int
-    ) -> list[str]:
-        """Return the names of the parameters that the i-th array of a collective updates."""
-        users = self._of(computation)
-        by_name = {each.name: each for each in computation}
-        level = self._first(users, one, pieces, i)
-        seen = set()
-        for _ in range(_MAX_DISTANCE):
-            found = []
-            for each in level:
-                for name in each.operands():
-                    path = self._parameter(by_name, name, pieces[i].num_elements())
-                    found += [path] if path else []
-            if found:
-                return found
-            seen.update(each.name for each in level)
-            level = [x for each in level for x in users[each.name] if x.name not in seen]
-        return []
-
-    def _first(
-        self, users: dict[str, list[Instruction]], one: Instruction, pieces: Sequence[Array], i: int
-    ) -> list[Instruction]:
-        found = [one]
-        while len(found) == 1 and users[found[0].name] and len(users[found[0].name]) == 1:
-            (user,) = users[found[0].name]
-            if not user.op.endswith("-done"):
-                break
-            found = [user]
-        direct = users[found[0].name]
-        if len(pieces) == 1:
-            return direct
-        indexed = [x for x in direct if re.search(rf"\bindex={i}\b", x.rest)]
-        if indexed and all(x.op == "get-tuple-element" for x in direct):
-            return indexed
-        start = sum(piece.num_elements() for piece in pieces[:i])
-        return [x for x in direct if start in self._offsets(x)]
-
-    def _offsets(self, one: Instruction) -> list[int]:
-        inner = self._program.computations.get(next(iter(one.called()), ""), [])
-        found = [_SLICE.search(each.rest) for each in [one, *inner] if each.op == "slice"]
-        return [int(each[1]) for each in found if each]
-
-    def _parameter(self, by_name: dict[str, Instruction], name: str, num_elements: int) -> str:
-        one = by_name.get(name)
-        while one is not None and one.op in ("bitcast", "copy", "reshape"):
-            one = by_name.get(next(iter(one.operands()), ""))
-        if one is None or one.op != "parameter" or hlo.num_elements(one.shape) != num_elements:
-            return ""
-        path = one.op_name()
-        return path if ".params" in path else ""
-
-    def _of(self, computation: list[Instruction]) -> dict[str, list[Instruction]]:
-        key = id(computation)
-        if key not in self._users:
-            users: dict[str, list[Instruction]] = defaultdict(list)
-            for one in computation:
-                for name in one.operands():
-                    users[name].append(one)
-            self._users[key] = users
-        return self._users[key]

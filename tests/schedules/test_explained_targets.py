@@ -54,8 +54,11 @@ def scanned_loss(scan, params, x):
     return jnp.mean(jnp.square(x))
 
 
-def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None):
-    """The report of a chain of layers, each of which is one bucket of 4 MiB."""
+def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, **options):
+    """The report of a chain of layers, each of which is one bucket of 4 MiB.
+
+    The options are those of `jdp.value_and_grad`.
+    """
     jdp.init(devices=jax.devices("cpu")[:1])
     shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
     params = [shape] * NUM_LAYERS
@@ -63,7 +66,7 @@ def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None):
         params = jax.ShapeDtypeStruct((NUM_LAYERS, DIM, DIM), jnp.float32)
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
 
-    step = step_of(loss_fn)
+    step = step_of(loss_fn, **options)
 
     state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
     rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
@@ -100,6 +103,22 @@ def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     assert "2 collectives" in merged.text and "8.0 MiB" in merged.text
     assert found.memory.limit == 151397597184
     assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
+
+
+# XLA unrolls the loop of two micro-batches, and has two collectives of one in the traced step.
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_shards_of_equal_size_are_named_by_the_parameters_that_they_are_of(accumulate, h200s):
+    tx = jdp.sharded(optax.adam(0.1), stage=3, min_size=1)
+    found = report(h200s, tx, accumulate=accumulate)
+    names = [f"[{i}]" for i in range(NUM_LAYERS)]
+    gathered = [bucket.leaves for bucket in found.buckets if bucket.kind == "all-gather"]
+    summed = [bucket.leaves for bucket in found.buckets if bucket.kind == "reduce-scatter"]
+    # The forward pass takes them in their order.
+    first = list(dict.fromkeys(gathered))
+    assert first == [(f"state.params{name}",) for name in names]
+    assert {*summed} == {(f"grads{name}",) for name in names}
+    for leaves in (gathered, summed):
+        assert max(Counter(leaves).values()) <= 2 * accumulate
 
 
 def test_leaves_of_the_ring_between_gpus_have_names_and_scalars_have_bytes(h200s):

@@ -1,0 +1,194 @@
+"""The parameters that the arrays of a collective are parts of, or that their sums update."""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from jdp.inspect import hlo
+from jdp.inspect.hlo import Array, HloProgram, Instruction
+from jdp.inspect.transfers import SentArrays
+
+_SLICE = re.compile(r"slice=\{\[(\d+):")
+_INDEX = re.compile(r"\bindex=(\d+)")
+# A tuple says nothing of its elements. By comparisons jdp orders operations that share no values.
+_APART = ("tuple", "compare")
+# Up to this many operations lie between an array and its parameter.
+_MAX_DISTANCE = 12
+
+Users = dict[str, list[Instruction]]
+ByName = dict[str, Instruction]
+
+
+class Parameters:
+    """Finds parameters by the dataflow of a program."""
+
+    def __init__(self, program: HloProgram):
+        self._computations = program.computations
+        self._known: dict[str, tuple[ByName, Users]] = {}
+
+    def of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
+        """Return the names of the parameters of the i-th array of a collective.
+
+        Args:
+          transfer: the collective.
+          pieces: its arrays, without packing.
+          i: position of one of them.
+        """
+        by_name, users = self._in(transfer.computation)
+        one, sizes = transfer.instruction, _sizes(transfer, pieces[i])
+        operands = one.operands()
+        if transfer.kind == "all-gather" and len(pieces) == len(operands):
+            return self._sources(by_name, operands[i], sizes)
+        while len(users[one.name]) == 1 and users[one.name][0].op.endswith("-done"):
+            (one,) = users[one.name]
+        if len(pieces) == 1:
+            return self._updated(by_name, users, [one.name], sizes)
+        indexed = _elements(users, one.name, [i])
+        if indexed and all(x.op == "get-tuple-element" for x in users[one.name]):
+            return self._updated(by_name, users, indexed, sizes)
+        begin = sum(piece.num_elements() for piece in pieces[:i])
+        return self._updated(by_name, users, [one.name], sizes, begin)
+
+    def _sources(self, by_name: ByName, name: str, sizes: Collection[int]) -> list[str]:
+        """Return the nearest parameters that an array is made of."""
+        level, seen = [name], set[str]()
+        for _ in range(_MAX_DISTANCE):
+            if found := _named(by_name, level, sizes):
+                return found
+            seen.update(level)
+            level = [x for each in level for x in self._made_of(by_name, each) if x not in seen]
+        return []
+
+    def _made_of(self, by_name: ByName, name: str) -> list[str]:
+        one = by_name.get(name)
+        if one is None or one.op.removesuffix("-done") in hlo.COLLECTIVES:
+            return []
+        if one.op != "get-tuple-element":
+            return one.operands()
+        fusion, index = by_name.get(next(iter(one.operands()), "")), _INDEX.search(one.rest)
+        inner, root = self._inside(fusion)
+        if fusion is None or root is None or root.op != "tuple" or index is None:
+            return []
+        return _entering(fusion, inner, [root.operands()[int(index[1])]])
+
+    def _updated(
+        self, by_name: ByName, users: Users, level: list[str], sizes: set[int],
+        begin: int | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Return the nearest parameters that are computed with an array.
+
+        Args:
+          begin: of the array that only a slice belongs to, where the slice begins.
+        """
+        seen: set[tuple[str, str]] = set()
+        for _ in range(_MAX_DISTANCE):
+            found: list[str] = []
+            after: list[str] = []
+            for name in level:
+                for user in users[name]:
+                    if (name, user.name) not in seen:
+                        seen.add((name, user.name))
+                        beside, results = self._computed_with(users, user, name, begin)
+                        found += _named(by_name, beside, sizes)
+                        after += results
+            if found:
+                return found
+            level, begin = after, None
+        return []
+
+    def _computed_with(
+        self, users: Users, user: Instruction, name: str, begin: int | None
+    ) -> tuple[list[str], list[str]]:
+        """Return the operands of an operation that meet an array in it, and their results."""
+        if user.op in _APART or user.op.removesuffix("-start") in hlo.COLLECTIVES:
+            return [], []
+        inner, root = self._inside(user)
+        if root is None:
+            is_other = begin is not None and not _begins_at(user, begin)
+            return ([], []) if is_other else (user.operands(), [user.name])
+        reached = _entries(user, inner, name)
+        if begin is not None:
+            reached = {x.name for x in inner if _begins_at(x, begin) and x.operands()[0] in reached}
+        for one in inner:
+            is_part = one is not root and one.op not in _APART
+            if is_part and reached.intersection(one.operands()):
+                reached.add(one.name)
+        if root.op != "tuple":
+            is_root = root.name in reached or reached.intersection(root.operands())
+            return (_entering(user, inner, [root.name]), [user.name]) if is_root else ([], [])
+        numbers = [i for i, x in enumerate(root.operands()) if x in reached]
+        beside = _entering(user, inner, [root.operands()[i] for i in numbers])
+        return beside, _elements(users, user.name, numbers)
+
+    def _inside(self, one: Instruction | None) -> tuple[list[Instruction], Instruction | None]:
+        """Return the instructions of a fusion, and the one that makes its result."""
+        if one is None or one.op != "fusion":
+            return [], None
+        inner = self._computations.get(next(iter(one.called()), ""), [])
+        return inner, next((each for each in inner if each.is_root), None)
+
+    def _in(self, name: str) -> tuple[ByName, Users]:
+        if name not in self._known:
+            users: Users = defaultdict(list)
+            for one in self._computations[name]:
+                for operand in one.operands():
+                    users[operand].append(one)
+            self._known[name] = {one.name: one for one in self._computations[name]}, users
+        return self._known[name]
+
+
+def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
+    """Return the numbers of elements that the parameter of an array may have: a shard, or all."""
+    size = piece.num_elements()
+    num_parts = len(transfer.groups[0]) if transfer.groups else 1
+    if transfer.kind == "all-gather":
+        return {size, size * num_parts}
+    return {size, size // num_parts} if transfer.kind == "reduce-scatter" else {size}
+
+
+def _elements(users: Users, name: str, numbers: Collection[int]) -> list[str]:
+    """Return the names of some elements of a tuple."""
+    found = [(x, _INDEX.search(x.rest)) for x in users[name] if x.op == "get-tuple-element"]
+    return [x.name for x, index in found if index and int(index[1]) in numbers]
+
+
+def _begins_at(one: Instruction, begin: int) -> bool:
+    found = _SLICE.search(one.rest) if one.op == "slice" else None
+    return found is not None and int(found[1]) == begin
+
+
+def _entries(fusion: Instruction, inner: Sequence[Instruction], name: str) -> set[str]:
+    """Return the names that an operand of a fusion has inside of it."""
+    operands = fusion.operands()
+    return {x.name for x in inner if x.op == "parameter" and operands[_number(x)] == name}
+
+
+def _entering(fusion: Instruction, inner: Sequence[Instruction], names: Sequence[str]) -> list[str]:
+    """Return the operands of a fusion that some values inside of it are made of."""
+    own, reached, left = {x.name: x for x in inner}, set[str](), list(names)
+    while left:
+        one = own.get(left.pop())
+        if one is not None and one.name not in reached:
+            reached.add(one.name)
+            left += one.operands() if one.op not in (*_APART, "parameter") else []
+    entered = [x for x in inner if x.op == "parameter" and x.name in reached]
+    return [fusion.operands()[_number(x)] for x in entered]
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.rest.split(")")[0])
+
+
+def _named(by_name: ByName, names: Sequence[str], sizes: Collection[int]) -> list[str]:
+    return [path for name in names if (path := _name_of(by_name, name, sizes))]
+
+
+def _name_of(by_name: ByName, name: str, sizes: Collection[int]) -> str:
+    """Return the name of a parameter of the model of one of some sizes; empty for others."""
+    one = by_name.get(name)
+    while one is not None and one.op in ("bitcast", "copy", "reshape"):
+        one = by_name.get(next(iter(one.operands()), ""))
+    if one is None or one.op != "parameter" or hlo.num_elements(one.shape) not in sizes:
+        return ""
+    path = one.op_name()
+    return path if ".params" in path else ""
