@@ -14,7 +14,7 @@ _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
-class Part(NamedTuple):
+class ChainPart(NamedTuple):
     """A part of a collective.
 
     Attributes:
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     is_done: bool
 
 
-def part_of(inside: Iterable[Instruction]) -> Part | None:
+def part_of(inside: Iterable[Instruction]) -> ChainPart | None:
     """Return which part of a collective a fusion is, None if it is not one.
 
     Args:
@@ -40,7 +40,7 @@ def part_of(inside: Iterable[Instruction]) -> Part | None:
     if chain is None:
         return None
     targets = {one.target() for one in inside if one.op == "custom-call"}
-    return Part(f"chain {chain}", _START in targets, _DONE in targets)
+    return ChainPart(f"chain {chain}", _START in targets, _DONE in targets)
 
 
 def computation_of(inside: Sequence[Instruction]) -> list[Instruction]:

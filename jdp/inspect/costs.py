@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from jdp.inspect import collective_chains, convolutions, hlo, kernels
-from jdp.inspect.collective_chains import Part
+from jdp.inspect.collective_chains import ChainPart
 from jdp.inspect.hlo import Instruction
 from jdp.inspect.kernels import Kernel
 
@@ -44,7 +44,7 @@ class Costs:
             for name in one.called()[:1]:
                 yield from self._computations.get(name, [])
 
-    def part(self, one: Instruction) -> Part | None:
+    def part(self, one: Instruction) -> ChainPart | None:
         """Return which part of a collective an instruction is, None if it is not one."""
         return collective_chains.part_of(self.inside(one))
 

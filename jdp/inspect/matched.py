@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jdp.inspect import hlo
 from jdp.inspect.hlo import Array, HloProgram
-from jdp.inspect.parameters import Parameters
+from jdp.inspect.parameter_flow import ParameterFlow
 from jdp.inspect.planned import Planned, SentLeaf
 from jdp.inspect.transfers import SentArrays
 
@@ -44,7 +44,7 @@ def match(
     """
     by_number = {each.number: each for each in plan if each.number is not None}
     left = _Unmatched([each for each in plan if each.number is None])
-    parameters = Parameters(program)
+    parameters = ParameterFlow(program)
     found = []
     for transfer in transfers:
         if transfer.number in by_number:
@@ -106,7 +106,7 @@ def _plain(path: str) -> str:
 
 
 def _matched(
-    program: HloProgram, transfer: SentArrays, left: _Unmatched, parameters: Parameters
+    program: HloProgram, transfer: SentArrays, left: _Unmatched, parameters: ParameterFlow
 ) -> Match:
     pieces = _pieces(program, transfer)
     leaves, plans = [], {}

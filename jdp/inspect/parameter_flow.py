@@ -19,7 +19,7 @@ Users = dict[str, list[Instruction]]
 ByName = dict[str, Instruction]
 
 
-class Parameters:
+class ParameterFlow:
     """Finds parameters by the dataflow of a program."""
 
     def __init__(self, program: HloProgram):
