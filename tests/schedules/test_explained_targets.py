@@ -53,7 +53,7 @@ def scanned_loss(scan, params, x):
     return jnp.mean(jnp.square(x))
 
 
-def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None):
+def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, accumulate=1):
     """The report of a chain of layers, each of which is one bucket of 4 MiB."""
     jdp.init(devices=jax.devices("cpu")[:1])
     shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
@@ -62,10 +62,10 @@ def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None):
         params = jax.ShapeDtypeStruct((NUM_LAYERS, DIM, DIM), jnp.float32)
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
 
-    step = step_of(loss_fn)
+    step = step_of(loss_fn, accumulate=accumulate)
 
     state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
-    rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    rows = jax.ShapeDtypeStruct((ROWS * accumulate, DIM), jnp.float32)
     return jdp.explain(step, state, rows, on=on, rates=rates)
 
 
@@ -220,6 +220,16 @@ def test_gradients_between_tpus_are_named(tpus):
     assert {f"grads[{i}]" for i in range(NUM_LAYERS)} <= set(bucket.leaves)
     matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
     assert found.time.matmul_flops == pytest.approx(matmuls)
+
+
+def test_a_loop_of_micro_batches_counts_as_often_as_it_runs_on_tpus(tpus):
+    # XLA for TPUs writes no number of iterations next to a loop.
+    tx = jdp.sharded(optax.sgd(0.1), stage=2)
+    two, eight = (report(tpus, tx, accumulate=k) for k in (2, 8))
+    assert eight.time.matmul_flops == pytest.approx(4 * two.time.matmul_flops)
+    assert not any("loop" in each for each in eight.unknown)
+    found = {finding.kind for finding in eight.findings}
+    assert "reduction-per-micro-batch" in found and "tail-after-loop" not in found
 
 
 def test_tiles_that_are_filled_up_are_found(tpus):
