@@ -15,7 +15,7 @@ _SAME = frozenset("copy copy-start copy-done bitcast reshape opt-barrier".split(
 _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
-class _Sum(NamedTuple):
+class _LoopInteger(NamedTuple):
     """The value of an integer: a constant, or an entry of the state of a loop plus a constant."""
 
     entry: int | None
@@ -90,7 +90,7 @@ class TripCounts:
         dtype = hlo.arrays(self._by_name[condition][root.operands()[0]].shape)[0].dtype
         return count if _fits(first, dtype) and _fits(first + count * step, dtype) else None
 
-    def _step(self, loop: Instruction, value: _Sum) -> int | None:
+    def _step(self, loop: Instruction, value: _LoopInteger) -> int | None:
         """Return what an iteration of a loop adds to a value in it; None if unknown."""
         if value.entry is None:
             return 0
@@ -99,14 +99,16 @@ class TripCounts:
         after = None if root is None else self._sum(body, root.name, value.entry)
         return after.constant if after is not None and after.entry == value.entry else None
 
-    def _before(self, value: _Sum, loop: Instruction, computation: str) -> _Sum | None:
+    def _before(
+        self, value: _LoopInteger, loop: Instruction, computation: str
+    ) -> _LoopInteger | None:
         """Return what a value in a loop is before its first iteration; None if unknown."""
         if value.entry is None:
             return value
         first = self._sum(computation, loop.operands()[0], value.entry)
-        return first and _Sum(first.entry, first.constant + value.constant)
+        return first and _LoopInteger(first.entry, first.constant + value.constant)
 
-    def _constant(self, value: _Sum | None, computation: str) -> int | None:
+    def _constant(self, value: _LoopInteger | None, computation: str) -> int | None:
         """Return the constant that a value is whenever a computation runs; None if unknown."""
         while value is not None and value.entry is not None:
             callers = self._callers[computation]
@@ -122,7 +124,7 @@ class TripCounts:
         own = self._computations.get(computation, [])
         return next((one for one in own if one.is_root), None)
 
-    def _sum(self, computation: str, name: str, index: int | None = None) -> _Sum | None:
+    def _sum(self, computation: str, name: str, index: int | None = None) -> _LoopInteger | None:
         """Return the value of an integer, None if it is neither a constant nor a sum with one.
 
         Args:
@@ -144,32 +146,34 @@ class TripCounts:
         if one.op in ("fusion", "call"):
             root = self._root(one.called()[0])
             return None if root is None else self._sum(one.called()[0], root.name, index)
-        if one.op == "while" and index is not None and self._step(one, _Sum(index, 0)) == 0:
+        if one.op == "while" and index is not None and self._step(one, _LoopInteger(index, 0)) == 0:
             return self._sum(computation, operands[0], index)
         if one.op == "parameter":
             return self._entering(computation, one, index)
         return self._computed(computation, one) if index is None else None
 
-    def _entering(self, computation: str, one: Instruction, index: int | None) -> _Sum | None:
+    def _entering(
+        self, computation: str, one: Instruction, index: int | None
+    ) -> _LoopInteger | None:
         callers = self._callers[computation]
         if callers and all(caller.op == "while" for _, caller in callers):
-            return None if index is None else _Sum(index, 0)
+            return None if index is None else _LoopInteger(index, 0)
         if len(callers) != 1 or callers[0][1].op not in ("fusion", "call"):
             return None
         name, caller = callers[0]
         return self._sum(name, caller.operands()[int(one.rest.split(")")[0])], index)
 
-    def _computed(self, computation: str, one: Instruction) -> _Sum | None:
+    def _computed(self, computation: str, one: Instruction) -> _LoopInteger | None:
         if one.op not in ("constant", "add") or not _INTEGER.match(one.shape):
             return None
         if one.op == "constant":
             found = _VALUE.match(one.rest)
-            return _Sum(None, int(found[1])) if found else None
+            return _LoopInteger(None, int(found[1])) if found else None
         lhs, rhs = (self._sum(computation, name) for name in one.operands())
         if lhs is None or rhs is None or None not in (lhs.entry, rhs.entry):
             return None
         entry = rhs.entry if lhs.entry is None else lhs.entry
-        return _Sum(entry, lhs.constant + rhs.constant)
+        return _LoopInteger(entry, lhs.constant + rhs.constant)
 
 
 def _called(loop: Instruction, attribute: str) -> str:
