@@ -53,7 +53,7 @@ def scanned_loss(scan, params, x):
     return jnp.mean(jnp.square(x))
 
 
-def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, accumulate=1):
+def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, num_rows=ROWS, accumulate=1):
     """The report of a chain of layers, each of which is one bucket of 4 MiB."""
     jdp.init(devices=jax.devices("cpu")[:1])
     shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
@@ -65,7 +65,7 @@ def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, accumulate=1):
     step = step_of(loss_fn, accumulate=accumulate)
 
     state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
-    rows = jax.ShapeDtypeStruct((ROWS * accumulate, DIM), jnp.float32)
+    rows = jax.ShapeDtypeStruct((num_rows, DIM), jnp.float32)
     return jdp.explain(step, state, rows, on=on, rates=rates)
 
 
@@ -225,7 +225,7 @@ def test_gradients_between_tpus_are_named(tpus):
 def test_a_loop_of_micro_batches_counts_as_often_as_it_runs_on_tpus(tpus):
     # XLA for TPUs writes no number of iterations next to a loop.
     tx = jdp.sharded(optax.sgd(0.1), stage=2)
-    two, eight = (report(tpus, tx, accumulate=k) for k in (2, 8))
+    two, eight = (report(tpus, tx, num_rows=2048 * k, accumulate=k) for k in (2, 8))
     assert eight.time.matmul_flops == pytest.approx(4 * two.time.matmul_flops)
     assert not any("loop" in each for each in eight.unknown)
     found = {finding.kind for finding in eight.findings}
