@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.inspect.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse, times
+from jdp.inspect.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse
+from jdp.inspect.trip_counts import TripCounts
 
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
 
@@ -49,10 +50,12 @@ def count(text: str) -> Counts:
         convolution, or a matmul hidden in a library call.
     """
     computations, entry = parse(text)
-    return _count(computations, entry, {})
+    return _count(computations, TripCounts(computations), entry, {})
 
 
-def _count(computations: dict, name: str, done: dict[str, Counts]) -> Counts:
+def _count(
+    computations: dict, trip_counts: TripCounts, name: str, done: dict[str, Counts]
+) -> Counts:
     if name not in done:
         total, under_way = Counts(), {}
         shapes = {one.name: one.shape for one in computations[name]}
@@ -63,7 +66,8 @@ def _count(computations: dict, name: str, done: dict[str, Counts]) -> Counts:
                 continue
             found = _count_one(one, shapes)
             for called in _CALLED.findall(one.rest):
-                found.add(_count(computations, called, done), times(one))
+                times = trip_counts.times(one, name)
+                found.add(_count(computations, trip_counts, called, done), times)
             total.add(found)
             if found.flops:
                 under_way = {start: (sent, True) for start, (sent, _) in under_way.items()}

@@ -16,7 +16,6 @@ _BITS |= {"s4": 4, "u4": 4, "s2": 2, "u2": 2}
 
 _SHAPE = re.compile(r"\b([a-z]+[0-9]+(?:e[0-9]m[0-9]\w*)?|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _CALLED = re.compile(
@@ -171,20 +170,6 @@ def _parameters(entry: list[Instruction]) -> dict[str, Array]:
     numbered = {int(one.rest.split(")")[0]): one for one in entry if one.op == "parameter"}
     ordered = [numbered[i] for i in sorted(numbered)]
     return {one.op_name() or one.name: arrays(one.shape)[0] for one in ordered}
-
-
-def times(one: Instruction) -> int:
-    """Return how often the body of a loop runs; 1 for other operations.
-
-    Raises:
-      ValueError: if the program does not say it.
-    """
-    if one.op != "while":
-        return 1
-    found = _TRIP_COUNT.search(one.rest)
-    if found is None:
-        raise ValueError(f"cannot count the loop {one.name}: its number of iterations is unknown.")
-    return int(found[1])
 
 
 def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:

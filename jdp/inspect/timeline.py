@@ -12,6 +12,7 @@ from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.kernels import Kernel
 from jdp.inspect.speeds import Speeds, Work
 from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer_of
+from jdp.inspect.trip_counts import TripCounts
 
 # These move no data, or only start operations that are counted elsewhere.
 _FREE = set(
@@ -68,6 +69,7 @@ class _UnderWay:
 class _Simulation:
     def __init__(self, program: HloProgram, speeds: Speeds, costs: Costs):
         self._program, self._speeds, self._costs = program, speeds, costs
+        self._trip_counts = TripCounts(program.computations)
         self._shapes: dict[str, dict[str, str]] = {}
         self._seconds: dict[str, float] = {}  # of the branches of conditionals
         self.timeline = Timeline()
@@ -87,7 +89,7 @@ class _Simulation:
     def _instruction(self, one: Instruction, name: str) -> None:
         inner = collective_in(one, self._costs)
         if one.op == "while":
-            self._loop(one)
+            self._loop(one, name)
         elif one.op == "conditional":
             self._branches(one)
         elif one.op == "call" and not inner and not self._costs.flops(one, self._shapes[name]):
@@ -101,9 +103,9 @@ class _Simulation:
         elif one.op not in _FREE:
             self._compute(one, name)
 
-    def _loop(self, one: Instruction) -> None:
+    def _loop(self, one: Instruction, name: str) -> None:
         try:
-            num_times = hlo.times(one)
+            num_times = self._trip_counts.times(one, name)
         except ValueError:
             num_times = 1
             self.timeline.unknown.append(f"the loop {one.name} was counted once")

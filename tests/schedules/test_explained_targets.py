@@ -54,11 +54,8 @@ def scanned_loss(scan, params, x):
     return jnp.mean(jnp.square(x))
 
 
-def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, **options):
-    """The report of a chain of layers, each of which is one bucket of 4 MiB.
-
-    The options are those of `jdp.value_and_grad`.
-    """
+def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, num_rows=ROWS, accumulate=1):
+    """The report of a chain of layers, each of which is one bucket of 4 MiB."""
     jdp.init(devices=jax.devices("cpu")[:1])
     shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
     params = [shape] * NUM_LAYERS
@@ -66,10 +63,10 @@ def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None, **options):
         params = jax.ShapeDtypeStruct((NUM_LAYERS, DIM, DIM), jnp.float32)
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
 
-    step = step_of(loss_fn, **options)
+    step = step_of(loss_fn, accumulate=accumulate)
 
     state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
-    rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    rows = jax.ShapeDtypeStruct((num_rows, DIM), jnp.float32)
     return jdp.explain(step, state, rows, on=on, rates=rates)
 
 
@@ -255,6 +252,16 @@ def test_each_gather_of_a_tpu_is_one_collective_also_where_matmuls_run_beside_it
     assert "foreign-collective" not in [finding.kind for finding in found.findings]
     matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
     assert found.time.matmul_flops == pytest.approx(matmuls)
+
+
+def test_a_loop_of_micro_batches_counts_as_often_as_it_runs_on_tpus(tpus):
+    # XLA for TPUs writes no number of iterations next to a loop.
+    tx = jdp.sharded(optax.sgd(0.1), stage=2)
+    two, eight = (report(tpus, tx, num_rows=2048 * k, accumulate=k) for k in (2, 8))
+    assert eight.time.matmul_flops == pytest.approx(4 * two.time.matmul_flops)
+    assert not any("loop" in each for each in eight.unknown)
+    found = {finding.kind for finding in eight.findings}
+    assert "reduction-per-micro-batch" in found and "tail-after-loop" not in found
 
 
 def test_tiles_that_are_filled_up_are_found(tpus):

@@ -3,12 +3,14 @@
 import re
 
 from jdp.inspect import hlo
+from jdp.inspect.trip_counts import TripCounts
 
 
 def bytes_in_flight(text):
     """`(hidden, all)`: bytes of whole arrays that are gathered and scattered, while a matmul runs
     or not."""
     computations, entry = hlo.parse(text)
+    trip_counts = TripCounts(computations)
 
     def has_matmul(one):
         if one.op == "dot" or re.search("gemm|matmul", one.rest.split("metadata=")[0]):
@@ -23,8 +25,9 @@ def bytes_in_flight(text):
             kind = one.op.removesuffix("-start")
             if one.op == "while":
                 body = run(re.search(r"\bbody=%?([\w.\-]+)", one.rest)[1])
-                hidden += hlo.times(one) * body[0]
-                total += hlo.times(one) * body[1]
+                times = trip_counts.times(one, name)
+                hidden += times * body[0]
+                total += times * body[1]
             elif kind in ("all-gather", "reduce-scatter"):
                 shapes = {each.name: each.shape for each in computations[name]}
                 sent = sum(hlo.num_bytes(shapes[x]) for x in one.operands())
