@@ -83,7 +83,7 @@ def take_stdout() -> TextIO:
 
     Others are the script, its child processes and its libraries, also at the exit of this process.
     """
-    like = {name: getattr(sys.stdout, name, None) for name in ("encoding", "errors")}
+    like: Any = {name: getattr(sys.stdout, name, None) for name in ("encoding", "errors")}
     try:
         stdout = os.fdopen(os.dup(1), "w", **like)
     except OSError:  # closed
