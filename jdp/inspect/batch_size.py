@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jdp.inspect.compiled import TooLargeError, compile_step, devices_of
-from jdp.inspect.given import dtype_of
+from jdp.inspect.given import dtype_of, require_equal_rows
 from jdp.inspect.memory import allocated_bytes
 from jdp.inspect.row_search import Search
 from jdp.inspect.targets import TargetDevices
@@ -66,7 +66,7 @@ def find_batch_size(
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
         micro-batches, whose rows also divide those of a rank.
       max_rows: the most rows to try. Default: those of one rank's batch for micro-batches, else
-        1024 times those of `batch`.
+        1024 times those of the batch, or one for each rank if that is more.
       on: the devices, as for `jdp.explain`.
       **keywords: arguments of that call by keyword. One of the name `limit_bytes`, `granularity`,
         `max_rows` or `on` goes by position, or into a `functools.partial`.
@@ -100,6 +100,7 @@ def find_batch_size(
     if is_step:
         candidates = _of_batch(num_rows, num_ranks, granularity, max_rows)
     else:
+        require_equal_rows(batch, spec, num_ranks)
         candidates = _of_micro_batch(num_rows // num_ranks, granularity, max_rows)
 
     def bytes_of(rows: int) -> float:
@@ -141,8 +142,16 @@ def _of_batch(
             f"granularity={unit}, but the rows of a batch are split over {num_ranks} ranks. Write "
             f"granularity={-(-unit // num_ranks) * num_ranks}, or leave it out."
         )
-    most = 1024 * num_rows if max_rows is None else max_rows
-    return range(unit, int_at_least("max_rows", most, least=unit) + 1, unit)
+    if max_rows is not None:
+        most = int_at_least("max_rows", max_rows, least=unit)
+    else:
+        most = max(1024 * num_rows, num_ranks)
+    if unit > most:
+        raise ValueError(
+            f"granularity={unit}, but at most {most} rows are tried. Write a smaller granularity, "
+            f"or max_rows={unit} or more."
+        )
+    return range(unit, most + 1, unit)
 
 
 def _of_micro_batch(num_rows: int, granularity: int | None, max_rows: int | None) -> Sequence[int]:
