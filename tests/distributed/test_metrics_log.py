@@ -130,6 +130,7 @@ def test_a_file_of_something_else_is_refused_and_kept(path, before):
         ({"a": {"b": jnp.ones(3)}}, 1, ValueError, r"a/b.*\(3,\)"),
         ({"name": "text"}, 1, TypeError, "name.*<U4"),
         ({"none": None}, 1, TypeError, "none.*object"),
+        ({"a": {"b": -(2**200)}}, 1, ValueError, "'a/b'.*201 bits.*float"),
         ({"step": 1.0}, 1, ValueError, "'step'"),
         ({"a/b": 1, "a": {"b": 2}}, 1, ValueError, "'a/b'"),
         ({"loss": 1.0}, -1, ValueError, "step.*-1"),
