@@ -46,8 +46,8 @@ def log(
 
     Raises:
       TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is neither.
-      ValueError: if a metric is not a scalar, was donated, or is named "step", "time" or as
-        another one; or if the file holds the steps of an earlier run.
+      ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
+        "step", "time" or as another one; or if the file holds the steps of an earlier run.
       RuntimeError: before `jdp.init` in a process of `jdp run`.
       OSError: if a line of an earlier call could not be written.
 
@@ -144,6 +144,11 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
         if is_deleted(value):
             raise ValueError(f"metrics[{name!r}] was donated to a step and is gone.")
         array = value if hasattr(value, "dtype") else _array(name, value)
+        if isinstance(value, int) and array.dtype == object:
+            raise ValueError(
+                f"metrics[{name!r}] is an integer of {value.bit_length()} bits. A line holds those "
+                "of 64 bits, which other programs read. Write it as a float."
+            )
         if not _is_of_numbers(array.dtype):
             raise TypeError(f"metrics[{name!r}] must be a number, got dtype {array.dtype}.")
         if array.size != 1:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jdp.inspect.compiled import TooLargeError, compile_step, devices_of
-from jdp.inspect.given import dtype_of
+from jdp.inspect.given import dtype_of, require_equal_rows
 from jdp.inspect.memory import allocated_bytes
 from jdp.inspect.row_search import Search
 from jdp.inspect.targets import TargetDevices
@@ -66,7 +66,7 @@ def find_batch_size(
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
         micro-batches, whose rows also divide those of a rank.
       max_rows: the most rows to try. Default: those of one rank's batch for micro-batches, else
-        1024 times those of `batch`.
+        1024 times those of the batch, or one for each rank if that is more.
       on: the devices, as for `jdp.explain`.
       **keywords: arguments of that call by keyword. One of the name `limit_bytes`, `granularity`,
         `max_rows` or `on` goes by position, or into a `functools.partial`.
@@ -97,6 +97,8 @@ def find_batch_size(
     (state, batch, *rest), by_keyword = spec.by_keyword(bound)
     num_rows = _num_rows(batch)
     where, num_ranks = devices_of(first, args, keywords, on)
+    if not is_step:
+        require_equal_rows(batch, spec, num_ranks)
     tried = _of_batch if is_step else _of_micro_batch
     candidates = tried(num_rows, num_ranks, granularity, max_rows)
 
@@ -112,12 +114,11 @@ def find_batch_size(
     if is_step and num_rows in candidates:
         search.fits(candidates.index(num_rows))
     most = search.last_that_fits()
-    next_bytes = search.known.get(most + 1, math.inf)
     return BatchSize(
         rows=candidates[most],
         num_bytes=int(search.known[most]),
         next_rows=candidates[most + 1] if most + 1 < len(candidates) else None,
-        next_bytes=int(next_bytes) if math.isfinite(next_bytes) else None,
+        next_bytes=search.bytes_at(most + 1),
         num_compiled=len(search.known),
     )
 
@@ -139,8 +140,16 @@ def _of_batch(
             f"granularity={unit}, but the rows of a batch are split over {num_ranks} ranks. Write "
             f"granularity={-(-unit // num_ranks) * num_ranks}, or leave it out."
         )
-    most = 1024 * num_rows if max_rows is None else max_rows
-    return range(unit, int_at_least("max_rows", most, least=unit) + 1, unit)
+    if max_rows is not None:
+        most = int_at_least("max_rows", max_rows, least=unit)
+    else:
+        most = max(1024 * num_rows, num_ranks)
+    if unit > most:
+        raise ValueError(
+            f"granularity={unit}, but at most {most} rows are tried. Write a smaller granularity, "
+            f"or max_rows={unit} or more."
+        )
+    return range(unit, most + 1, unit)
 
 
 def _of_micro_batch(

@@ -13,7 +13,7 @@ from jdp.inspect.matched import Match
 from jdp.inspect.measured import measured
 from jdp.inspect.memory import memory_of
 from jdp.inspect.planned import SentLeaf
-from jdp.inspect.prediction import Likely, predicted
+from jdp.inspect.prediction import Likely, predicted, unused
 from jdp.inspect.rates import given_rates, rates_of
 from jdp.inspect.report import Bucket, StepReport
 from jdp.inspect.state_parts import parts_of
@@ -108,6 +108,7 @@ def explain_call(
         _bucket(transfer, match, simulated.step_s)
         for transfer, match in zip(transfers, matches, strict=True)
     ]
+    how = chosen, num_ranks, where.hosts, laws, kernels
     memory = memory_of(found.compiled, program, parts_of(found.args[0]), where.memory_bytes())
     return StepReport(
         step=found.spec.name,
@@ -115,8 +116,8 @@ def explain_call(
         num_ranks=num_ranks,
         memory=memory,
         buckets=tuple(buckets),
-        time=predicted(program, simulated, chosen, num_ranks, where.hosts, laws, kernels),
-        rates=chosen,
+        time=predicted(program, simulated, *how),
+        rates=chosen | unused(given, program, simulated, *how),
         laws=tuple(laws.values()),
         findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),
         unknown=tuple(dict.fromkeys(simulated.unknown)),

@@ -26,6 +26,17 @@ def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
     state, batch, *rest = args
     num_ranks = meshes.num_ranks(mesh, spec.axis_name)
     rows = PartitionSpec(spec.axis_name)
+    require_equal_rows(batch, spec, num_ranks)
+    place = _Placing(mesh)
+    return (
+        _state(state, mesh, spec, num_ranks),
+        jax.tree.map(lambda leaf: place(leaf, rows), batch),
+        *(jax.tree.map(lambda leaf: place(leaf, PartitionSpec()), arg) for arg in rest),
+    )
+
+
+def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
+    """Raise a ValueError if the number of ranks does not divide the rows of a batch."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % num_ranks:
             name = spec.argument(1) + jax.tree_util.keystr(path)
@@ -33,12 +44,6 @@ def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
                 f"`{name}` has the shape {list(jnp.shape(leaf))}, and its rows cannot be split "
                 f"over {num_ranks} ranks. Give a batch whose rows {num_ranks} divides."
             )
-    place = _Placing(mesh)
-    return (
-        _state(state, mesh, spec, num_ranks),
-        jax.tree.map(lambda leaf: place(leaf, rows), batch),
-        *(jax.tree.map(lambda leaf: place(leaf, PartitionSpec()), arg) for arg in rest),
-    )
 
 
 def dtype_of(leaf: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jdp.inspect import timeline
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.kernels import Kernel
-from jdp.inspect.rate import Rate, time_interval
+from jdp.inspect.rate import GIVEN, LEAST_GIVEN, MOST_GIVEN, Rate, time_interval
 from jdp.inspect.report import StepTime
 from jdp.inspect.speeds import Groups, Work
 from jdp.inspect.timeline import Timeline
@@ -15,6 +16,11 @@ from jdp.inspect.timeline import Timeline
 # How much of its whole arrays a rank sends, over (n - 1) / n.
 _SENT = {"all-reduce": 2.0}
 _PERMUTE = "collective-permute"
+_WHY_UNUSED = {
+    "matmul_flops": ": matmuls of float32 take matmul_flops_f32",
+    "matmul_flops_f32": ": matmuls of 16 bits take matmul_flops",
+    "memory_bytes_per_s": f": those of at most {CACHED_BYTES >> 20} MiB take cached_bytes_per_s",
+}
 
 
 class Likely:
@@ -144,3 +150,29 @@ def predicted(
         exposed_s=sum(transfer.exposed_s for transfer in found.transfers.values()),
         matmul_flops=sum(found.flops.values()),
     )
+
+
+def unused(
+    given: Mapping[str, Rate],
+    program: HloProgram,
+    found: Timeline,
+    rates: Mapping[str, Rate],
+    num_ranks: int,
+    hosts: Sequence[int],
+    laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
+    kernels: Sequence[Kernel] = (),
+) -> dict[str, Rate]:
+    """Return the given rates that no operation of a step takes, with a source that says so.
+
+    Args:
+      given: rates by name.
+      program, found, rates, num_ranks, hosts, laws, kernels: as for `predicted`.
+    """
+    same = {}
+    for name, rate in given.items():
+        worst = LEAST_GIVEN if name.endswith(("_per_s", "flops", "_f32")) else MOST_GIVEN
+        likely = Likely({**rates, name: replace(rate, value=worst)}, num_ranks, hosts, laws=laws)
+        if timeline.simulate(program, likely, kernels).step_s == found.step_s:
+            text = f"{GIVEN}, but no operation of this step takes it{_WHY_UNUSED.get(name, '')}"
+            same[name] = replace(rate, source=text)
+    return same

@@ -53,6 +53,11 @@ class Search:
             self.known[i] = self._bytes_of(self._candidates[i])
         return self.known[i] <= self._limit
 
+    def bytes_at(self, i: int) -> int | None:
+        """Return the bytes of memory at a position; None if no step was compiled there."""
+        found = self.known.get(i, math.inf)
+        return int(found) if math.isfinite(found) else None
+
     def _next(self, fits: int, beyond: int | None) -> int:
         """Return a position to try: where a line meets the limit, or the middle."""
         guess = 2 * fits + 1 if beyond is None else (fits + beyond) // 2

@@ -25,9 +25,8 @@ from jdp.validation import int_at_least
 
 def check_step(
     step: Step,
-    state: Any,
-    batch: Any,
-    *rest: Any,
+    /,
+    *args: Any,
     tolerance: float = 1e-5,
     num_steps: int = 2,
     **keywords: Any,
@@ -42,15 +41,14 @@ def check_step(
 
     Args:
       step: a function decorated with `jdp.train_step`.
-      state: the state to start from; its mesh gives the ranks.
-      batch: a global batch.
-      *rest: further arguments of the step.
+      *args: what a call of the step takes: the state to start from, whose mesh gives the ranks, a
+        global batch, and further arguments.
       tolerance: largest difference after one step, relative to 1 + the largest value of the leaf,
         > 0; k times as much after k steps, and what the digits of a leaf of 16 bits explain, or
         those of `gather_dtype` and `reduce_dtype`.
       num_steps: how many steps, all with this batch, at least 1.
-      **keywords: arguments that the step takes by keyword. One of the name `tolerance` or
-        `num_steps` goes by position, or into a `functools.partial`.
+      **keywords: arguments of that call by keyword. One of the name `tolerance` or `num_steps` goes
+        by position, or into a `functools.partial`.
 
     Returns:
       The differences after the last step, which are also printed.
@@ -74,6 +72,8 @@ def check_step(
     ValueError: ... The loss is summed over rows instead of averaged...
     """
     _require_train_step(step)
+    spec, given = step.bound(args, keywords)
+    (state, batch, *rest), keywords = spec.by_keyword(given)
     _require_alive({"state": state, "batch": batch, "rest": rest, **keywords})
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
     num_ranks = _several_ranks(ranks, step.spec.axis_name)

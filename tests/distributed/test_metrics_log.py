@@ -142,6 +142,7 @@ def test_bytes_that_are_not_text_are_refused_and_kept(path):
         ({"a": {"b": jnp.ones(3)}}, 1, ValueError, r"a/b.*\(3,\)"),
         ({"name": "text"}, 1, TypeError, "name.*<U4"),
         ({"none": None}, 1, TypeError, "none.*object"),
+        ({"a": {"b": -(2**200)}}, 1, ValueError, "'a/b'.*201 bits.*float"),
         ({"step": 1.0}, 1, ValueError, "'step'"),
         ({"a/b": 1, "a": {"b": 2}}, 1, ValueError, "'a/b'"),
         ({"loss": 1.0}, -1, ValueError, "step.*-1"),

@@ -89,6 +89,7 @@ def test_without_a_limit_it_asks_for_one(state):
     [
         ({"granularity": 3}, ValueError, "granularity=3.*2 ranks.*granularity=4"),
         ({"granularity": 0}, ValueError, "granularity.*at least 1"),
+        ({"granularity": 2**40}, ValueError, "^granularity=1099511627776.*8192 rows"),
         ({"granularity": 4, "max_rows": 2}, ValueError, "max_rows.*at least 4"),
         ({"limit_bytes": 1e6}, TypeError, "limit_bytes.*1000000.0"),
     ],
@@ -115,6 +116,19 @@ def test_micro_batches_of_which_none_divides_the_rows_are_an_error(state):
     make = lambda rows: make_step(micro_batch_rows=rows)  # noqa: E731
     with pytest.raises(ValueError, match="7 rows.*granularity=3"):
         jdp.find_batch_size(make, state, rows(14), limit_bytes=2**20, granularity=3)
+
+
+@pytest.mark.parametrize("num", [1, 15])
+def test_rows_that_the_ranks_cannot_share_are_an_error_for_micro_batches(num, state):
+    asked = []
+    make = lambda rows: asked.append(rows) or make_step(micro_batch_rows=rows)  # noqa: E731
+    with pytest.raises(ValueError, match=rf"\[{num}, 32\].*over 2 ranks"):
+        jdp.find_batch_size(make, state, rows(num), limit_bytes=2**20)
+    assert asked == [1]  # no step was compiled
+
+
+def test_one_row_is_tried_for_each_of_many_ranks():
+    assert [*batch_size._of_batch(1, 3000, None, None)] == [3000]
 
 
 @pytest.mark.parametrize("step", [lambda state, batch: (state, {}), lambda rows: None, 3])

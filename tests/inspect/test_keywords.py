@@ -1,4 +1,4 @@
-"""A step is explained, compared and sized for a call by keyword as for one by position."""
+"""A step is explained, compared, sized and checked for a call by keyword as for one by position."""
 
 import functools
 
@@ -55,6 +55,13 @@ def test_rows_are_found_for_a_call_by_keyword_as_for_one_by_position(make, i, st
     assert found == expected
 
 
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_call_by_keyword_is_checked(i, state):
+    args, keywords = calls(state)[i]
+    x = np.ones(ROWS.shape, ROWS.dtype)
+    assert jdp.check_step(train_step, *args, **{**keywords, "x": x, "step": 2.0}).cause is None
+
+
 def test_keywords_named_as_options_of_jdp_reach_the_step(state):
     numbers = {"on": jnp.float32(1), "rates": jnp.float32(1), "step": jnp.float32(1)}
     report = explain_call(train_step, (state, ROWS), numbers, on=None, rates={"matmul_flops": 1e9})
@@ -67,7 +74,7 @@ def test_keywords_named_as_options_of_jdp_reach_the_step(state):
     assert jdp.explain(bound, state, ROWS).memory.other_arguments == 0
 
 
-@pytest.mark.parametrize("look", [jdp.explain, functools.partial(jdp.find_batch_size, on="cpu:2")])
+@pytest.mark.parametrize("look", [jdp.explain, jdp.find_batch_size, jdp.check_step])
 @pytest.mark.parametrize(
     ("args", "keywords", "text"),
     [

@@ -270,10 +270,14 @@ def test_wrong_steps_are_refused(steps, error, tmp_path):
         jdp.profile(tmp_path, steps=steps)
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_the_loop(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"), jdp.profile(tmp_path / "file", steps=range(1)):
+@pytest.mark.parametrize("inside", ["", "folder"])
+def test_a_file_in_place_of_the_folder_is_refused_before_the_loop_and_kept(inside, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("mine")
+    refused = pytest.raises(NotADirectoryError, match=rf"{file / inside},.*is a file")
+    with refused, jdp.profile(file / inside, steps=range(1)):
         pytest.fail("the block ran")
+    assert file.read_text() == "mine"
 
 
 def test_a_second_profile_at_the_same_time_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jdp
 from jdp import collectives
 from jdp.inspect import described_gpus, replica_groups, targets, timeline
 from jdp.inspect.hlo import HloProgram, Instruction
@@ -77,6 +78,28 @@ def test_the_starts_within_a_host_and_between_hosts_are_printed_as_they_are_used
     likely = Likely(own, 8, TWO_HOSTS)
     assert likely.transfer_s("all-reduce", "xla", 0.0) == pytest.approx(7.0)
     assert likely.transfer_s("all-reduce", "xla", 0.0, [(0, 1), (2, 3)]) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used", "not_used"),
+    [(np.float32, "matmul_flops_f32", "matmul_flops"),
+     (jnp.bfloat16, "matmul_flops", "matmul_flops_f32")],
+)  # fmt: skip
+def test_a_given_rate_that_no_operation_takes_says_so(dtype, used, not_used):
+    jdp.init(devices=jax.devices()[:2])
+
+    @jdp.eval_step
+    def measure(weights, x):
+        return {"mean": (x @ weights).mean()}
+
+    rates = dict.fromkeys([used, not_used, "host_link_bytes_per_s"], 1e9)
+    shapes = [jax.ShapeDtypeStruct((8, 8), dtype)] * 2
+    report = jdp.explain(measure, *shapes, on="cpu:2", rates=rates)
+    for name in (not_used, "host_link_bytes_per_s"):
+        assert "no operation of this step takes it" in report.rates[name].source
+        assert f"{name} = 1e+09" in str(report)
+    assert used in report.rates[not_used].source and report.rates[used].source == "given"
+    assert jdp.explain(measure, *shapes, on="cpu:2", rates={used: 1e9}).time == report.time
 
 
 TWO_HOSTS = [0, 0, 0, 0, 1, 1, 1, 1]

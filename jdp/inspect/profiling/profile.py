@@ -90,7 +90,13 @@ class Profile:
             )
 
     def _prepare(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise NotADirectoryError(
+                f"jdp.profile writes its files into the folder {self._folder}, and that path, or a "
+                "part of it, is a file. Name another folder."
+            ) from None
         trace_file.path_of(self._folder, jax.process_index()).unlink(missing_ok=True)
         self._own_folder().mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=self._own_folder()):
