@@ -133,10 +133,10 @@ def _array(one: Instruction, shape: str, read: list[_Array]) -> _Array:
 
 def _kind(one: Instruction, num_elements: int, read: list[_Array]) -> str:
     name = one.op_name()
-    if not name and read:  # made by XLA, as the packing of gradients is
-        return read[0].kind
     if "transpose(" in name or one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target():
         return "gradients"
+    if not name and read:  # made by XLA, as the packing of gradients is
+        return read[0].kind
     if "jvp(" in name:
         return "activations"
     # A sum of gradients over micro-batches is not made of the parameters, as their update is.
