@@ -194,6 +194,20 @@ def _bits(dtype: str) -> int:
     return _BITS.get(dtype, 8)  # the others are floats of 8 bits
 
 
+def elements(shape: str) -> list[str]:
+    """Return the types of the elements of a tuple; an array is one."""
+    if not shape.startswith("("):
+        return [shape]
+    found, depth = [""], 0
+    for character in shape[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def arrays(shape: str) -> tuple[Array, ...]:
     """Return the arrays in a type, such as `(f32[8,2]{1,0}, s32[])`."""

@@ -1,16 +1,14 @@
 """Which arrays of a compiled step are in memory when most of it is taken."""
 
+import re
 from collections import defaultdict
 from typing import NamedTuple
 
 from jdp.inspect import hlo
 from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.made_arrays import Made, is_name, joined, makes, parts_of, reads
 
-# These make no array, or name one that another operation has made.
-_ALIASES = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while after-all partition-id replica-id "
-    "opt-barrier conditional".split()
-)
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 
 
 class Live(NamedTuple):
@@ -18,7 +16,7 @@ class Live(NamedTuple):
 
     Attributes:
       activations: made in the forward pass, and kept for the backward pass.
-      gradients: made in the backward pass, or summed over ranks.
+      gradients: made in the backward pass, or sums of that, over micro-batches or ranks.
       others: everything else.
     """
 
@@ -29,6 +27,9 @@ class Live(NamedTuple):
     def __add__(self, other: tuple) -> "Live":
         return Live(*map(sum, zip(self, other, strict=True)))
 
+    def __sub__(self, other: tuple) -> "Live":
+        return Live(*(a - b for a, b in zip(self, other, strict=True)))
+
     def total(self) -> int:
         """Return all bytes."""
         return sum(self)
@@ -37,6 +38,15 @@ class Live(NamedTuple):
 def fullest(program: HloProgram) -> Live:
     """Return what is in memory when the most temporary bytes are, by the order of operations."""
     return _Liveness(program).fullest(program.entry)
+
+
+class _Array(NamedTuple):
+    num_elements: int
+    num_bytes: int
+    kind: str  # a field of Live
+
+    def live(self) -> Live:
+        return Live(**{self.kind: self.num_bytes})
 
 
 class _Liveness:
@@ -52,73 +62,83 @@ class _Liveness:
 
     def _of(self, name: str) -> Live:
         computation = self._program.computations[name]
-        made_by = _owners(computation)
-        last = {owner: i for i, one in enumerate(computation) for x in one.operands()
-                for owner in made_by.get(x, ())}  # fmt: skip
-        root = next((one for one in computation if one.is_root), computation[-1])
-        leaving = set(made_by.get(root.name, ())) | {root.name}
-        ends: dict[int, list[str]] = defaultdict(list)
-        sizes: dict[str, Live] = {}
+        parts, arrays = parts_of(computation), self._arrays(name)
+        leaving = set(joined(parts[_root(computation).name]))
+        last = {made: i for i, one in enumerate(computation) if not is_name(one)
+                for made in reads(one, parts)}  # fmt: skip
+        ends: dict[int, list[Made]] = defaultdict(list)
         now = most = Live()
         for i, one in enumerate(computation):
             inner = Live()
             if one.op in ("while", "conditional", "call"):
                 called = [x for x in one.called() if x in self._program.computations]
                 inner = max(map(self.fullest, called), key=Live.total, default=Live())
-            freed = [name for name in ends.pop(i, []) if name in sizes]
-            if not _is_alias(one) and one.name not in leaving:
-                owners = [sizes[x] for name in one.operands() for x in made_by.get(name, ())
-                          if x in sizes]  # fmt: skip
-                size = _size(one, owners)
+            freed, unread = ends.pop(i, []), []
+            for made in makes(one, parts):
+                if made in leaving or one.op == "parameter":
+                    continue
+                now += arrays[made].live()
                 # An operation may write over an operand that nothing reads after it.
-                if not any(sizes[x].total() == size.total() for x in freed):
-                    now += size
-                else:
-                    over = next(x for x in freed if sizes[x].total() == size.total())
-                    now = Live(*(a - b + c for a, b, c in zip(now, sizes[over], size, strict=True)))
+                size = arrays[made].num_bytes
+                over = next((x for x in freed if arrays[x].num_bytes == size), None)
+                if over is not None:
+                    now -= arrays[over].live()
                     freed.remove(over)
-                sizes[one.name] = size
-                ends[last.get(one.name, i)].append(one.name)
+                (ends[last[made]] if made in last else unread).append(made)
             most = max(most, now + inner, key=Live.total)
-            for x in freed:
-                now = Live(*(a - b for a, b in zip(now, sizes[x], strict=True)))
+            for made in freed + unread:
+                now -= arrays[made].live()
         return most
 
+    def _arrays(self, name: str) -> dict[Made, _Array]:
+        """Return the arrays of a computation, but for those that a loop carries into it."""
+        computation = self._program.computations[name]
+        parts = parts_of(computation)
+        found: dict[Made, _Array] = {}
+        for one in computation:
+            if one.op == "parameter" and name != self._program.entry:
+                continue
+            read = [found[made] for made in reads(one, parts) if made in found]
+            types = hlo.elements(one.shape)
+            for made in makes(one, parts):
+                found[made] = _array(one, types[made.index], read)
+            if one.op == "while":
+                for part, kind in zip(parts[one.name], self._written(one), strict=False):
+                    for made in part if kind else ():
+                        if made in found:
+                            found[made] = found[made]._replace(kind=kind)
+        return found
 
-def _size(one: Instruction, operands: list[Live]) -> Live:
-    arrays = hlo.arrays(one.shape)
-    if one.op.endswith("-start"):  # its type begins with its operands
-        arrays = arrays[len(one.operands()) :]
+    def _written(self, loop: Instruction) -> list[str]:
+        """Return of what kind the arrays are that a loop writes, "" for those that it keeps."""
+        body = _BODY.findall(loop.rest)[0]
+        computation = self._program.computations[body]
+        arrays, parts = self._arrays(body), parts_of(computation)
+        return [
+            next((arrays[made].kind for made in part if made in arrays), "")
+            for part in parts[_root(computation).name]
+        ]
+
+
+def _root(computation: list[Instruction]) -> Instruction:
+    return next((one for one in computation if one.is_root), computation[-1])
+
+
+def _array(one: Instruction, shape: str, read: list[_Array]) -> _Array:
     # S(1) is a TPU's vector memory.
-    num_bytes = sum(array.padded_bytes() for array in arrays if "S(1)" not in array.layout)
+    sizes = (x.padded_bytes() for x in hlo.arrays(shape) if "S(1)" not in x.layout)
+    num_elements = hlo.num_elements(shape)
+    return _Array(num_elements, sum(sizes), _kind(one, num_elements, read))
+
+
+def _kind(one: Instruction, num_elements: int, read: list[_Array]) -> str:
     name = one.op_name()
-    if not name and operands:  # made by XLA, as the packing of gradients is
-        return Live(*(num_bytes if field else 0 for field in _one_of(operands[0])))
     if "transpose(" in name or one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target():
-        return Live(gradients=num_bytes)
+        return "gradients"
+    if not name and read:  # made by XLA, as the packing of gradients is
+        return read[0].kind
     if "jvp(" in name:
-        return Live(activations=num_bytes)
-    return Live(others=num_bytes)
-
-
-def _one_of(operand: Live) -> tuple[bool, bool, bool]:
-    is_activation, is_gradient = operand.activations > 0, operand.gradients > 0
-    return is_activation, is_gradient, not is_activation and not is_gradient
-
-
-def _is_alias(one: Instruction) -> bool:
-    is_in_place = "output_to_operand_aliasing=" in one.attributes()
-    return one.op in _ALIASES or one.op.endswith("-done") or is_in_place
-
-
-def _owners(computation: list[Instruction]) -> dict[str, tuple[str, ...]]:
-    """Return for each name the operations that made the arrays that it stands for."""
-    found: dict[str, tuple[str, ...]] = {}
-    for one in computation:
-        if _is_alias(one):
-            found[one.name] = tuple(
-                dict.fromkeys(owner for x in one.operands() for owner in found.get(x, ()))
-            )
-        else:
-            found[one.name] = (one.name,)
-    return found
+        return "activations"
+    # A sum of gradients over micro-batches is not made of the parameters, as their update is.
+    large = {x.kind for x in read if x.num_elements >= num_elements}
+    return "gradients" if "gradients" in large and "others" not in large else "others"
