@@ -60,7 +60,7 @@ def _parts(one: Instruction, operands: list[Parts]) -> Parts:
     if one.op == "tuple":
         return [joined(x) for x in operands]
     if one.op == "get-tuple-element":
-        return [_part(operands[0], int(_INDEX.search(one.rest)[1]))]
+        return [_part(operands[0], int(_INDEX.findall(one.rest)[0]))]
     if one.op.endswith("-done"):  # the operands of the start come first, but of this one
         return operands[0] if one.op == "all-reduce-done" else operands[0][1:]
     if one.op in _ALIASES:
