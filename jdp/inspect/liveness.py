@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jdp.inspect import hlo
 from jdp.inspect.hlo import HloProgram, Instruction
-from jdp.inspect.made_arrays import Made, is_name, joined, makes, parts_of, reads
+from jdp.inspect.made_arrays import MadeArray, is_name, joined, makes, parts_of, reads
 
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 
@@ -40,7 +40,7 @@ def fullest(program: HloProgram) -> Live:
     return _Liveness(program).fullest(program.entry)
 
 
-class _Array(NamedTuple):
+class _KindOfArray(NamedTuple):
     num_elements: int
     num_bytes: int
     kind: str  # a field of Live
@@ -66,7 +66,7 @@ class _Liveness:
         leaving = set(joined(parts[_root(computation).name]))
         last = {made: i for i, one in enumerate(computation) if not is_name(one)
                 for made in reads(one, parts)}  # fmt: skip
-        ends: dict[int, list[Made]] = defaultdict(list)
+        ends: dict[int, list[MadeArray]] = defaultdict(list)
         now = most = Live()
         for i, one in enumerate(computation):
             inner = Live()
@@ -90,11 +90,11 @@ class _Liveness:
                 now -= arrays[made].live()
         return most
 
-    def _arrays(self, name: str) -> dict[Made, _Array]:
+    def _arrays(self, name: str) -> dict[MadeArray, _KindOfArray]:
         """Return the arrays of a computation, but for those that a loop carries into it."""
         computation = self._program.computations[name]
         parts = parts_of(computation)
-        found: dict[Made, _Array] = {}
+        found: dict[MadeArray, _KindOfArray] = {}
         for one in computation:
             if one.op == "parameter" and name != self._program.entry:
                 continue
@@ -124,14 +124,14 @@ def _root(computation: list[Instruction]) -> Instruction:
     return next((one for one in computation if one.is_root), computation[-1])
 
 
-def _array(one: Instruction, shape: str, read: list[_Array]) -> _Array:
+def _array(one: Instruction, shape: str, read: list[_KindOfArray]) -> _KindOfArray:
     # S(1) is a TPU's vector memory.
     sizes = (x.padded_bytes() for x in hlo.arrays(shape) if "S(1)" not in x.layout)
     num_elements = hlo.num_elements(shape)
-    return _Array(num_elements, sum(sizes), _kind(one, num_elements, read))
+    return _KindOfArray(num_elements, sum(sizes), _kind(one, num_elements, read))
 
 
-def _kind(one: Instruction, num_elements: int, read: list[_Array]) -> str:
+def _kind(one: Instruction, num_elements: int, read: list[_KindOfArray]) -> str:
     name = one.op_name()
     if "transpose(" in name or one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target():
         return "gradients"

@@ -17,7 +17,7 @@ _IN_PLACE = re.compile(r"\{(\d*)[^{}]*\}: \((\d+), \{(\d*)[^{}]*\}")  # {output}
 _INDEX = re.compile(r"\bindex=(\d+)")
 
 
-class Made(NamedTuple):
+class MadeArray(NamedTuple):
     """An array: the name of the operation that makes it, and the number among its results."""
 
     name: str
@@ -25,7 +25,7 @@ class Made(NamedTuple):
 
 
 # What lies in each element of a tuple. An array is one element.
-Parts = list[tuple[Made, ...]]
+Parts = list[tuple[MadeArray, ...]]
 
 
 def parts_of(computation: list[Instruction]) -> dict[str, Parts]:
@@ -36,17 +36,17 @@ def parts_of(computation: list[Instruction]) -> dict[str, Parts]:
     return found
 
 
-def joined(parts: Parts) -> tuple[Made, ...]:
+def joined(parts: Parts) -> tuple[MadeArray, ...]:
     """Return all arrays of a tuple."""
     return tuple(dict.fromkeys(made for part in parts for made in part))
 
 
-def makes(one: Instruction, parts: dict[str, Parts]) -> list[Made]:
+def makes(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
     """Return the arrays that an operation makes."""
     return [made for made in joined(parts[one.name]) if made.name == one.name]
 
 
-def reads(one: Instruction, parts: dict[str, Parts]) -> list[Made]:
+def reads(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
     """Return the arrays that an operation takes."""
     return [made for x in one.operands() for made in joined(parts.get(x, []))]
 
@@ -65,15 +65,15 @@ def _parts(one: Instruction, operands: list[Parts]) -> Parts:
         return operands[0] if one.op == "all-reduce-done" else operands[0][1:]
     if one.op in _ALIASES:
         return operands[0] if operands else []
-    results: Parts = [(Made(one.name, i),) for i in range(len(hlo.elements(one.shape)))]
+    results: Parts = [(MadeArray(one.name, i),) for i in range(len(hlo.elements(one.shape)))]
     if one.op.endswith("-start") and one.op != "all-reduce-start":
         # A copy's type begins with its result, that of the others with their operands.
-        result = Made(one.name, 0 if one.op == "copy-start" else 1)
+        result = MadeArray(one.name, 0 if one.op == "copy-start" else 1)
         return [joined([joined(x) for x in operands]), (result,)]
     for output, operand, part in _IN_PLACE.findall(one.attributes()):
         results[int(output or 0)] = _part(operands[int(operand)], int(part or 0))
     return results
 
 
-def _part(parts: Parts, i: int) -> tuple[Made, ...]:
+def _part(parts: Parts, i: int) -> tuple[MadeArray, ...]:
     return parts[i] if i < len(parts) else joined(parts)  # a tuple in a tuple
