@@ -136,7 +136,9 @@ def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
         return jnp.asarray(np.array(value) if copies else value)
     if copies:
         return copied(value, x.sharding)
-    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: value[index])
+    # A process that holds no part of it has nothing to take the dtype from.
+    get = value.__getitem__
+    return jax.make_array_from_callback(x.shape, x.sharding, get, dtype=x.dtype)
 
 
 def _fits(saved: SavedLeaf, given: SavedLeaf) -> bool:

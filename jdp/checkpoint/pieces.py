@@ -132,11 +132,13 @@ class Finder:
     def _of_share(
         self, arrays: list[Any], *, here: bool, without: Sequence[int] = ()
     ) -> list[StatePiece]:
-        if self.form is None:
-            return _all_pieces(arrays, self._parts, here=here, without=without)
-        nothing = [i for i, (start, stop) in enumerate(self._rows) if start == stop]
-        pieces = _all_pieces(arrays, self._parts, here=here, without=[*nothing, *without])
-        return [_cut(piece, self._rows[piece.leaf]) for piece in pieces]
+        rows = self._rows if self.form is not None else []
+        without = [*without, *(i for i, (start, stop) in enumerate(rows) if start == stop)]
+        if here:
+            others = {*without, *(part.leaf for part in self._parts)}
+            shares.require_held(self._leaves, arrays, others)
+        pieces = _all_pieces(arrays, self._parts, here=here, without=without)
+        return [_cut(piece, rows[piece.leaf]) for piece in pieces] if rows else pieces
 
     def _keeps_for_others(self) -> bool:
         return len({*self.hosts}) > 1

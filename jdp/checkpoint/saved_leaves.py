@@ -117,9 +117,7 @@ def padded_bytes(leaf: SavedLeaf) -> int:
 
 
 def _leaf(name: str, x: Any) -> SavedLeaf:
-    if isinstance(x, jax.Array):
-        _require_on_each_process(name, x)
-        _require_equal_copies(name, x)
+    _require_equal_copies(name, x)
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
         return SavedLeaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
@@ -130,23 +128,9 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
 
 
-# A process cannot write what it holds nothing of, nor place it when it restores.
-def _require_on_each_process(name: str, x: jax.Array) -> None:
-    missing = {*range(jax.process_count())}
-    missing -= {device.process_index for device in x.sharding.device_set}
-    if missing and not x.is_fully_addressable:
-        raise ValueError(
-            f"`{name}` has no part on the devices of process {min(missing)}: it is on "
-            f"{len(x.sharding.device_set)} devices, of {jax.process_count() - len(missing)} of "
-            f"{jax.process_count()} processes. Each process writes and restores every leaf of a "
-            "state. Place it on devices of all of them, for instance by jax.device_put(x, "
-            "jax.NamedSharding(jdp.init(), jax.P())), or keep it outside the state."
-        )
-
-
 # What a program returns straight from a callback has a sharding without a mesh.
-def _require_equal_copies(name: str, x: jax.Array) -> None:
-    if isinstance(x.sharding, NamedSharding):
+def _require_equal_copies(name: str, x: Any) -> None:
+    if not isinstance(x, jax.Array) or isinstance(x.sharding, NamedSharding):
         return
     if x.is_fully_replicated and len(x.sharding.device_set) > 1:
         raise ValueError(

@@ -30,7 +30,9 @@ def copied(value: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def _placed(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda index: value[index], dtype=value.dtype
+    )
 
 
 def _shares_memory(array: jax.Array, value: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
-from jdp.checkpoint.saved_leaves import describe
+from jdp.checkpoint.pieces import Finder
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
 
@@ -45,30 +45,50 @@ def test_leaves_in_the_memory_of_the_host_are_saved_and_restored_there(processes
             np.testing.assert_array_equal(found, values(3)[index])
 
 
-def refusal_of_a_leaf_of(holders, spec):
+def array_of(holders, spec, step=1):
     devices = [device for device in jax.devices() if device.process_index in holders]
     sharding = NamedSharding(Mesh(devices, "data"), spec)
-    data = [
-        jax.device_put(values(1)[index], device)
-        for device, index in sharding.addressable_devices_indices_map((1008,)).items()
-    ]
-    x = jax.make_array_from_single_device_arrays((1008,), sharding, data, dtype=np.float32)
+    return jax.make_array_from_callback(
+        (1008,), sharding, lambda index: values(step)[index], dtype=np.float32
+    )
+
+
+def save_what_process_0_holds(path, spec):
+    whole = NamedSharding(jdp.init(), PartitionSpec())
+    mine = jax.device_put(np.float32(1), whole)
+    with jdp.Checkpointer(path, commit_every=1, check_replicas=False) as ckpt:
+        ckpt.restore({"mine": mine, "first": array_of((0,), spec, 0)})
+        for step in (1, 2, 3):
+            ckpt.step({"mine": mine, "first": array_of((0,), spec, step)})
+    with jdp.Checkpointer(path, resume=True, check_replicas=False) as ckpt:
+        restored = ckpt.restore({"mine": mine, "first": array_of((0,), spec, 0)})["first"]
+    return [(s.index, np.asarray(s.data)) for s in restored.addressable_shards]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_leaf_on_devices_of_process_0_alone_is_saved_and_restored(spec, processes, tmp_path):
+    mine, others = processes(2).run(save_what_process_0_holds, tmp_path, spec)
+    assert len(mine) == 2 and not others
+    for index, found in mine:
+        np.testing.assert_array_equal(found, values(3)[index])
+
+
+def refusal_of_a_leaf_of(holders, spec):
+    jdp.init()
+    state = {"other": array_of(holders, spec)}
     try:
-        describe({"other": x})
+        Finder().find(state, here=jax.process_index() == 0)
     except ValueError as error:
         return str(error)
     return None
 
 
-# The process that holds all of it takes it for an array of its own, which may be on each process.
-@pytest.mark.parametrize("holder, spec", [(0, SPECS[0]), (1, SPECS[1])])
-def test_a_leaf_without_a_part_on_a_process_is_refused_there(holder, spec, processes):
-    found = processes(2).run(refusal_of_a_leaf_of, (holder,), spec)
-    assert found[holder] is None
-    text = f"`['other']` has no part on the devices of process {1 - holder}: it is on 2 devices"
-    assert text in found[1 - holder]
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_process_that_writes_refuses_a_leaf_of_which_it_holds_nothing(spec, processes):
+    found, other = processes(2).run(refusal_of_a_leaf_of, (1,), spec)
+    assert "`['other']` is on devices of process 1 alone, and process 0, which writes it" in found
+    assert other is None
 
 
-def test_a_leaf_without_a_part_on_one_of_three_processes_is_refused_on_all(processes):
-    for text in processes(3).run(refusal_of_a_leaf_of, (0, 2), SPECS[1]):
-        assert "no part on the devices of process 1: it is on 4 devices, of 2 of 3 proc" in text
+def test_a_leaf_that_is_split_over_some_processes_is_written_by_these(processes):
+    assert processes(3).run(refusal_of_a_leaf_of, (1, 2), SPECS[1]) == [None] * 3
