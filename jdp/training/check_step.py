@@ -73,18 +73,18 @@ def check_step(
     """
     _require_train_step(step)
     spec, given = step.bound(args, keywords)
-    (state, batch, *rest), keywords = spec.by_keyword(given)
-    _require_alive({"state": state, "batch": batch, "rest": rest, **keywords})
+    (state, *others), keywords = spec.by_keyword(given)
+    _require_alive({"state": state, "batch": others[0], "rest": others[1:], **keywords})
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
     num_ranks = _several_ranks(ranks, step.spec.axis_name)
     num_steps = int_at_least("num_steps", num_steps, least=1)
     step = step.without_donation()
-    start, batch, rest, keywords = _on_host((pytrees.hold(state), batch, rest, keywords))
+    start, others, keywords = _on_host((pytrees.hold(state), others, keywords))
     states = [_on(start, _first_rank(ranks, step.spec.axis_name)), _on(start, ranks)]
-    findings = step.findings(_on(start, ranks), batch, *rest, **keywords)
+    findings = step.findings(_on(start, ranks), *others, **keywords)
     found, wire = StepDifference([], None, num_ranks), digits_of_wire(state)
     for number in range(1, num_steps + 1):
-        results = [step(each, batch, *rest, **keywords) for each in states]
+        results = [step(each, *others, **keywords) for each in states]
         states, reported = zip(*results, strict=True)
         one, many = map(pytrees.hold, states)
         limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
@@ -98,8 +98,7 @@ def check_step(
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            traced = step.trace(_on(start, ranks), batch, *rest, **keywords)
-            found = _explained(found, traced, batch)
+            found = _explained(found, step.trace(_on(start, ranks), *others, **keywords), others[0])
             break
     print(found)
     _require_equal(step, found)

@@ -1,5 +1,6 @@
 """`jdp timeline`, from profiles that were written by hand, so that each answer is known."""
 
+import errno
 import gzip
 import json
 import random
@@ -158,12 +159,24 @@ def test_the_profile_is_that_of_process_0_also_if_clocks_differ(tmp_path):
     assert [note for note in found.notes if note.startswith("process 1: ")]
 
 
-def test_a_profile_in_a_folder_that_cannot_be_written_is_shown(tmp_path, capsys):
+def test_a_profile_in_a_folder_that_cannot_be_written_is_shown(tmp_path, capsys, monkeypatch):
     profiled.write(tmp_path, two_ranks())
-    trace = tmp_path / "missing" / "trace.json.gz"
-    assert main(["timeline", str(tmp_path), "--trace", str(trace)]) == 1
+
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(trace_file, "write", refuse)
+    assert main(["timeline", str(tmp_path)]) == 1
     output = capsys.readouterr()
     assert "2 ranks, steps 3 to 4" in output.out and "--trace" in output.err
+
+
+def test_a_trace_in_a_folder_that_is_missing_is_refused(tmp_path, capsys):
+    profiled.write(tmp_path, two_ranks())
+    trace = tmp_path / "missing" / "trace.json.gz"
+    assert main(["timeline", str(tmp_path), "--trace", str(trace)]) == 2
+    output = capsys.readouterr()
+    assert not output.out and "there is no folder" in output.err
 
 
 @pytest.mark.parametrize("name", ["process-1.perfetto.json.gz", "link"])
@@ -181,7 +194,7 @@ def test_a_trace_in_the_place_of_a_file_of_the_profile_is_refused(
 
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path, capsys):
     profiled.write(tmp_path, two_ranks())
-    assert main(["timeline", str(tmp_path), "--png", f"{tmp_path}/steps.xyz"]) == 1
+    assert main(["timeline", str(tmp_path), "--png", f"{tmp_path}/steps.xyz"]) == 2
     assert ".xyz" in capsys.readouterr().err
 
 
