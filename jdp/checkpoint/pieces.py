@@ -53,6 +53,7 @@ class Finder:
         self._kind: Any = None  # of the state that the following describe
         self._leaves: list[SavedLeaf] = []
         self._apart: list[int] = []  # positions of gathered leaves
+        self._elsewhere: list[int] = []  # positions of leaves of which this process holds nothing
         self._parts: list[shards.LeafPart] = []  # of the leaves that are written in parts
 
     def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
@@ -69,8 +70,7 @@ class Finder:
           ValueError: if the state was donated.
         """
         require_alive(state)
-        arrays = self._described(state)
-        arrays = [*map(without_key, arrays)]
+        arrays = [*map(without_key, self._described(state))]
         for i, x in zip(self._apart, _gathered([arrays[i] for i in self._apart]), strict=True):
             arrays[i] = x
         here = here or self.form is not None
@@ -119,6 +119,7 @@ class Finder:
         if kind != self._kind:
             self._leaves = describe(state)
             self._apart, self._parts = _placement(state, arrays)
+            self._elsewhere = [i for i, x in enumerate(arrays) if shares.is_elsewhere(x)]
             self.form = None
             if self._share and not self._parts:
                 is_shared = [*map(shares.holds_everywhere, arrays)]
@@ -134,9 +135,9 @@ class Finder:
     ) -> list[StatePiece]:
         rows = self._rows if self.form is not None else []
         without = [*without, *(i for i, (start, stop) in enumerate(rows) if start == stop)]
-        if here:
-            others = {*without, *(part.leaf for part in self._parts)}
-            shares.require_held(self._leaves, arrays, others)
+        missing = {*self._elsewhere} - {*without, *(part.leaf for part in self._parts)}
+        if here and missing:
+            raise shares.not_held(self._leaves[min(missing)].name, arrays[min(missing)])
         pieces = _all_pieces(arrays, self._parts, here=here, without=without)
         return [_cut(piece, rows[piece.leaf]) for piece in pieces] if rows else pieces
 
@@ -221,7 +222,6 @@ def _all_pieces(
     split = {part.leaf for part in parts}
     left_out = split.union(without)
     whole = [(i, x) for i, x in enumerate(arrays) if i not in left_out] if here else []
-    pieces = [piece for i, x in whole for piece in _pieces(i, x)]
     data = {
         (i, shards.box_of(shard.index, arrays[i].shape)): shard.data
         for i in split
@@ -230,7 +230,7 @@ def _all_pieces(
     me = jax.process_index()
     mine = [(n, part) for n, part in enumerate(parts) if part.writer == me]
     found = [StatePiece(part.leaf, None, data[part.leaf, part.box], n) for n, part in mine]
-    return [*pieces, *found]
+    return [*(piece for i, x in whole for piece in _pieces(i, x)), *found]
 
 
 def _cut(piece: StatePiece, rows: shares.Rows) -> StatePiece:

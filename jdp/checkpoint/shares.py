@@ -77,24 +77,25 @@ def holds_everywhere(x: Any) -> bool:
     return len({device.process_index for device in x.sharding.device_set}) == jax.process_count()
 
 
-def require_held(leaves: Sequence[SavedLeaf], arrays: Sequence[Any], others: set[int]) -> None:
-    """Raise a ValueError if this process holds nothing of a leaf that it is to write.
+def is_elsewhere(x: Any) -> bool:
+    """Whether an array lies on devices of other processes alone."""
+    return isinstance(x, jax.Array) and not x.sharding.addressable_devices
+
+
+def not_held(name: str, x: jax.Array) -> ValueError:
+    """Return the error of a process that is to write a leaf of which it holds nothing.
 
     Args:
-      leaves: descriptions of the leaves.
-      arrays: their arrays.
-      others: positions of those that it does not write whole.
+      name: of the leaf.
+      x: the leaf.
     """
-    for i, (leaf, x) in enumerate(zip(leaves, arrays, strict=True)):
-        is_elsewhere = isinstance(x, jax.Array) and not x.sharding.addressable_devices
-        if is_elsewhere and i not in others:
-            owners = sorted({device.process_index for device in x.sharding.device_set})
-            raise ValueError(
-                f"`{leaf.name}` is on devices of process {', '.join(map(str, owners))} alone, and "
-                f"process {jax.process_index()}, which writes it, holds nothing of it. Place it on "
-                "devices of all processes, for instance by jax.device_put(x, jax.NamedSharding("
-                "jdp.init(), jax.P())), or keep it outside the state."
-            )
+    owners = sorted({device.process_index for device in x.sharding.device_set})
+    return ValueError(
+        f"`{name}` is on devices of process {', '.join(map(str, owners))} alone, and process "
+        f"{jax.process_index()}, which writes it, holds nothing of it. Place it on devices of all "
+        "processes, for instance by jax.device_put(x, jax.NamedSharding(jdp.init(), jax.P())), or "
+        "keep it outside the state."
+    )
 
 
 def _num_rows(leaf: SavedLeaf) -> int:

@@ -18,7 +18,7 @@ class ChainPart(NamedTuple):
     """A part of a collective.
 
     Attributes:
-      chain: what its parts have in common.
+      chain: a name that its parts share.
       is_start: whether it starts the collective.
       is_done: whether it waits for its end.
     """
@@ -44,7 +44,7 @@ def part_of(inside: Iterable[Instruction]) -> ChainPart | None:
 
 
 def computation_of(inside: Sequence[Instruction]) -> list[Instruction]:
-    """Return what a part computes beside its collective, whose arrays pass through it.
+    """Return the computation of a part, without the collective and the arrays that pass through it.
 
     Args:
       inside: the instructions of the fusion; its last one makes a tuple.

@@ -137,7 +137,7 @@ class Costs:
         for each in inner:
             for name in dict.fromkeys(each.operands()):
                 users[name].append(each)
-        parameters = {int(x.rest.split(")")[0]): x for x in inner if x.op == "parameter"}
+        parameters = {x.number(): x for x in inner if x.op == "parameter"}
         read = 0
         for i, name in enumerate(one.operands()):
             enters = parameters.get(i)

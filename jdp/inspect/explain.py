@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jdp.inspect import matched, timeline
+from jdp.inspect import matched
 from jdp.inspect.compiled import compile_step
 from jdp.inspect.facts import Facts
 from jdp.inspect.findings import findings_of
@@ -13,7 +13,7 @@ from jdp.inspect.matched import Match
 from jdp.inspect.measured import measured
 from jdp.inspect.memory import memory_of
 from jdp.inspect.planned import SentLeaf
-from jdp.inspect.prediction import Likely, predicted, unused
+from jdp.inspect.prediction import PredictedStep
 from jdp.inspect.rates import given_rates, rates_of
 from jdp.inspect.report import Bucket, StepReport
 from jdp.inspect.state_parts import parts_of
@@ -98,9 +98,8 @@ def explain_call(
     here = measured(where)
     chosen = rates_of(where, given, here.rates)
     laws = {} if _OF_LINKS & {*given} else here.laws
-    speeds = Likely(chosen, num_ranks, where.hosts, laws=laws)
-    kernels = found.traced.kernels
-    simulated = timeline.simulate(program, speeds, kernels)
+    predicted = PredictedStep(program, num_ranks, where.hosts, laws, found.traced.kernels)
+    simulated = predicted.at(chosen)
     transfers = list(simulated.transfers.values())
     _require_one_host(transfers, where.num_hosts)
     matches = matched.match(program, transfers, found.traced.collectives)
@@ -108,7 +107,6 @@ def explain_call(
         _bucket(transfer, match, simulated.step_s)
         for transfer, match in zip(transfers, matches, strict=True)
     ]
-    how = chosen, num_ranks, where.hosts, laws, kernels
     memory = memory_of(found.compiled, program, parts_of(found.args[0]), where.memory_bytes())
     return StepReport(
         step=found.spec.name,
@@ -116,8 +114,8 @@ def explain_call(
         num_ranks=num_ranks,
         memory=memory,
         buckets=tuple(buckets),
-        time=predicted(program, simulated, *how),
-        rates=chosen | unused(given, program, simulated, *how),
+        time=predicted.time(chosen, simulated),
+        rates=chosen | predicted.unused(given, chosen, simulated),
         laws=tuple(laws.values()),
         findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),
         unknown=tuple(dict.fromkeys(simulated.unknown)),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jdp.inspect import results
+from jdp.inspect.bench.flags import read_bytes
 
 _EPILOG = """\
 The script runs up to its first call of the step, on CPUs and with its own data; that call is
@@ -170,10 +171,11 @@ def _rate(text: str) -> tuple[str, float]:
 
 def _choice(text: str) -> tuple[str, list[int]]:
     name, _, values = text.partition("=")
-    found = [re.fullmatch(r"(\d+)([kM]?)", value) for value in values.split(",")]
-    sizes = {"": 1, "k": 2**10, "M": 2**20}
-    numbers = [int(each[1]) * sizes[each[2]] for each in found if each]
-    if not name or len(numbers) != len(found):
+    try:
+        numbers = [read_bytes(value, least=0) for value in values.split(",")]
+    except argparse.ArgumentTypeError:
+        numbers = []
+    if not name or not numbers:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not OPTION=VALUES, such as bucket_bytes=1M,4M or stage=0,1,3"
         )

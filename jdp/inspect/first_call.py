@@ -79,9 +79,9 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
 
 
 def take_stdout() -> TextIO:
-    """Return stdout for the report, and send what others print there to stderr from now on.
+    """Return stdout for the report, and send all other output to stderr from now on.
 
-    Others are the script, its child processes and its libraries, also at the exit of this process.
+    That is the output of the script, its child processes and its libraries, also at the exit.
     """
     encoding, errors = (getattr(sys.stdout, name, None) for name in ("encoding", "errors"))
     try:

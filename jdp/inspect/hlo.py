@@ -76,6 +76,18 @@ class Instruction(NamedTuple):
         found = _CALLED.findall(self.attributes())
         return [name.strip().lstrip("%") for names in found for name in names.split(",")]
 
+    def computation(self, attribute: str) -> str:
+        """Return the name of the computation of an attribute, such as the `body` of a loop."""
+        return re.findall(rf"\b{attribute}=%?([\w.\-]+)", self.rest)[0]
+
+    def number(self) -> int:
+        """Return the number of a parameter."""
+        return int(self.rest.split(")")[0])
+
+    def element(self) -> int:
+        """Return the number of the element that a get-tuple-element takes."""
+        return int(re.findall(r"\bindex=(\d+)", self.rest)[0])
+
     def attributes(self) -> str:
         """Return its attributes, without the metadata."""
         return self.rest.partition(")")[2].partition(", metadata={")[0]
@@ -167,7 +179,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _parameters(entry: list[Instruction]) -> dict[str, Array]:
-    numbered = {int(one.rest.split(")")[0]): one for one in entry if one.op == "parameter"}
+    numbered = {one.number(): one for one in entry if one.op == "parameter"}
     ordered = [numbered[i] for i in sorted(numbered)]
     return {one.op_name() or one.name: arrays(one.shape)[0] for one in ordered}
 

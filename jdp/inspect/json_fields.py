@@ -12,8 +12,8 @@ class Field(NamedTuple):
     """A field of an object.
 
     Attributes:
-      what: that it must be, in words.
-      holds: whether a value is that.
+      what: the values that it may have, in words.
+      holds: whether it may have a value.
       is_required: whether the object must have it.
     """
 
@@ -34,13 +34,13 @@ def one_of(values: Collection[str]) -> Field:
 
 
 def list_of(field: Field) -> Field:
-    """Return a field that holds a list of what another one holds."""
+    """Return a field for lists of values that another field may have."""
     what = f"a list, each of it {field.what}"
     return Field(what, lambda it: isinstance(it, list) and all(map(field.holds, it)))
 
 
 def dict_of(field: Field) -> Field:
-    """Return a field that holds an object, by any names, of what another one holds."""
+    """Return a field for objects with any names, and values that another field may have."""
     what = f"an object, each value of it {field.what}"
     return Field(what, lambda it: isinstance(it, dict) and all(map(field.holds, it.values())))
 

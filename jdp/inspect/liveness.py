@@ -1,14 +1,11 @@
 """Which arrays of a compiled step are in memory when most of it is taken."""
 
-import re
 from collections import defaultdict
 from typing import NamedTuple
 
 from jdp.inspect import hlo
 from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.made_arrays import MadeArray, is_name, joined, makes, parts_of, reads
-
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 
 
 class Live(NamedTuple):
@@ -111,7 +108,7 @@ class _Liveness:
 
     def _written(self, loop: Instruction) -> list[str]:
         """Return of what kind the arrays are that a loop writes, "" for those that it keeps."""
-        body = _BODY.findall(loop.rest)[0]
+        body = loop.computation("body")
         computation = self._program.computations[body]
         arrays, parts = self._arrays(body), parts_of(computation)
         return [

@@ -14,7 +14,6 @@ _ALIASES = frozenset(
 # These read nothing; an operation that takes them does.
 _NAMES = frozenset(("tuple", "get-tuple-element", "bitcast", "opt-barrier"))
 _IN_PLACE = re.compile(r"\{(\d*)[^{}]*\}: \((\d+), \{(\d*)[^{}]*\}")  # {output}: (operand, {part})
-_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 class MadeArray(NamedTuple):
@@ -60,7 +59,7 @@ def _parts(one: Instruction, operands: list[Parts]) -> Parts:
     if one.op == "tuple":
         return [joined(x) for x in operands]
     if one.op == "get-tuple-element":
-        return [_part(operands[0], int(_INDEX.findall(one.rest)[0]))]
+        return [_part(operands[0], one.element())]
     if one.op.endswith("-done"):  # the operands of the start come first, but of this one
         return operands[0] if one.op == "all-reduce-done" else operands[0][1:]
     if one.op in _ALIASES:

@@ -9,7 +9,6 @@ from jdp.inspect.hlo import Array, HloProgram, Instruction
 from jdp.inspect.transfers import SentArrays
 
 _SLICE = re.compile(r"slice=\{\[(\d+):")
-_INDEX = re.compile(r"\bindex=(\d+)")
 # A tuple says nothing of its elements. By comparisons jdp orders operations that share no values.
 _APART = ("tuple", "compare")
 # Up to this many operations lie between an array and its parameter.
@@ -65,11 +64,11 @@ class ParameterFlow:
             return []
         if one.op != "get-tuple-element":
             return one.operands()
-        fusion, index = by_name.get(next(iter(one.operands()), "")), _INDEX.search(one.rest)
+        fusion = by_name.get(one.operands()[0])
         inner, root = self._inside(fusion)
-        if fusion is None or root is None or root.op != "tuple" or index is None:
+        if fusion is None or root is None or root.op != "tuple":
             return []
-        return _entering(fusion, inner, [root.operands()[int(index[1])]])
+        return _entering(fusion, inner, [root.operands()[one.element()]])
 
     def _updated(
         self, by_name: ByName, users: Users, level: list[str], sizes: set[int],
@@ -148,8 +147,8 @@ def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
 
 def _elements(users: Users, name: str, numbers: Collection[int]) -> list[str]:
     """Return the names of some elements of a tuple."""
-    found = [(x, _INDEX.search(x.rest)) for x in users[name] if x.op == "get-tuple-element"]
-    return [x.name for x, index in found if index and int(index[1]) in numbers]
+    found = [x for x in users[name] if x.op == "get-tuple-element"]
+    return [x.name for x in found if x.element() in numbers]
 
 
 def _begins_at(one: Instruction, begin: int) -> bool:
@@ -160,7 +159,7 @@ def _begins_at(one: Instruction, begin: int) -> bool:
 def _entries(fusion: Instruction, inner: Sequence[Instruction], name: str) -> set[str]:
     """Return the names that an operand of a fusion has inside of it."""
     operands = fusion.operands()
-    return {x.name for x in inner if x.op == "parameter" and operands[_number(x)] == name}
+    return {x.name for x in inner if x.op == "parameter" and operands[x.number()] == name}
 
 
 def _entering(fusion: Instruction, inner: Sequence[Instruction], names: Sequence[str]) -> list[str]:
@@ -172,11 +171,7 @@ def _entering(fusion: Instruction, inner: Sequence[Instruction], names: Sequence
             reached.add(one.name)
             left += one.operands() if one.op not in (*_APART, "parameter") else []
     entered = [x for x in inner if x.op == "parameter" and x.name in reached]
-    return [fusion.operands()[_number(x)] for x in entered]
-
-
-def _number(parameter: Instruction) -> int:
-    return int(parameter.rest.split(")")[0])
+    return [fusion.operands()[x.number()] for x in entered]
 
 
 def _named(by_name: ByName, names: Sequence[str], sizes: Collection[int]) -> list[str]:

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jdp.inspect import timeline
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
@@ -118,61 +119,55 @@ class Likely:
         return max(leaving.values(), default=None)
 
 
-def predicted(
-    program: HloProgram,
-    found: Timeline,
-    rates: Mapping[str, Rate],
-    num_ranks: int,
-    hosts: Sequence[int],
-    laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
-    kernels: Sequence[Kernel] = (),
-) -> StepTime:
-    """Return the predicted time of a step with its interval.
+class PredictedStep(NamedTuple):
+    """A compiled step, whose schedule is simulated at different rates.
 
-    Args:
+    Attributes:
       program: the compiled step.
-      found: its schedule at the likely rates.
-      rates: by name.
-      num_ranks: number of ranks.
-      hosts: as for `Likely`.
-      laws: as for `Likely`.
+      num_ranks, hosts, laws: as for `Likely`.
       kernels: its Pallas kernels.
     """
-    low_s, high_s = (
-        timeline.simulate(program, Likely(rates, num_ranks, hosts, which, laws), kernels).step_s
-        for which in ("high", "low")
-    )
-    return StepTime(
-        likely_s=found.step_s,
-        low_s=low_s,
-        high_s=high_s,
-        computing_s=found.computing_s,
-        exposed_s=sum(transfer.exposed_s for transfer in found.transfers.values()),
-        matmul_flops=sum(found.flops.values()),
-    )
 
+    program: HloProgram
+    num_ranks: int
+    hosts: Sequence[int]
+    laws: Mapping[tuple[str, str], CollectiveLaw]
+    kernels: Sequence[Kernel]
 
-def unused(
-    given: Mapping[str, Rate],
-    program: HloProgram,
-    found: Timeline,
-    rates: Mapping[str, Rate],
-    num_ranks: int,
-    hosts: Sequence[int],
-    laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
-    kernels: Sequence[Kernel] = (),
-) -> dict[str, Rate]:
-    """Return the given rates that no operation of a step takes, with a source that says so.
+    def at(self, rates: Mapping[str, Rate], which: str = "value") -> Timeline:
+        """Return the schedule at some rates; `which` as for `Likely`."""
+        speeds = Likely(rates, self.num_ranks, self.hosts, which, self.laws)
+        return timeline.simulate(self.program, speeds, self.kernels)
 
-    Args:
-      given: rates by name.
-      program, found, rates, num_ranks, hosts, laws, kernels: as for `predicted`.
-    """
-    same = {}
-    for name, rate in given.items():
-        worst = LEAST_GIVEN if name.endswith(("_per_s", "flops", "_f32")) else MOST_GIVEN
-        likely = Likely({**rates, name: replace(rate, value=worst)}, num_ranks, hosts, laws=laws)
-        if timeline.simulate(program, likely, kernels).step_s == found.step_s:
-            text = f"{GIVEN}, but no operation of this step takes it{_WHY_UNUSED.get(name, '')}"
-            same[name] = replace(rate, source=text)
-    return same
+    def time(self, rates: Mapping[str, Rate], found: Timeline) -> StepTime:
+        """Return the time with its interval.
+
+        Args:
+          rates: by name.
+          found: the schedule at these rates.
+        """
+        return StepTime(
+            likely_s=found.step_s,
+            low_s=self.at(rates, "high").step_s,
+            high_s=self.at(rates, "low").step_s,
+            computing_s=found.computing_s,
+            exposed_s=sum(transfer.exposed_s for transfer in found.transfers.values()),
+            matmul_flops=sum(found.flops.values()),
+        )
+
+    def unused(
+        self, given: Mapping[str, Rate], rates: Mapping[str, Rate], found: Timeline
+    ) -> dict[str, Rate]:
+        """Return the given rates that no operation takes, with a source that says so.
+
+        Args:
+          given: some of the rates.
+          rates, found: as for `time`.
+        """
+        same = {}
+        for name, rate in given.items():
+            worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN
+            if self.at({**rates, name: replace(rate, value=worst)}).step_s == found.step_s:
+                text = f"{GIVEN}, but no operation of this step takes it{_WHY_UNUSED.get(name, '')}"
+                same[name] = replace(rate, source=text)
+        return same

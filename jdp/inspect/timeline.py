@@ -1,6 +1,5 @@
 """The schedule of a compiled step on two lanes, one that computes and one that communicates."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -111,7 +110,7 @@ class _Simulation:
             self.timeline.unknown.append(f"the loop {one.name} was counted once")
         if not num_times:
             return
-        body = next(iter(re.findall(r"\bbody=%?([\w.\-]+)", one.rest)))
+        body = one.computation("body")
         for _ in range(min(num_times, _SIMULATED) - 1):
             self.computation(body)
         before = self._totals()

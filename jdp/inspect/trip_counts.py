@@ -10,7 +10,7 @@ from jdp.inspect.hlo import Instruction
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"([su]\d+)\[1?\]")
 _VALUE = re.compile(r"\{?(-?\d+)\}?\)")
-# These give what their first operand is.
+# The result of these is their first operand.
 _SAME = frozenset("copy copy-start copy-done bitcast reshape opt-barrier".split())
 _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
@@ -63,7 +63,7 @@ class TripCounts:
         return count
 
     def _derived(self, one: Instruction, computation: str) -> int | None:
-        condition = _called(one, "condition")
+        condition = one.computation("condition")
         root = self._root(condition)
         while root is not None and root.op in ("fusion", "call"):
             condition = root.called()[0]
@@ -94,7 +94,7 @@ class TripCounts:
         """Return what an iteration of a loop adds to a value in it; None if unknown."""
         if value.entry is None:
             return 0
-        body = _called(loop, "body")
+        body = loop.computation("body")
         root = self._root(body)
         after = None if root is None else self._sum(body, root.name, value.entry)
         return after.constant if after is not None and after.entry == value.entry else None
@@ -137,8 +137,7 @@ class TripCounts:
             return None
         operands = one.operands()
         if one.op == "get-tuple-element":
-            inner = int(re.findall(r"\bindex=(\d+)", one.rest)[0])
-            return self._sum(computation, operands[0], inner) if index is None else None
+            return self._sum(computation, operands[0], one.element()) if index is None else None
         if one.op == "tuple":
             return None if index is None else self._sum(computation, operands[index])
         if one.op in _SAME:
@@ -161,7 +160,7 @@ class TripCounts:
         if len(callers) != 1 or callers[0][1].op not in ("fusion", "call"):
             return None
         name, caller = callers[0]
-        return self._sum(name, caller.operands()[int(one.rest.split(")")[0])], index)
+        return self._sum(name, caller.operands()[one.number()], index)
 
     def _computed(self, computation: str, one: Instruction) -> _LoopInteger | None:
         if one.op not in ("constant", "add") or not _INTEGER.match(one.shape):
@@ -174,10 +173,6 @@ class TripCounts:
             return None
         entry = rhs.entry if lhs.entry is None else lhs.entry
         return _LoopInteger(entry, lhs.constant + rhs.constant)
-
-
-def _called(loop: Instruction, attribute: str) -> str:
-    return re.findall(rf"\b{attribute}=%?([\w.\-]+)", loop.rest)[0]
 
 
 def _count(first: int, bound: int, step: int, order: str) -> int | None:

@@ -131,7 +131,7 @@ def test_nothing_is_claimed_of_a_counter_that_does_not_grow_evenly(body, others)
     ("%b = f32[] constant(7)", "ROOT %c = pred[] compare(%x, %b), direction=LT"),
     compared("EQ", 0), ("ROOT %c = pred[] get-tuple-element(%p), index=3",),
 ])  # fmt: skip
-def test_nothing_is_claimed_of_a_condition_that_is_no_bound(condition):
+def test_nothing_is_claimed_of_a_condition_that_is_not_a_bound(condition):
     assert times(condition) is None
 
 

@@ -1,4 +1,4 @@
-"""Placing a state leaves little behind with its arrays, and waits for nobody who waits for it."""
+"""Placing a state leaves little behind with its arrays, and waits without Python's lock."""
 
 import contextlib
 import functools

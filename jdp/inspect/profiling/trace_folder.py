@@ -1,4 +1,4 @@
-"""The files of all processes of a profile: those of one run, and what is wrong with the others."""
+"""The files of all processes of a profile: one run, and the faults of other files."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -59,7 +59,7 @@ def _notes(left_out: dict[int, str]) -> list[str]:
 def _missing(folder: Path, num_processes: int, known: Collection[int]) -> list[str]:
     """Return a note of each gap between the processes that have a file.
 
-    Gaps are few whatever a file says, and processes may be many.
+    A damaged file may name 10**12 processes; the gaps are as few as the files.
     """
     notes = []
     within = sorted(process for process in known if process < num_processes)
