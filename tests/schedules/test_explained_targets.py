@@ -240,7 +240,7 @@ def test_gradients_between_tpus_are_named(tpus):
 
 
 def test_each_gather_of_a_tpu_is_one_collective_also_where_matmuls_run_beside_it(tpus):
-    found = report(tpus, jdp.sharded(optax.sgd(0.1), stage=3, min_size=1))
+    found = report(tpus, jdp.sharded(optax.sgd(0.1), stage=3, min_size=1), num_rows=2048)
     gathers = [bucket for bucket in found.buckets if bucket.kind == "all-gather"]
     # In the forward pass each weight, in the backward pass each but what is still held.
     times = Counter(leaf for bucket in gathers for leaf in bucket.leaves)
@@ -250,7 +250,7 @@ def test_each_gather_of_a_tpu_is_one_collective_also_where_matmuls_run_beside_it
     assert {bucket.num_bytes for bucket in gathers} <= {LAYER, LAYER // 2}
     assert any(bucket.hidden_bytes for bucket in gathers)
     assert "foreign-collective" not in [finding.kind for finding in found.findings]
-    matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
+    matmuls = (3 * NUM_LAYERS - 1) * 2 * (2048 // 8) * DIM * DIM
     assert found.time.matmul_flops == pytest.approx(matmuls)
 
 
