@@ -117,7 +117,7 @@ def explain_call(
         time=predicted.time(chosen, simulated),
         rates=chosen | predicted.unused(given, chosen, simulated),
         laws=tuple(laws.values()),
-        findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),
+        findings=tuple(findings_of(Facts(found, transfers, buckets, matches, memory))),
         unknown=tuple(dict.fromkeys(simulated.unknown)),
         spans=tuple(simulated.spans),
     )

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jdp.inspect.compiled import StepForDevices
+from jdp.inspect.matched import Match
 from jdp.inspect.memory import Memory
 from jdp.inspect.report import Bucket
 from jdp.inspect.state_parts import category, parts_of
@@ -25,12 +26,14 @@ class Facts:
       step: the compiled step.
       transfers: its collectives.
       buckets: the same, described.
+      matches: what is known of each of them.
       memory: of one rank.
     """
 
     step: StepForDevices
     transfers: Sequence[SentArrays]
     buckets: Sequence[Bucket]
+    matches: Sequence[Match]
     memory: Memory
 
 

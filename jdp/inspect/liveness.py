@@ -130,7 +130,10 @@ def _array(one: Instruction, shape: str, read: list[_KindOfArray]) -> _KindOfArr
 
 def _kind(one: Instruction, num_elements: int, read: list[_KindOfArray]) -> str:
     name = one.op_name()
-    if "transpose(" in name or one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target():
+    is_sent = one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target()
+    # What is gathered are parameters, or, in the forward pass, what it makes.
+    is_gathered = one.op.startswith("all-gather") or "all_gather" in one.target()
+    if "transpose(" in name or is_sent and not is_gathered:
         return "gradients"
     if not name and read:  # made by XLA, as the packing of gradients is
         return read[0].kind

@@ -55,6 +55,7 @@ class Planned:
       leaves: the arrays that it takes.
       line: of the author's, such as `train.py:41`, empty if there is none.
       is_of_author: whether the author's code called it, not jdp's.
+      is_in_loop: whether it is in a loop.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Planned:
     leaves: list[SentLeaf]
     line: str
     is_of_author: bool
+    is_in_loop: bool
 
 
 class TracedStep(NamedTuple):
@@ -98,6 +100,7 @@ class _PlanWalk:
         self.found: list[Planned] = []
         self.callbacks: list[tuple[str, str]] = []
         self.kernels: list[Kernel] = []
+        self._num_loops = 0  # around the equations that it is at
 
     def run(self, jaxpr: Any, paths: dict[Any, str]) -> dict[Any, str]:
         """Walk a body, and return the name of each of its variables that has one."""
@@ -118,8 +121,11 @@ class _PlanWalk:
                 self.callbacks.append((_callback_name(eqn), source_lines.source(eqn)))
             elif name == "pallas_call":
                 self.kernels.append(kernel_of(eqn))
-            elif not self._bodies(eqn, name, paths):
-                self._names(eqn, name, paths)
+            else:
+                self._num_loops += name in ("scan", "while")
+                if not self._bodies(eqn, name, paths):
+                    self._names(eqn, name, paths)
+                self._num_loops -= name in ("scan", "while")
         return paths
 
     def _collective(self, eqn: Any, name: str, paths: dict[Any, str], *, is_same: bool) -> None:
@@ -136,9 +142,9 @@ class _PlanWalk:
         kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
         params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
         number = params.get("number", params.get("bucket")) if native else None
-        self.found.append(
-            Planned(kind, number, leaves, source_lines.source(eqn), source_lines.is_of_author(eqn))
-        )
+        line, is_of_author = source_lines.source(eqn), source_lines.is_of_author(eqn)
+        is_in_loop = self._num_loops > 0
+        self.found.append(Planned(kind, number, leaves, line, is_of_author, is_in_loop))
 
     def _bodies(self, eqn: Any, name: str, paths: dict[Any, str]) -> bool:
         """Walk the bodies of an equation, and return whether it has any."""

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -178,9 +179,17 @@ def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
         )
     # Else libtpu asks the network which TPU this is.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if not [*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")]:
+        # Where there are no TPUs, no two processes can take the same one.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if "lockfile" in str(error):
+            raise RuntimeError(
+                "another process of this machine has loaded libtpu, which only one may at a time: "
+                f"wait for its end ({error})"
+            ) from error
         raise ValueError(f"libtpu knows no topology {name!r}: {error}") from error
     devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
     num_hosts = len({device.process_index for device in devices})

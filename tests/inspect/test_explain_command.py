@@ -123,6 +123,19 @@ def test_what_is_missing_is_named_in_one_line(on, extra, script, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
+def test_a_lock_of_libtpu_is_not_an_unknown_topology(monkeypatch):
+    from jdp.inspect import targets
+
+    def locked(**keywords):
+        raise ValueError("ABORTED: error when accessing libtpu multi-process lockfile")
+
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", locked)
+    monkeypatch.setattr(targets.os, "environ", {})
+    with pytest.raises(RuntimeError, match="another process .* has loaded libtpu"):
+        targets.target("v5e:2x4", ("data",))
+
+
 def test_the_command_starts_without_jax(tmp_path):
     code = "import sys; from jdp.__main__ import main; main(['--help']); "
     code += "sys.exit('jax' in sys.modules)"

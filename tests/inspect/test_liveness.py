@@ -84,6 +84,17 @@ def test_all_reduces_that_run_meanwhile_take_the_memory_of_their_results():
     assert found == (0, 256, 0)
 
 
+@pytest.mark.parametrize(
+    "op", ["all-gather(%x)", 'custom-call(%x), custom_call_target="jdp_all_gather"']
+)
+def test_parameters_that_are_gathered_are_not_gradients(op):
+    found = live(f"""  %x = f32[2,8]{{1,0}} parameter(0)
+  %whole = f32[8,8]{{1,0}} {op}
+  %tanh = f32[8,8]{{1,0}} tanh(%whole), metadata={{op_name="jvp()/tanh"}}
+  ROOT %sum = f32[] fusion(%tanh, %whole), kind=kLoop, calls=%f""")
+    assert found == (256, 0, 256)
+
+
 def test_an_update_that_reads_parameters_and_gradients_is_not_a_gradient():
     found = live("""  %x = f32[8,8]{1,0} parameter(0)
   %dot = f32[8,8]{1,0} dot(%x, %x), metadata={op_name="transpose(jvp())/dot"}

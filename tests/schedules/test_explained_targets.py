@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -102,7 +104,7 @@ def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
 
 
-# XLA unrolls the loop of two micro-batches, and has two collectives of one in the traced step.
+# XLA unrolls the loop of two micro-batches, and has two gathers of one in the traced step.
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_shards_of_equal_size_are_named_by_the_parameters_that_they_are_of(accumulate, h200s):
     tx = jdp.sharded(optax.adam(0.1), stage=3, min_size=1)
@@ -116,6 +118,9 @@ def test_shards_of_equal_size_are_named_by_the_parameters_that_they_are_of(accum
     assert {*summed} == {(f"grads{name}",) for name in names}
     for leaves in (gathered, summed):
         assert max(Counter(leaves).values()) <= 2 * accumulate
+    # XLA adds up the gradients of two micro-batches, and scatters the sum.
+    assert max(Counter(summed).values()) == 1
+    assert "reduction-per-micro-batch" not in {finding.kind for finding in found.findings}
 
 
 def test_leaves_of_the_ring_between_gpus_have_names_and_scalars_have_bytes(h200s):
@@ -152,6 +157,13 @@ def test_a_tail_after_a_loop_is_found_and_not_where_layers_are_reduced_in_it(h20
     hidden = report(h200s, tx, functools.partial(scanned_loss, late), stacked=True)
     kinds = [{finding.kind for finding in found.findings} for found in (plain, hidden)]
     assert "tail-after-loop" in kinds[0] and "tail-after-loop" not in kinds[1]
+
+
+def test_the_loop_of_micro_batches_is_not_one_over_layers(h200s):
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
+    found = report(h200s, tx, accumulate=4)
+    assert any(bucket.exposed_bytes for bucket in found.buckets)
+    assert "tail-after-loop" not in {finding.kind for finding in found.findings}
 
 
 def test_two_hosts_have_a_slower_link(h200s):
@@ -254,14 +266,25 @@ def test_each_gather_of_a_tpu_is_one_collective_also_where_matmuls_run_beside_it
     assert found.time.matmul_flops == pytest.approx(matmuls)
 
 
+def test_a_second_process_explains_for_tpus_at_the_same_time(tpus):
+    targets.target(tpus, ("data",))  # this process has libtpu now
+    script = f"from jdp.inspect import targets; print(targets.target({tpus!r}, ('data',)).name)"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert run.stdout.strip() == tpus, run.stderr
+
+
 def test_a_loop_of_micro_batches_counts_as_often_as_it_runs_on_tpus(tpus):
     # XLA for TPUs writes no number of iterations next to a loop.
     tx = jdp.sharded(optax.sgd(0.1), stage=2)
     two, eight = (report(tpus, tx, num_rows=2048 * k, accumulate=k) for k in (2, 8))
     assert eight.time.matmul_flops == pytest.approx(4 * two.time.matmul_flops)
     assert not any("loop" in each for each in eight.unknown)
-    found = {finding.kind for finding in eight.findings}
-    assert "reduction-per-micro-batch" in found and "tail-after-loop" not in found
+    for num, found in (2, two), (8, eight):
+        findings = {finding.kind: finding.text for finding in found.findings}
+        assert f"runs {num} times" in findings["reduction-per-micro-batch"]
+        assert "tail-after-loop" not in findings
 
 
 def test_tiles_that_are_filled_up_are_found(tpus):

@@ -1,0 +1,157 @@
+"""Findings about the reductions in a loop of a step, and after one."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jdp.analysis import source_lines
+from jdp.inspect import hlo
+from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
+from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.planned import SentLeaf
+from jdp.inspect.report import Finding, of_bytes, of_s
+from jdp.reduction import accumulation
+from jdp.reduction.sharding import sharding_of
+
+_SUMS = ("all-reduce", "reduce-scatter")
+
+
+class _SummedLeaf(NamedTuple):
+    """A gradient that is summed over the ranks.
+
+    Attributes:
+      kind: of the collective.
+      leaf: of one rank.
+      line: the author's line that it comes from, empty if there is none.
+      bucket: number of the collective, if the leaf has no name; else -1.
+    """
+
+    kind: str
+    leaf: SentLeaf
+    line: str
+    bucket: int
+
+
+def reduction_in_loop(facts: Facts) -> list[Finding]:
+    """Find gradients that a loop over micro-batches reduces in each iteration."""
+    times: Counter[_SummedLeaf] = Counter()
+    for summed, runs in _summed_in_loops(facts):
+        times[summed] += runs
+    passes = _Passes(facts, (summed.leaf.path for summed in times))
+    found: dict[tuple[str, int], list[_SummedLeaf]] = defaultdict(list)
+    for summed, runs in times.items():
+        num = passes.num_runs(summed.leaf)
+        if num and runs >= 2 * num:
+            found[summed.kind, runs // num].append(summed)
+    return [
+        Finding(
+            "reduction-per-micro-batch",
+            f"{kind} of {_shown(each)} runs {runs} times in a step: it is in a loop{_at(each)}.",
+            _advice_of_loop(facts),
+        )
+        for (kind, runs), each in found.items()
+    ]
+
+
+def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
+    """Yield each gradient that a loop of the traced step sums, and how often a collective runs.
+
+    XLA has no loop of two micro-batches any more, but a collective for each.
+    """
+    traced = facts.step.traced.collectives
+    looped = {leaf.path for each in traced if each.is_in_loop for leaf in each.leaves}
+    for i, (bucket, match) in enumerate(zip(facts.buckets, facts.matches, strict=True)):
+        for leaf in match.leaves if bucket.kind in _SUMS else ():
+            if leaf.path.startswith("grads") and leaf.path in looped:
+                yield _SummedLeaf(bucket.kind, leaf, bucket.line, -1), bucket.runs
+            elif bucket.runs > 1 and leaf.num_elements > 1:
+                yield _SummedLeaf(bucket.kind, leaf._replace(path=""), bucket.line, i), bucket.runs
+
+
+class _Passes:
+    """How often a gradient is summed in one backward pass: once for each layer of a loop."""
+
+    def __init__(self, facts: Facts, paths: Iterable[str]):
+        plain = {path: _plain(path) for path in paths if path}
+        self._sizes = {leaf.size for _, leaf in parameters(facts)}
+        self._num_elements: Counter[str] = Counter()
+        for name, leaf in parameters(facts):
+            ends = [path for path in plain.values() if name.endswith(path)]
+            if ends:  # `.params['a']['w']` is of `['a']['w']`, not of `['w']`
+                self._num_elements[max(ends, key=len)] += leaf.size
+
+    def num_runs(self, leaf: SentLeaf) -> int:
+        """Return the number of runs in one backward pass, 0 if it is of no parameter."""
+        if whole := self._num_elements[_plain(leaf.path)] if leaf.path else 0:
+            return max(1, round(whole / leaf.num_elements))
+        # Without a name it may be one of the layers of any parameter.
+        layers = (divmod(size, leaf.num_elements) for size in self._sizes)
+        return max((num for num, rest in layers if not rest), default=0)
+
+
+def _plain(path: str) -> str:
+    return path.removeprefix("grads").removesuffix(" of one iteration")
+
+
+def _shown(summed: list[_SummedLeaf]) -> str:
+    leaves = [each.leaf for each in summed]
+    names = [leaf.path or f"{leaf.dtype}[{leaf.num_elements}]" for leaf in leaves]
+    num_bytes = sum(hlo.num_bytes(f"{leaf.dtype}[{leaf.num_elements}]") for leaf in leaves)
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} ({of_bytes(num_bytes)})"
+
+
+def _at(summed: list[_SummedLeaf]) -> str:
+    lines = list(dict.fromkeys(each.line for each in summed if each.line))
+    return f" ({', '.join(lines[:3])})" if lines else ""
+
+
+def _advice_of_loop(facts: Facts) -> str:
+    shardings = [sharding_of(node.tx) for node in train_states(facts)]
+    if any(sharding is not None and sharding.stage >= 2 for sharding in shardings):
+        return (
+            "Stages 2 and 3 do so, to keep only a part of the gradients on each rank. If the "
+            "memory allows it, jdp.sharded(tx, stage=1) reduces once in a step."
+        )
+    return (
+        "Add up the gradients in the loop and reduce them once after it: "
+        "jdp.value_and_grad(loss_fn, accumulate=k) does, in the place of the loop."
+    )
+
+
+def tail_after_loop(facts: Facts) -> list[Finding]:
+    """Find gradients that are reduced after a loop over layers, where nothing hides them."""
+    program = facts.step.program
+    entry = program.computations[program.entry]
+    loops = [i for i, one in enumerate(entry) if one.op == "while" and not _adds_up(program, one)]
+    if not loops:
+        return []
+    behind = {one.name for one in entry[loops[-1] :]}
+    tail = [
+        bucket
+        for transfer, bucket in zip(facts.transfers, facts.buckets, strict=True)
+        if transfer.instruction.name in behind
+        and transfer.computation == program.entry
+        and transfer.after_last_matmul
+        and bucket.kind in _SUMS
+        and bucket.exposed_bytes >= MIN_BYTES
+    ]
+    is_late = any(bucket.runs > 1 and bucket.kind in _SUMS for bucket in facts.buckets)
+    # On CPUs nothing is hidden; of layers that are reduced in their loop, all but the last are.
+    if not tail or is_late or facts.step.where.platform == "cpu":
+        return []
+    num_bytes, seconds = sum(x.exposed_bytes for x in tail), sum(x.exposed_s for x in tail)
+    return [
+        Finding(
+            "tail-after-loop",
+            f"{of_bytes(num_bytes)} of gradients are reduced after the last loop, where no matmul "
+            f"hides them: {of_s(seconds)} exposed, predicted.",
+            "If the loop is a lax.scan over layers, jdp.scan_layers reduces each layer's gradient "
+            "while the next layer's is computed.",
+        )
+    ]
+
+
+def _adds_up(program: HloProgram, loop: Instruction) -> bool:
+    """Whether a loop is jdp's over micro-batches: the last one is behind it, and hides its sums."""
+    files = (name.rpartition(":")[0] for name in program.where(loop))
+    return source_lines.innermost_file(files) == accumulation.__file__
