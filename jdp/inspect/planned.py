@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from jax.interpreters import partial_eval
 
 from jdp.analysis import jaxprs, source_lines
-from jdp.analysis.marks import LOCAL
 from jdp.collectives import call_order
+from jdp.inspect import leaf_names
 from jdp.inspect.kernels import Kernel, kernel_of
+from jdp.inspect.leaf_names import OF_LAYER, LeafNames, Paths
 from jdp.jax_compat import opened, scan_counts
 
 _KINDS = {
@@ -24,11 +25,6 @@ _KINDS = {
     "ppermute": "collective-permute",
     call_order.START: "all-reduce",
 }
-# What leaves every number of an array where it is, or moves it.
-_MOVES = frozenset(
-    "convert_element_type reshape transpose squeeze expand_dims copy copy_p pvary pcast "
-    "jdp_mark sharding_constraint".split()
-)
 
 
 class SentLeaf(NamedTuple):
@@ -92,17 +88,18 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
     # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.
     body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
     walk.run(body, dict(zip(body.invars, names, strict=False)))
-    return TracedStep(walk.found, walk.callbacks, walk.kernels)
+    return TracedStep(walk.collectives(), walk.callbacks, walk.kernels)
 
 
 class _PlanWalk:
     def __init__(self) -> None:
-        self.found: list[Planned] = []
+        self._found: list[Planned] = []
         self.callbacks: list[tuple[str, str]] = []
         self.kernels: list[Kernel] = []
         self._num_loops = 0  # around the equations that it is at
+        self._names = LeafNames()
 
-    def run(self, jaxpr: Any, paths: dict[Any, str]) -> dict[Any, str]:
+    def run(self, jaxpr: Any, paths: Paths) -> Paths:
         """Walk a body, and return the name of each of its variables that has one."""
         before = None
         for eqn in jaxpr.eqns:
@@ -111,12 +108,8 @@ class _PlanWalk:
             is_same, before = before is not None and _is_like(before, eqn), eqn
             if name in _KINDS or name in call_order.NATIVE:
                 self._collective(eqn, name, paths, is_same=is_same)
-                # What was gathered or summed keeps its name.
-                if name != call_order.START:
-                    taken = _operands(eqn, name)
-                    _pass_on(taken, eqn.outvars[-len(taken) :], paths)
             elif name == call_order.DONE:  # of two tokens and the leaves: a token and the leaves
-                _pass_on(eqn.invars[2:], eqn.outvars[1:], paths)
+                leaf_names.pass_on(eqn.invars[2:], eqn.outvars[1:], paths)
             elif "callback" in name or name in ("debug_print", "outfeed", "infeed"):
                 self.callbacks.append((_callback_name(eqn), source_lines.source(eqn)))
             elif name == "pallas_call":
@@ -124,81 +117,68 @@ class _PlanWalk:
             else:
                 self._num_loops += name in ("scan", "while")
                 if not self._bodies(eqn, name, paths):
-                    self._names(eqn, name, paths)
+                    self._names.name(eqn, name, paths)
                 self._num_loops -= name in ("scan", "while")
         return paths
 
-    def _collective(self, eqn: Any, name: str, paths: dict[Any, str], *, is_same: bool) -> None:
-        leaves = [
-            SentLeaf(_path(atom, paths), _dtype(atom.aval.dtype), int(atom.aval.size))
-            for atom in _operands(eqn, name)
-        ]
-        if not leaves:
-            return
-        native = name in call_order.NATIVE or name == call_order.START
-        if is_same and not native and self.found:
-            self.found[-1].leaves.extend(leaves)
+    def collectives(self) -> list[Planned]:
+        """Return the collectives that were found, with the names that are known in the end."""
+        for each in self._found:
+            each.leaves = [x._replace(path=self._names.final(x.path)) for x in each.leaves]
+        return self._found
+
+    def _collective(self, eqn: Any, name: str, paths: Paths, *, is_same: bool) -> None:
+        atoms = _operands(eqn, name)
+        if not atoms:
             return
         kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
+        is_of_author = source_lines.is_of_author(eqn)
+        leaves = [
+            SentLeaf(leaf_names.path(atom, paths), _dtype(atom.aval.dtype), int(atom.aval.size))
+            for atom in atoms
+        ]
+        if kind == "reduce-scatter" and not is_of_author:
+            leaves = [x if x.path else x._replace(path=self._names.stand_in()) for x in leaves]
+        if name != call_order.START:  # what was gathered or summed keeps its name
+            pairs = zip(leaves, eqn.outvars[-len(leaves) :], strict=False)
+            paths |= {result: leaf.path for leaf, result in pairs if leaf.path}
+        native = name in call_order.NATIVE or name == call_order.START
+        if is_same and not native and self._found:
+            self._found[-1].leaves.extend(leaves)
+            return
         params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
         number = params.get("number", params.get("bucket")) if native else None
-        line, is_of_author = source_lines.source(eqn), source_lines.is_of_author(eqn)
         is_in_loop = self._num_loops > 0
-        self.found.append(Planned(kind, number, leaves, line, is_of_author, is_in_loop))
+        self._found.append(
+            Planned(kind, number, leaves, source_lines.source(eqn), is_of_author, is_in_loop)
+        )
 
-    def _bodies(self, eqn: Any, name: str, paths: dict[Any, str]) -> bool:
+    def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
         """Walk the bodies of an equation, and return whether it has any."""
         bodies = [opened(body) for body in jaxprs.bodies(eqn)]
         if name == "while":
             cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
-            own = _inner(body, eqn.invars[num_cond:], paths)
+            own = leaf_names.inner(body, eqn.invars[num_cond:], paths)
             self.run(cond, {})
             inner = self.run(body, own)
-            _outer(eqn, body, inner, paths)
+            leaf_names.outer(eqn, body, inner, paths)
             return True
         for body in bodies:
             atoms = eqn.invars[1:] if name == "cond" else eqn.invars
-            own = _inner(body, atoms, paths) if len(atoms) == len(body.invars) else {}
+            own = leaf_names.inner(body, atoms, paths) if len(atoms) == len(body.invars) else {}
             if name == "scan":  # what is scanned over is a layer of its array
                 num_whole = sum(scan_counts(eqn.params))
                 for variable in body.invars[num_whole:]:
                     if variable in own:
-                        own[variable] += " of one iteration"
-            _outer(eqn, body, self.run(body, own), paths)
+                        own[variable] += OF_LAYER
+            leaf_names.outer(eqn, body, self.run(body, own), paths)
         return bool(bodies)
-
-    def _names(self, eqn: Any, name: str, paths: dict[Any, str]) -> None:
-        if name == "jdp_mark" and eqn.params["kind"] == LOCAL and eqn.params["path"]:
-            paths[eqn.outvars[0]] = f"grads{eqn.params['path']}"
-            return
-        if name in ("optimization_barrier", "jdp_tied"):
-            _pass_on(eqn.invars, eqn.outvars, paths)
-            return
-        (out, *others), atoms = eqn.outvars or [None], [x for x in eqn.invars if _path(x, paths)]
-        if out is None or others or not atoms:
-            return
-        alike = [atom for atom in atoms if atom.aval.size == out.aval.size]
-        is_gradient = [atom for atom in alike if _path(atom, paths).startswith("grads")]
-        if is_gradient or name in _MOVES and alike:
-            paths[out] = _path((is_gradient or alike)[0], paths)
-        elif alike and name in ("mul", "add", "sub", "div", "select_n"):
-            # An updated parameter, say; not a value computed from the batch.
-            named = [x for x in alike if ".params" in _path(x, paths)]
-            if named:
-                paths[out] = _path(named[0], paths)
-        elif name in ("dynamic_slice", "slice", "squeeze") and ".params" in _path(atoms[0], paths):
-            paths[out] = _path(atoms[0], paths)
 
 
 def _name(eqn: Any) -> str:
     """Return the name of an equation's primitive, or of the call between GPUs that it is."""
     target = str(eqn.params.get("target_name", ""))
     return target if target in (call_order.START, call_order.DONE) else eqn.primitive.name
-
-
-def _pass_on(atoms: Sequence[Any], results: Sequence[Any], paths: dict[Any, str]) -> None:
-    pairs = zip(atoms, results, strict=False)
-    paths |= {out: _path(atom, paths) for atom, out in pairs if _path(atom, paths)}
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -212,21 +192,6 @@ def _operands(eqn: Any, name: str) -> list[Any]:
     if name in call_order.NATIVE:
         return atoms[call_order.TOKEN + 1 :]
     return atoms[1:] if name == call_order.START else atoms
-
-
-def _inner(body: Any, atoms: Sequence[Any], paths: dict[Any, str]) -> dict[Any, str]:
-    pairs = zip(body.invars, atoms, strict=False)
-    return {inner: _path(outer, paths) for inner, outer in pairs if _path(outer, paths)}
-
-
-def _outer(eqn: Any, body: Any, inner: dict[Any, str], paths: dict[Any, str]) -> None:
-    if len(body.outvars) == len(eqn.outvars):
-        pairs = zip(body.outvars, eqn.outvars, strict=True)
-        paths |= {out: _path(atom, inner) for atom, out in pairs if _path(atom, inner)}
-
-
-def _path(atom: Any, paths: dict[Any, str]) -> str:
-    return "" if jaxprs.is_literal(atom) else paths.get(atom, "")
 
 
 def _callback_name(eqn: Any) -> str:

@@ -198,8 +198,10 @@ def test_layers_that_are_reduced_for_each_micro_batch_are_found_and_layers_alone
 
     params = {"w": np.ones((4, DIM, DIM), np.float32), "v": {"w": np.ones((DIM, DIM), np.float32)}}
     state = jdp.TrainState.create(params, jdp.sharded(optax.sgd(0.1), stage=3))
-    found = jdp.explain(step, state, np.ones((12, DIM), np.float32)).findings
-    named = [each.text for each in found if each.kind == "reduction-per-micro-batch"]
+    found = jdp.explain(step, state, np.ones((12, DIM), np.float32))
+    summed = [each.leaves for each in found.buckets if each.kind == "reduce-scatter"]
+    assert {*summed} == {("grads['w'] of one iteration",), ("grads['v']['w']",)}
+    named = [each.text for each in found.findings if each.kind == "reduction-per-micro-batch"]
     assert [f"runs {accumulate} times" in text for text in named] == [True] * (accumulate > 1)
 
 
