@@ -15,6 +15,7 @@ _MOVES = frozenset(
 )
 # What puts the gradients of layers together.
 _STACKS = ("dynamic_update_slice", "concatenate")
+_SLICES = ("dynamic_slice", "slice", "squeeze", "jdp_own_slice")
 OF_LAYER = " of one iteration"
 
 
@@ -67,15 +68,15 @@ class LeafNames:
         is_update = name in ("mul", "add", "sub", "div", "select_n") and params
         if is_update:
             for each in unknown:
-                self._found.setdefault(each, f"grads{params[0].rpartition('.params')[2]}{OF_LAYER}")
+                self._found.setdefault(each, f"grads{params[0].rpartition('.params')[2]}")
         if name in _STACKS:
             self._stack(out, [path(x, paths) for x in atoms], paths)
         elif gradients or name in _MOVES and alike:
             paths[out] = (gradients or alike)[0]
         elif is_update:
             paths[out] = params[0]
-        elif name in ("dynamic_slice", "slice", "squeeze") and ".params" in path(atoms[0], paths):
-            paths[out] = path(atoms[0], paths)
+        elif name in _SLICES and (".params" in (taken := path(atoms[0], paths)) or taken[0] == "?"):
+            paths[out] = taken
 
     def _stack(self, out: Any, names: Sequence[str], paths: Paths) -> None:
         unknown = [each for each in names if each.startswith("?")]

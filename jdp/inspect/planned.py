@@ -124,7 +124,11 @@ class _PlanWalk:
     def collectives(self) -> list[Planned]:
         """Return the collectives that were found, with the names that are known in the end."""
         for each in self._found:
-            each.leaves = [x._replace(path=self._names.final(x.path)) for x in each.leaves]
+            is_sum = each.kind in ("all-reduce", "reduce-scatter")
+            for i, leaf in enumerate(each.leaves):
+                path = self._names.final(leaf.path)
+                is_layer = is_sum and path != leaf.path and path
+                each.leaves[i] = leaf._replace(path=path + OF_LAYER if is_layer else path)
         return self._found
 
     def _collective(self, eqn: Any, name: str, paths: Paths, *, is_same: bool) -> None:

@@ -181,9 +181,9 @@ def test_micro_batches_of_sharded_gradients_name_the_stage_that_reduces_once(sta
     assert "reduction-per-micro-batch" not in kinds(step, tx=jdp.sharded(tx, stage=1))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("stage", "accumulate"), [(2, 1), (2, 3), (3, 1), (3, 3)])
 def test_layers_that_are_reduced_for_each_micro_batch_are_found_and_layers_alone_are_not(
-    accumulate,
+    stage, accumulate
 ):
     jdp.init(devices=jax.devices()[:2])
 
@@ -197,7 +197,7 @@ def test_layers_that_are_reduced_for_each_micro_batch_are_found_and_layers_alone
         return state.apply_gradients(grads), {}
 
     params = {"w": np.ones((4, DIM, DIM), np.float32), "v": {"w": np.ones((DIM, DIM), np.float32)}}
-    state = jdp.TrainState.create(params, jdp.sharded(optax.sgd(0.1), stage=3))
+    state = jdp.TrainState.create(params, jdp.sharded(optax.adam(0.1), stage=stage))
     found = jdp.explain(step, state, np.ones((12, DIM), np.float32))
     summed = [each.leaves for each in found.buckets if each.kind == "reduce-scatter"]
     assert {*summed} == {("grads['w'] of one iteration",), ("grads['v']['w']",)}
