@@ -73,9 +73,11 @@ def _explained(
             require_name(options.on)
         given_rates(dict(options.rate))
         comparison.require_choices(dict(options.compare))
-        results.require_picture(options.png)
+        results.require_outputs([script], png=options.png)
     except ValueError as error:
         return _fail(str(error), 2)
+    if options.png:
+        options.png = os.path.abspath(options.png)  # the script may go to another folder
     code = 1  # of an error that is raised
     with take_stdout() as stdout:
         try:
