@@ -1,6 +1,7 @@
 """`jdp explain`: its arguments, and what it prints."""
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -174,8 +175,9 @@ def _rate(text: str) -> tuple[str, float]:
 def _choice(text: str) -> tuple[str, list[int]]:
     name, _, values = text.partition("=")
     try:
-        numbers = [read_bytes(value, least=0) for value in values.split(",")]
-    except argparse.ArgumentTypeError:
+        read = int if name == "stage" else functools.partial(read_bytes, least=0)
+        numbers = [read(value) for value in values.split(",")]
+    except (argparse.ArgumentTypeError, ValueError):
         numbers = []
     if not name or not numbers:
         raise argparse.ArgumentTypeError(
