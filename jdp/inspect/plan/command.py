@@ -81,7 +81,7 @@ def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumpti
     known = assumptions.assumed(chosen.gpu, chosen.link)
     if measured is not None:
         known = assumptions.with_calibration(known, measured)
-    if chosen.recovery:
+    if chosen.recovery is not None:
         known = assumptions.with_recovery(known, Path(chosen.recovery))
     given: dict[str, float] = {}
     for name, value in map(_setting, chosen.set):
