@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jdp.distributed import mesh as meshes
 from jdp.inspect import results
 from jdp.inspect.explain import explain_call
+from jdp.inspect.rate import UNUSED
 from jdp.inspect.report import StepReport, of_bytes, of_s
 from jdp.reduction.optimizer import has_optimizer, replicated
 from jdp.reduction.sharded import sharded
@@ -97,7 +98,7 @@ def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
 
 
 def table(plans: Sequence[RankedPlan]) -> str:
-    """Return a line for each plan."""
+    """Return a line for each plan, and below one for each given rate that none of them takes."""
     first = plans[0].report
     lines = [
         f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "
@@ -112,6 +113,12 @@ def table(plans: Sequence[RankedPlan]) -> str:
             f"  {name:<34}{of_s(time.likely_s):>10}{interval:>24}{of_s(time.exposed_s):>10}"
             f"{of_bytes(report.memory.total):>12}"
         )
+    taken = (
+        {name for name, rate in report.rates.items() if not rate.source.startswith(UNUSED)}
+        for _, report in plans
+    )
+    unused = {*first.rates}.difference(*taken)
+    lines += [f"  {name} = {rate}" for name, rate in first.rates.items() if name in unused]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """`jdp explain`: its arguments, and what it prints."""
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -73,9 +74,11 @@ def _explained(
             require_name(options.on)
         given_rates(dict(options.rate))
         comparison.require_choices(dict(options.compare))
-        results.require_picture(options.png)
+        results.require_outputs([script], png=options.png)
     except ValueError as error:
         return _fail(str(error), 2)
+    if options.png:
+        options.png = os.path.abspath(options.png)  # the script may go to another folder
     code = 1  # of an error that is raised
     with take_stdout() as stdout:
         try:
@@ -172,8 +175,9 @@ def _rate(text: str) -> tuple[str, float]:
 def _choice(text: str) -> tuple[str, list[int]]:
     name, _, values = text.partition("=")
     try:
-        numbers = [read_bytes(value, least=0) for value in values.split(",")]
-    except argparse.ArgumentTypeError:
+        read = int if name == "stage" else functools.partial(read_bytes, least=0)
+        numbers = [read(value) for value in values.split(",")]
+    except (argparse.ArgumentTypeError, ValueError):
         numbers = []
     if not name or not numbers:
         raise argparse.ArgumentTypeError(

@@ -1,5 +1,6 @@
 """Run a script up to the first call of a step, to learn the step and its arguments."""
 
+import concurrent.futures.thread
 import contextlib
 import multiprocessing
 import os
@@ -56,14 +57,17 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     found: list[FirstCall] = []
     others: list[str] = []
-    how = "ended"
+    how, before = "ended", {*threading.enumerate()}
     try:
         with _intercepted(name, found, others):
-            runpy.run_path(script, run_name="__main__")
+            try:
+                runpy.run_path(os.path.abspath(script), run_name="__main__")
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    how = f"ended with `exit({error.code!r})`"
+            _wait_for_threads(before, name, found)
     except _FoundError:
         pass
-    except SystemExit as error:
-        how = "ended" if error.code in (None, 0) else f"ended with `exit({error.code!r})`"
     except Exception:
         if not found:  # a script that catches everything may fail where the step returned nothing
             raise
@@ -76,6 +80,29 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
         f"{script} {how}, and never called the step `{name}`. {called} A step is a function that "
         "jdp.train_step or jdp.eval_step decorates, and its name is that of the function."
     )
+
+
+def _wait_for_threads(before: set[threading.Thread], name: str, found: list[FirstCall]) -> None:
+    """Wait until the step is called, or the threads of the script have ended, as Python does.
+
+    Args:
+      before: threads that are not the script's.
+      name: of the step.
+      found: calls of it.
+    """
+    # Threads of executors wait for work; Python lets them end.
+    pools = getattr(concurrent.futures.thread, "_threads_queues", {})
+    said = False
+    while not found:
+        threads = {*threading.enumerate()} - before
+        left = [it for it in threads if not it.daemon and it not in pools]
+        if not left:
+            return
+        left[0].join(0.1)
+        if not said and left[0].is_alive():
+            said = True
+            text = f"jdp explain: the script has ended, and its thread {left[0].name} runs on until"
+            print(f"{text} `{name}`.", file=sys.stderr)
 
 
 def take_stdout() -> TextIO:
@@ -124,7 +151,9 @@ def _intercepted(name: str, found: list[FirstCall], others: list[str]) -> Iterat
     def intercept(step: Step, /, *args: Any, **keywords: Any) -> Any:
         if step.__name__ == name:
             found.append(FirstCall(step, args, keywords))
-            raise _FoundError
+            if threading.current_thread() is threading.main_thread():
+                raise _FoundError
+            raise SystemExit  # for which Python prints no traceback of a thread
         if step.__name__ not in others:
             others.append(step.__name__)
             text = f"jdp explain: the script calls `{step.__name__}`, and runs on until `{name}`."

@@ -85,7 +85,7 @@ class _Unmatched:
         XLA makes several collectives of one in a loop that it unrolls: these take the leaf again.
         """
         left, taken = self._left[kind, num], self._taken[kind, num]
-        for chosen in (*_of_names(left, names), *_of_names(taken, names), *left):
+        for chosen in (*_of_names([*left, *taken], names), *left):
             if chosen in left:
                 left.remove(chosen)
                 taken.append(chosen)
@@ -96,9 +96,13 @@ class _Unmatched:
 def _of_names(
     leaves: Sequence[tuple[int, SentLeaf, Planned]], names: Sequence[str]
 ) -> list[tuple[int, SentLeaf, Planned]]:
-    """Return the leaves that are of the parameters of some names."""
+    """Return the leaves that are of the parameters of some names, the longest paths first.
+
+    `.params['head']['w']` ends like the path of `grads['w']` too.
+    """
     plain = [(leaf, _plain(leaf[1].path)) for leaf in leaves]
-    return [leaf for leaf, path in plain if path and any(name.endswith(path) for name in names)]
+    found = [it for it in plain if it[1] and any(name.endswith(it[1]) for name in names)]
+    return [leaf for leaf, _ in sorted(found, key=lambda it: -len(it[1]))]
 
 
 def _plain(path: str) -> str:

@@ -9,7 +9,7 @@ from jdp.inspect import timeline
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.kernels import Kernel
-from jdp.inspect.rate import GIVEN, LEAST_GIVEN, MOST_GIVEN, Rate, time_interval
+from jdp.inspect.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
 from jdp.inspect.report import StepTime
 from jdp.inspect.speeds import Groups, Work
 from jdp.inspect.timeline import Timeline
@@ -168,6 +168,5 @@ class PredictedStep(NamedTuple):
         for name, rate in given.items():
             worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN
             if self.at({**rates, name: replace(rate, value=worst)}).step_s == found.step_s:
-                text = f"{GIVEN}, but no operation of this step takes it{_WHY_UNUSED.get(name, '')}"
-                same[name] = replace(rate, source=text)
+                same[name] = replace(rate, source=f"{UNUSED}{_WHY_UNUSED.get(name, '')}")
         return same

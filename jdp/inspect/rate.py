@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
+UNUSED = f"{GIVEN}, but no operation of this step takes it"
 # A number of the user is far within these, and sums and quotients of such numbers are finite.
 LEAST_GIVEN, MOST_GIVEN = 1e-30, 1e30
 LEAST_ERROR, MOST_ERROR = 0.25, 0.75

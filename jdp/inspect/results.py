@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,11 @@ def _suffix(path: str | Path) -> str:
     return Path(path).suffix.lower().removeprefix(".")
 
 
-def require_outputs(**paths: str | None) -> None:
-    """Raise an error if the files of a command cannot be written, or two of them are one.
+def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | None) -> None:
+    """Raise an error if the files of a command cannot be written, or would replace another.
 
     Args:
+      inputs: files that the command reads; None names none.
       paths: of the files by flag, without dashes; None and `STDOUT` name none. That of `png` is a
         picture.
 
@@ -129,12 +130,21 @@ def require_outputs(**paths: str | None) -> None:
             require_writable(f"--{flag}", path)
         if path is None or path == STDOUT or (Path(path).exists() and not Path(path).is_file()):
             continue  # a device such as /dev/null takes both
+        if any(_is_file(path, each) for each in inputs if each is not None):
+            raise ValueError(
+                f"--{flag}={path} would replace a file that this command reads. Name another file."
+            )
         first = flags.setdefault(Path(path).resolve(), flag)
         if first != flag:
             raise ValueError(
                 f"--{first} and --{flag} both name {path}, and one would replace the other. Name "
                 "two files."
             )
+
+
+def _is_file(path: str, other: str | Path) -> bool:
+    """Whether two paths, also by links, are of one file that is there."""
+    return Path(path).is_file() and Path(other).is_file() and os.path.samefile(path, other)
 
 
 def to_json(values: Any) -> str:

@@ -1,5 +1,8 @@
 """Findings about what a rank keeps and sends of the state of a step."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,12 +13,7 @@ from jdp.reduction.sharding import MIN_SIZE, sharding_of
 
 def wide_wire(facts: Facts) -> list[Finding]:
     """Find gradients of parameters of 16 bits that are sent in 32."""
-    narrow = {
-        (jnp.dtype(leaf.dtype).itemsize, name): leaf
-        for name, leaf in parameters(facts)
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 2
-    }
-    paths = [name for _, name in narrow]
+    named = parameters(facts)
     wide = [
         (each, leaf)
         for each in facts.step.traced.collectives
@@ -23,7 +21,7 @@ def wide_wire(facts: Facts) -> list[Finding]:
         if each.kind in ("all-reduce", "reduce-scatter")
         and leaf.dtype == "f32"
         and leaf.path.startswith("grads")
-        and any(name.endswith(leaf.path.removeprefix("grads")) for name in paths)
+        and any(map(_is_narrow, _of_gradient(leaf.path, named)))
     ]
     num_bytes = sum(4 * leaf.num_elements for _, leaf in wide)
     if not wide or num_bytes < MIN_BYTES:
@@ -37,6 +35,21 @@ def wide_wire(facts: Facts) -> list[Finding]:
             "to 8 bits then.",
         )
     ]
+
+
+def _of_gradient(path: str, named: Sequence[tuple[str, Any]]) -> list[Any]:
+    """Return the parameters that a gradient may be of: the outermost ones whose paths end so.
+
+    `grads['w']` is of `.params['w']`, not of `.params['head']['w']`.
+    """
+    own = path.removeprefix("grads")
+    found = [(len(name), leaf) for name, leaf in named if name.endswith(own)]
+    outermost = min((length for length, _ in found), default=0)
+    return [leaf for length, leaf in found if length == outermost]
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 2
 
 
 def replicated_optimizer(facts: Facts) -> list[Finding]:

@@ -1,5 +1,7 @@
 """`--compare` explains the same step with each combination of options, fastest first."""
 
+import argparse
+import dataclasses
 import json
 
 import jax
@@ -11,6 +13,7 @@ import jdp
 from benchmarks.harness import models
 from jdp.inspect import comparison
 from jdp.inspect.explain_command import _choice
+from jdp.inspect.rate import UNUSED
 
 WIDTH, LAYERS = 64, 3
 
@@ -59,6 +62,24 @@ def test_json_has_the_options_and_the_report_of_each_plan(given):
     assert "stage=1" in comparison.table(plans)
 
 
+def test_rates_that_no_plan_takes_are_shown_once_below_the_table(given):
+    step, args = given
+    rates = {"matmul_flops": 1e12, "matmul_flops_f32": 1e12}
+    plans = comparison.compare(step, args, {}, {"stage": [0, 1]}, rates=rates)
+    *_, last = lines = comparison.table(plans).splitlines()
+    assert len(lines) == 2 + 2 + 1
+    assert last.startswith("  matmul_flops = 1e+12 FLOP/s: given, but no operation")
+
+
+def test_a_rate_that_one_plan_takes_is_not_shown_below_the_table(given):
+    step, args = given
+    first, second = comparison.compare(step, args, {}, {"stage": [0, 1]})
+    rate = dataclasses.replace(first.report.rates["matmul_flops"], source=UNUSED)
+    unused = dataclasses.replace(first.report, rates={**first.report.rates, "matmul_flops": rate})
+    lines = comparison.table([first._replace(report=unused), second]).splitlines()
+    assert len(lines) == 2 + 2
+
+
 def test_an_option_that_is_not_the_optimizers_is_an_error(given):
     step, args = given
     with pytest.raises(ValueError, match="'rows'.*stage, bucket_bytes"):
@@ -69,3 +90,11 @@ def test_an_option_that_is_not_the_optimizers_is_an_error(given):
 
 def test_sizes_have_units():
     assert _choice("bucket_bytes=1M,4k,7") == ("bucket_bytes", [2**20, 4096, 7])
+    sizes = _choice("bucket_bytes=1.5M,4MiB,1G,40GB,1e6")[1]
+    assert sizes == [3 * 2**19, 2**22, 2**30, 4 * 10**10, 10**6]
+
+
+@pytest.mark.parametrize("text", ["stage=1.5", "stage=1k", "stage=", "bucket_bytes=-1", "stage"])
+def test_values_that_are_none_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not OPTION=VALUES"):
+        _choice(text)

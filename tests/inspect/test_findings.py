@@ -114,6 +114,21 @@ def test_gradients_of_16_bits_in_float32_on_the_wire():
     assert "wide-wire" not in kinds(plain, dtype=jnp.bfloat16)
 
 
+def test_a_gradient_is_not_taken_for_that_of_a_deeper_parameter_of_the_same_name():
+    @jdp.train_step
+    def step(state, x):
+        def loss(p, x):
+            return loss_fn(p, x) + loss_fn(p["body"], x)
+
+        return state.apply_gradients(jax.grad(loss)(state.params, x)), {}
+
+    jdp.init(devices=jax.devices()[:2])
+    wide, narrow = np.ones((DIM, DIM), np.float32), np.ones((DIM, DIM), jnp.bfloat16)
+    params = {"w": wide, "body": {"w": narrow}}
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)))
+    assert not jdp.explain(step, state, rows()).findings
+
+
 @pytest.mark.parametrize(
     "call", [lambda x: jax.debug.callback(lambda x: None, x), lambda x: jax.debug.print("{}", x)]
 )

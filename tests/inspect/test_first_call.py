@@ -61,6 +61,26 @@ def test_a_call_in_another_thread_is_found(called):
     assert called(f"{thread}\nthread.start()\nthread.join()").args == (1, 2)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)"])
+def test_a_call_in_a_thread_that_outlives_the_script_is_found(end, called):
+    later = "def later():\n    time.sleep(0.3)\n    step(1, 2)\nimport time\n"
+    assert called(f"{later}threading.Thread(target=later).start()\n{end}").args == (1, 2)
+
+
+def test_threads_that_python_does_not_wait_for_are_not_waited_for(called):
+    daemon = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    pool = "from concurrent import futures\nsys.pool = futures.ThreadPoolExecutor(1)\n"
+    with pytest.raises(NeverCalledError, match="never called"):
+        called(f"{daemon}{pool}sys.pool.submit(print).result()")
+
+
+def test_the_script_knows_its_file_also_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(f"{STEP}import os\nos.chdir('/')\nstep(__file__, 2)")
+    assert first_call("train.py", "step", []).args == (str(tmp_path / "train.py"), 2)
+
+
 @pytest.mark.parametrize(
     ("end", "how"),
     [

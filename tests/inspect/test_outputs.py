@@ -133,3 +133,68 @@ def test_a_picture_has_exactly_the_name_that_was_given():
 
 def test_two_outputs_may_go_to_one_device():
     results.require_outputs(json=os.devnull, trace=os.devnull)
+
+
+# Inputs of a command
+
+
+@pytest.mark.parametrize("output", ["read.json", "./read.json", "link.json", "hard.json"])
+@pytest.mark.parametrize("flag", ["--recovery", "--calibration"])
+def test_a_plan_does_not_replace_what_it_reads(flag, output, capsys):
+    Path("read.json").write_text("{}")
+    Path("link.json").symlink_to("read.json")
+    os.link("read.json", "hard.json")
+    assert main([*PLAN, flag, "read.json", "--json", output]) == 2
+    assert f"--json={output} would replace a file" in capsys.readouterr().err
+    assert Path("read.json").read_text() == "{}"
+
+
+def test_a_plan_does_not_replace_the_calibration_of_this_host(capsys):
+    path = calibration.default_path("cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert main([*PLAN, "--calibration", f"--json={path}"]) == 2
+    assert "would replace a file" in capsys.readouterr().err
+
+
+def test_a_picture_does_not_replace_the_script_that_is_explained(capsys):
+    Path("train").write_text("raise AssertionError('the script ran')")
+    assert main(["explain", "train:step", "--png", "./train"]) == 2
+    assert "--png=./train would replace a file" in capsys.readouterr().err
+
+
+MODEL = """\
+import os
+from jdp.inspect.bench.step_command import found_model
+def make(num_rows, all_reduce):
+    return found_model("mlp")(num_rows, all_reduce)
+os.chdir("/")
+"""
+
+
+def test_a_bench_does_not_replace_the_file_of_its_model(capsys):
+    Path("model.py").write_text(MODEL)
+    assert main(["bench", "step", "model.py:make", *COMMANDS["step"][3:], "--json=model.py"]) == 2
+    assert "--json=model.py would replace a file" in capsys.readouterr().err
+
+
+# Folders: a name is of the one where the command was started
+
+
+def test_a_model_that_goes_to_another_folder_does_not_take_the_results_along(tmp_path):
+    Path("model.py").write_text(MODEL)
+    assert main(["bench", "step", "model.py:make", *COMMANDS["step"][3:], "--json=x.json"]) == 0
+    assert (tmp_path / "x.json").exists()
+
+
+def test_a_script_that_goes_to_another_folder_does_not_take_the_picture_along(tmp_path):
+    lines = "import os, jax.numpy as jnp, jdp\njdp.init(cpu_ranks=1)\nos.chdir('/')\n"
+    lines += "@jdp.train_step\ndef step(state, x):\n    return state, {}\n"
+    Path("train.py").write_text(f"{lines}step(jnp.ones(2), jnp.ones(2))\n")
+    subprocess.run(
+        [sys.executable, "-m", "jdp", "explain", "train.py:step", "--on=cpu:1", "--png=x.png"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=True,
+        timeout=240,
+    )
+    assert (tmp_path / "x.png").exists()

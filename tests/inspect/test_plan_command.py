@@ -137,6 +137,9 @@ def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
         # A million layers would be simulated for hours.
         ("--model params=7e9,layers=1000000,step_s=1", "6e+06 pieces"),
         ("--model params=7e9,layers=32,step_s=1,micro_batches=1000", "leaves=1"),
+        ("--model params=7,layers=2,step_s=1", "params=7 is less. Write all of them, such as 7e9."),
+        ("--model params=7e9,layers=2,tokens=4,micro_batches=8", "tokens=4 is less"),
+        ("--recovery=", "jdp bench faults"),
         ("--hosts \u00b2", "1:2048"),  # a digit, and not a decimal one
         ("--set mtbf_gpu_s=inf", "mtbf_gpu_s=inf"),
         ("--set detection_s=inf", "detection_s=inf"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.inspect.plan import assumptions
+from jdp.inspect.plan import assumptions, report
 from jdp.inspect.plan.fabric import ALGORITHMS, Fabric
 from jdp.inspect.plan.prediction import PlanOptions, predict
 from jdp.inspect.plan.question import Model
@@ -180,3 +180,19 @@ def test_the_parts_of_a_row_add_up_to_its_step(method):
     calm = predict(options._replace(straggler=NONE), known, method, hosts=64)
     assert calm.straggler_s == pytest.approx(0, abs=1e-12)
     assert calm.exposed_s == pytest.approx(row.exposed_s)
+
+
+def test_a_picture_shows_efficiencies_above_that_of_one_gpu(monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "jdp.inspect.results.write_picture", lambda figure, _: figures.append(figure)
+    )
+    known = assumptions.assumed("H100", "8x400")
+    known = assumptions.with_given(known, {"link_bytes_per_s": 1e15})
+    # Hardly any rows: the update, of which each rank does an eighth, is most of a step.
+    options = PlanOptions(Model(params=1e10, layers=1, tokens=1.0))
+    row = predict(options, known, "stage1", 1)
+    report.draw([row], "plan.png")
+    assert row.efficiency > 1.1
+    for panel in figures[0].axes:
+        assert panel.get_ylim()[1] > 100 * row.efficiency_high

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -64,9 +64,14 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     results.add_png(parser)
 
 
-def require_outputs(options: argparse.Namespace) -> None:
-    """Raise a ValueError if the files of the flags of `add_common` cannot be written."""
-    results.require_outputs(json=options.json, png=options.png)
+def require_outputs(options: argparse.Namespace, inputs: Sequence[str] = ()) -> None:
+    """Raise a ValueError if the files of the flags of `add_common` cannot be written.
+
+    Args:
+      options: of the command line.
+      inputs: files that the command reads.
+    """
+    results.require_outputs(inputs, json=options.json, png=options.png)
 
 
 def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None = None) -> Any:

@@ -1,9 +1,11 @@
 """The command `jdp bench step`, and the models that it times."""
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,14 +67,18 @@ def main(arguments: Sequence[str]) -> int:
       ValueError: if an argument is wrong.
     """
     options = _parser().parse_args(arguments)
+    folder = os.getcwd()  # that of the options; a model may go to another one
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
-    flags.require_files(mesh, lambda: flags.require_outputs(options))
+    inputs = [options.model.rpartition(":")[0]]
+    with contextlib.chdir(folder):
+        flags.require_files(mesh, lambda: flags.require_outputs(options, inputs))
     facts, numbers = output.machine(), _numbers(options.ranks, mesh.size, jax.local_device_count())
     rows = measure(make, numbers, setting)
     if jax.process_index() == 0:
-        _show(options, facts, setting, rows)
+        with contextlib.chdir(folder):
+            _show(options, facts, setting, rows)
     return 0
 
 

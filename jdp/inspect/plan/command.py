@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     chosen = _parser().parse_args(arguments)
     try:
-        results.require_outputs(json=chosen.json, png=chosen.png)
+        results.require_outputs(_inputs(chosen), json=chosen.json, png=chosen.png)
         hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
         measured = _calibration(chosen.calibration)
         options, known = _options(chosen, measured), _known(chosen, measured)
@@ -53,6 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.png:
         report.draw(rows, chosen.png)
     return 0
+
+
+def _inputs(chosen: argparse.Namespace) -> list[str | Path | None]:
+    if chosen.calibration == "":
+        return [chosen.recovery, *map(calibration.default_path, ("gpu", "cpu"))]
+    return [chosen.recovery, chosen.calibration]
 
 
 def _options(chosen: argparse.Namespace, measured: Calibration | None) -> prediction.PlanOptions:
@@ -75,7 +81,7 @@ def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumpti
     known = assumptions.assumed(chosen.gpu, chosen.link)
     if measured is not None:
         known = assumptions.with_calibration(known, measured)
-    if chosen.recovery:
+    if chosen.recovery is not None:
         known = assumptions.with_recovery(known, Path(chosen.recovery))
     given: dict[str, float] = {}
     for name, value in map(_setting, chosen.set):

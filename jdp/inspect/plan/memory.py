@@ -35,12 +35,16 @@ def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
     whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
     groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
     group = max(map(params_of, groups)) * STATE_BYTES
+    adds_up = workload.micro_batches > 1  # beside the sums is a gradient of the next micro-batch
     if deployment.method == REPLICATED or n == 1:  # all stages compile to the same step then
-        return RankMemory((1 + _MOMENTS) * whole, whole)
-    if deployment.method in (STAGE_1, STAGE_2):
-        gradients = whole if deployment.method == STAGE_1 else (whole + group) / n
-        return RankMemory(whole + _MOMENTS * whole / n, gradients)
-    return RankMemory((1 + _MOMENTS) * whole / n, whole / n + 2 * group / n + 2 * group)
+        return RankMemory((1 + _MOMENTS) * whole, whole + adds_up * group)
+    if deployment.method == STAGE_1:
+        return RankMemory(whole + _MOMENTS * whole / n, whole + group / n + adds_up * group)
+    parts = adds_up * (whole / n + group)  # a loop holds its sums of parts before and after
+    if deployment.method == STAGE_2:
+        return RankMemory(whole + _MOMENTS * whole / n, (whole + group) / n + group + parts)
+    pair = min(2 * group, whole)  # a model of one group has no second
+    return RankMemory((1 + _MOMENTS) * whole / n, (whole + pair) / n + pair + parts)
 
 
 def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:

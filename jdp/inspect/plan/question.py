@@ -80,7 +80,7 @@ def read_model(text: str) -> Model:
             f"step_s (seconds of the forward and backward pass of one GPU). Write {_MODEL}."
         )
     _require_few_pieces(text, found)
-    return Model(
+    model = Model(
         params=found["params"],
         layers=int(found["layers"]),
         tokens=found.get("tokens", 0.0),
@@ -88,6 +88,8 @@ def read_model(text: str) -> Model:
         micro_batches=int(found.get("micro_batches", 1)),
         leaves=int(found.get("leaves", 6)),
     )
+    _require_whole_pieces(text, model)
+    return model
 
 
 def _read_numbers(text: str) -> dict[str, float]:
@@ -133,6 +135,21 @@ def _require_few_pieces(text: str, found: Mapping[str, float]) -> None:
             f"--model {text}: {layers:.0f} layers x {leaves:.0f} leaves x {micro_batches:.0f} "
             f"micro_batches are {pieces:.3g} pieces of a step, and more than {_MOST_PIECES} would "
             f"take minutes to simulate. Write {', or '.join(advice)}."
+        )
+
+
+def _require_whole_pieces(text: str, model: Model) -> None:
+    leaves = model.layers * model.leaves
+    if model.params < leaves:
+        raise ValueError(
+            f"--model {text}: {model.layers} layers of {model.leaves} leaves have at least "
+            f"{leaves} parameters, and params={model.params:g} is less. Write all of them, such as "
+            "7e9."
+        )
+    if 0 < model.tokens < model.micro_batches:
+        raise ValueError(
+            f"--model {text}: {model.micro_batches} micro_batches have at least as many tokens, "
+            f"and tokens={model.tokens:g} is less. Write the tokens of all micro-batches of a GPU."
         )
 
 
