@@ -23,7 +23,7 @@ class Match(NamedTuple):
       leaves: the arrays that it takes, a leaf without path for one that is not known.
       num_planned: of how many planned collectives of arrays it was merged; 0 if none is known.
       line: of the author's.
-      is_of_author: whether the author's code called it, or XLA made it, not jdp.
+      is_of_author: whether the author's code called it, or XLA made it for a line of it, not jdp.
     """
 
     leaves: list[SentLeaf]
@@ -67,6 +67,8 @@ def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]
     return kept
 
 
+# XLA for TPUs makes all-reduces of some collectives that scatter, and slices the sums.
+_PLANNED_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
 # The number of a planned collective, one of its leaves, and the collective.
 _Leaf = tuple[int, SentLeaf, Planned]
 
@@ -135,13 +137,16 @@ def _matched(
     own: list[_Leaf] = []
     for i, piece in enumerate(pieces):
         names, num = parameters.of(transfer, pieces, i), piece.num_elements()
-        taken = left.take(transfer.kind, num, names, line, own)
+        kinds = _PLANNED_AS.get(transfer.kind, (transfer.kind,))
+        tried = (left.take(kind, num, names, line, own) for kind in kinds)
+        taken = next((each for each in tried if each is not None), None)
         own += [] if taken is None else [taken]
         leaf = SentLeaf("", piece.dtype, num) if taken is None else taken[1]
         leaves.append(leaf._replace(dtype=piece.dtype))
     plans = {number: each for number, _, each in own}
     files = [name.rpartition(":")[0] for name in program.where(transfer.instruction)]
-    is_of_author = not hlo.source_lines.is_of_jdp(files)
+    # What XLA makes of another collective has no line.
+    is_of_author = bool(files) and not hlo.source_lines.is_of_jdp(files)
     if plans:
         is_of_author = all(each.is_of_author for each in plans.values())
     num_planned = sum(any(x.num_elements > 1 for x in each.leaves) for each in plans.values())

@@ -142,7 +142,7 @@ def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
     num_parts = len(transfer.groups[0]) if transfer.groups else 1
     if transfer.kind == "all-gather":
         return {size, size * num_parts}
-    return {size, size // num_parts} if transfer.kind == "reduce-scatter" else {size}
+    return {size, size // num_parts}  # XLA may slice what an all-reduce has summed
 
 
 def _elements(users: Users, name: str, numbers: Collection[int]) -> list[str]:
