@@ -11,6 +11,8 @@ from jdp.inspect.transfers import SentArrays
 _SLICE = re.compile(r"slice=\{\[(\d+):")
 # A tuple says nothing of its elements. By comparisons jdp orders operations that share no values.
 _APART = ("tuple", "compare")
+# TPUs bring parameters into their vector memory by a start and a done.
+_COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape")
 # Up to this many operations lie between an array and its parameter.
 _MAX_DISTANCE = 12
 
@@ -181,7 +183,7 @@ def _named(by_name: ByName, names: Sequence[str], sizes: Collection[int]) -> lis
 def _name_of(by_name: ByName, name: str, sizes: Collection[int]) -> str:
     """Return the name of a parameter of the model of one of some sizes; empty for others."""
     one = by_name.get(name)
-    while one is not None and one.op in ("bitcast", "copy", "reshape"):
+    while one is not None and one.op in _COPIES:
         one = by_name.get(next(iter(one.operands()), ""))
     if one is None or one.op != "parameter" or hlo.num_elements(one.shape) not in sizes:
         return ""
