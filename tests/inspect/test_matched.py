@@ -51,25 +51,93 @@ ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4],
   %p1 = f32[8,4] parameter(1), metadata={op_name="args[0].params['b']"}
   %x = f32[8,4] parameter(2), metadata={op_name="args[1][0]"}
   %y = f32[8,4] parameter(3), metadata={op_name="args[1][1]"}
-  %start = (f32[8,4], f32[8,4], u32[]) copy-start(%p0)
-  %done = f32[8,4] copy-done(%start)
+  %start.0 = (f32[8,4], f32[8,4], u32[]) copy-start(%p0)
+  %start.1 = (f32[8,4], f32[8,4], u32[]) copy-start(%p1)
+  %done.0 = f32[8,4] copy-done(%start.0)
+  %done.1 = f32[8,4] copy-done(%start.1)
   %sum = (f32[8,4], f32[8,4]) all-reduce(%x, %y), replica_groups={{0,1}}, to_apply=%add
   %sum.y = f32[8,4] get-tuple-element(%sum), index=1
   %sum.x = f32[8,4] get-tuple-element(%sum), index=0
-  %new.a = f32[8,4] add(%done, %sum.y)
-  %new.b = f32[8,4] add(%p1, %sum.x)
+  %new.a = f32[8,4] add(%done.0, %sum.y)
+  %new.b = f32[8,4] add(%done.1, %sum.x)
   ROOT %out = (f32[8,4], f32[8,4]) tuple(%new.a, %new.b)
 }
 """
 
 
+# Micro-batches in a loop: its second sum is of what is added to the first parameter after it.
+LOOP = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (carry: (f32[32], f32[32], f32[16], f32[16])) -> (f32[32], f32[32], f32[16], f32[16]) {
+  %carry = (f32[32], f32[32], f32[16], f32[16]) parameter(0)
+  %x = f32[32] get-tuple-element(%carry), index=0
+  %y = f32[32] get-tuple-element(%carry), index=1
+  %s = f32[16] get-tuple-element(%carry), index=2
+  %t = f32[16] get-tuple-element(%carry), index=3
+  %gather = f32[32] all-gather(%t), replica_groups={{0,1}}, dimensions={0}
+  %sum.x = f32[32] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  %sum.y = f32[32] all-reduce(%y), replica_groups={{0,1}}, to_apply=%add
+  %total.x = f32[32] add(%x, %sum.x)
+  %total.y = f32[32] add(%y, %sum.y)
+  ROOT %next = (f32[32], f32[32], f32[16], f32[16]) tuple(%total.x, %total.y, %s, %t)
+}
+
+%condition (carry: (f32[32], f32[32], f32[16], f32[16])) -> pred[] {
+  %carry = (f32[32], f32[32], f32[16], f32[16]) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (p0: f32[32], p1: f32[32], p2: f32[16], p3: f32[16]) -> (f32[32], f32[32]) {
+  %p0 = f32[32] parameter(0), metadata={op_name="args[0].params['a']"}
+  %p1 = f32[32] parameter(1), metadata={op_name="args[0].params['b']"}
+  %p2 = f32[16] parameter(2), metadata={op_name="args[0].params['c']"}
+  %p3 = f32[16] parameter(3), metadata={op_name="args[0].params['d']"}
+  %zero = f32[32] broadcast()
+  %first = (f32[32], f32[32], f32[16], f32[16]) tuple(%zero, %zero, %p2, %p3)
+  %loop = (f32[32], f32[32], f32[16], f32[16]) while(%first), condition=%condition, body=%body
+  %total.0 = f32[32] get-tuple-element(%loop), index=0
+  %total.1 = f32[32] get-tuple-element(%loop), index=1
+  %new.a = f32[32] add(%p0, %total.1)
+  %new.b = f32[32] add(%p1, %total.0)
+  ROOT %out = (f32[32], f32[32]) tuple(%new.a, %new.b)
+}
+"""
+
+
+def names_of(text, computation, plan):
+    program = HloProgram(text)
+    inside = program.computations[computation]
+    shapes = {one.name: one.shape for one in inside}
+    costs = Costs(program.computations)
+    sent = [
+        transfers.transfer_of(one, one, computation, shapes)
+        for one in inside
+        if transfers.collective_in(one, costs)
+    ]
+    found = matched.match(program, sent, plan)
+    return [[leaf.path for leaf in each.leaves] for each in found]
+
+
+def planned(kind, *paths, num=32):
+    leaves = [SentLeaf(path, "f32", num) for path in paths]
+    return Planned(kind, None, leaves, "", is_of_author=False)
+
+
 def test_parameters_that_a_copy_brings_name_their_gradients():
-    program = HloProgram(BROUGHT)
-    entry = program.computations[program.entry]
-    shapes = {one.name: one.shape for one in entry}
-    (one,) = [one for one in entry if transfers.collective_in(one, Costs(program.computations))]
-    sums = transfers.transfer_of(one, one, program.entry, shapes)
-    leaves = [SentLeaf(f"grads['{name}']", "f32", 32) for name in "ab"]
-    plan = [Planned("all-reduce", None, leaves, "", is_of_author=False)]
-    (found,) = matched.match(program, [sums], plan)
-    assert [leaf.path for leaf in found.leaves] == ["grads['b']", "grads['a']"]
+    plan = [planned("all-reduce", "grads['a']", "grads['b']")]
+    assert names_of(BROUGHT, "main", plan) == [["grads['b']", "grads['a']"]]
+
+
+def test_parameters_outside_of_a_loop_name_what_it_gathers_and_sums():
+    plan = [
+        planned("all-gather", "state.params['c']", "state.params['d']", num=16),
+        planned("all-reduce", "grads['a']", "grads['b']"),
+    ]
+    expected = [["state.params['d']"], ["grads['b']"], ["grads['a']"]]
+    assert names_of(LOOP, "body", plan) == expected
