@@ -26,8 +26,8 @@ _KINDS = {
 }
 # What leaves every number of an array where it is, or moves it.
 _MOVES = frozenset(
-    "convert_element_type reshape transpose squeeze expand_dims copy copy_p pvary pcast "
-    "jdp_mark sharding_constraint".split()
+    "convert_element_type bitcast_convert_type reshape transpose squeeze expand_dims copy copy_p "
+    "pvary pcast jdp_mark sharding_constraint".split()
 )
 
 

@@ -37,6 +37,21 @@ def test_statistics_of_a_batch_norm_have_no_names_of_gradients():
     assert sorted(named) == expected
 
 
+def test_shards_of_16_bits_that_a_cpu_gathers_as_integers_have_names():
+    jdp.init(devices=jax.devices()[:2])
+    params = {"w": jnp.ones((3, DIM, DIM), jnp.bfloat16)}
+    state = jdp.TrainState.create(params, jdp.sharded(optax.sgd(0.1), stage=3))
+
+    def loss(params, x):
+        x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.mean(jnp.square(x))
+
+    rows = jax.ShapeDtypeStruct((16, DIM), jnp.bfloat16)
+    found = jdp.explain(step_of(loss), state, rows)
+    gathered = {bucket.leaves for bucket in found.buckets if bucket.kind == "all-gather"}
+    assert gathered == {("state.params['w']",)}
+
+
 # As XLA for TPUs writes it: sums in another order than planned, and parameters that a copy brings.
 BROUGHT = """HloModule jit_step
 
