@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jdp.inspect.compiled import TooLargeError, compile_step, devices_of
-from jdp.inspect.given import dtype_of, require_equal_rows
+from jdp.inspect.given import require_equal_rows, with_rows
 from jdp.inspect.memory import allocated_bytes
 from jdp.inspect.row_search import Search
 from jdp.inspect.targets import TargetDevices
@@ -60,7 +60,8 @@ def find_batch_size(
       step: a decorated step. Or a function that returns one for a given `micro_batch_rows`: then
         the batch stays as it is, and the rows of a micro-batch of one rank are found.
       *args: what a call of the step takes, as for `jdp.explain`: its state, a batch, and further
-        arguments: arrays or shapes. Of a step, the first dim of the batch is what changes.
+        arguments: arrays or shapes. Of a step, the first dim of the batch is what changes, and
+        that of arrays of `jdp.per_rank` with as many rows.
       limit_bytes: memory that the step may take on one rank, > 0. Default, for GPUs that are named
         in `on`: the part of their memory that JAX takes, 75 %.
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
@@ -103,9 +104,11 @@ def find_batch_size(
     candidates = tried(num_rows, num_ranks, granularity, max_rows)
 
     def bytes_of(rows: int) -> float:
-        used, given = (step, _with_rows(batch, rows)) if is_step else (_made(step, rows), batch)
+        used, given = (step if is_step else _made(step, rows)), (state, batch)
+        if is_step:
+            given = with_rows(spec, state, batch, rows)
         try:
-            found = compile_step(used, (state, given, *rest), by_keyword, on)
+            found = compile_step(used, (*given, *rest), by_keyword, on)
         except TooLargeError:
             return math.inf
         return allocated_bytes(found.compiled)
@@ -120,12 +123,6 @@ def find_batch_size(
         next_rows=candidates[most + 1] if most + 1 < len(candidates) else None,
         next_bytes=search.bytes_at(most + 1),
         num_compiled=len(search.known),
-    )
-
-
-def _with_rows(batch: Any, rows: int) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype_of(leaf)), batch
     )
 
 

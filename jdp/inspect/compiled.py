@@ -1,5 +1,7 @@
 """A step, compiled for some devices and never run."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +86,8 @@ def compile_step(
     traced = step.trace_on(where.mesh, *spec.by_keyword(shapes))
     names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
     try:
-        compiled = traced.lower().compile()
+        with _own_names():
+            compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -102,3 +105,15 @@ def compile_step(
         compiled=compiled,
         program=HloProgram(compiled.as_text()),
     )
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Take no program from JAX's compilation cache that has other names and source lines."""
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)

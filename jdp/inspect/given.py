@@ -46,6 +46,27 @@ def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
             )
 
 
+def with_rows(spec: StepSpec, state: Any, batch: Any, rows: int) -> tuple[Any, Any]:
+    """Return a state and a batch as shapes with another number of rows.
+
+    Of the state, the arrays of `per_rank` change that have a row for each row of the batch.
+    """
+    before = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)}
+    held = pytrees.hold(state)
+    leaves, tree = jax.tree.flatten(held)
+    before.discard(_ranks_of(leaves, spec))  # one row for each rank
+    own = rank_state.flags(held)
+    changed = [
+        _with_rows(leaf, rows) if is_own and jnp.shape(leaf)[0] in before else leaf
+        for leaf, is_own in zip(leaves, own, strict=True)
+    ]
+    return tree.unflatten(changed), jax.tree.map(lambda leaf: _with_rows(leaf, rows), batch)
+
+
+def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype_of(leaf))
+
+
 def dtype_of(leaf: Any) -> Any:
     """Return the dtype that an array has on a device: of 64 bits, it mostly has 32 there."""
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)

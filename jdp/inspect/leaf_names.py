@@ -10,8 +10,8 @@ Paths = dict[Any, str]  # the name of each variable that has one
 
 # What leaves every number of an array where it is, or moves it.
 _MOVES = frozenset(
-    "convert_element_type reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p pvary "
-    "pcast jdp_mark sharding_constraint".split()
+    "convert_element_type bitcast_convert_type reshape transpose squeeze expand_dims "
+    "broadcast_in_dim copy copy_p pvary pcast jdp_mark sharding_constraint".split()
 )
 # What puts the gradients of layers together.
 _STACKS = ("dynamic_update_slice", "concatenate")

@@ -23,7 +23,7 @@ class Match(NamedTuple):
       leaves: the arrays that it takes, a leaf without path for one that is not known.
       num_planned: of how many planned collectives of arrays it was merged; 0 if none is known.
       line: of the author's.
-      is_of_author: whether the author's code called it, or XLA made it, not jdp.
+      is_of_author: whether the author's code called it, or XLA made it for a line of it, not jdp.
     """
 
     leaves: list[SentLeaf]
@@ -67,25 +67,45 @@ def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]
     return kept
 
 
+# XLA for TPUs makes all-reduces of some collectives that scatter, and slices the sums.
+_PLANNED_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
+# The number of a planned collective, one of its leaves, and the collective.
+_Leaf = tuple[int, SentLeaf, Planned]
+
+
 class _Unmatched:
     """Leaves of planned collectives that were not found in the program yet."""
 
     def __init__(self, plan: Sequence[Planned]):
-        self._left: dict[tuple, list[tuple[int, SentLeaf, Planned]]] = defaultdict(list)
+        self._left: dict[tuple, list[_Leaf]] = defaultdict(list)
         for i, each in enumerate(plan):
             for leaf in each.leaves:
                 self._left[each.kind, leaf.num_elements].append((i, leaf, each))
-        self._taken: dict[tuple, list[tuple[int, SentLeaf, Planned]]] = defaultdict(list)
+        self._taken: dict[tuple, list[_Leaf]] = defaultdict(list)
 
     def take(
-        self, kind: str, num: int, names: Sequence[str]
-    ) -> tuple[int, SentLeaf, Planned] | None:
+        self, kind: str, num: int, names: Sequence[str], line: str, own: Sequence[_Leaf]
+    ) -> _Leaf | None:
         """Take the leaf of some size that is of a parameter, else the first one of that size.
 
-        XLA makes several collectives of one in a loop that it unrolls: these take the leaf again.
+        Leaves that the same line sends come first: statistics of a BatchNorm meet parameters that
+        are as large as they are. XLA makes several collectives of one in a loop that it unrolls:
+        these take the leaf again.
+
+        Args:
+          kind: of the collective, such as `all-reduce`.
+          num: elements of the array.
+          names: of the parameters that it may be of.
+          line: of the collective, of the author's; XLA keeps one line of those that it merges.
+          own: what the collective has taken already.
         """
         left, taken = self._left[kind, num], self._taken[kind, num]
-        for chosen in (*_of_names([*left, *taken], names), *left):
+        again = _of_names([leaf for leaf in taken if leaf in own], names)
+        named = _of_names([*left, *(leaf for leaf in taken if leaf not in own)], names)
+        unnamed = [leaf for leaf in left if not leaf[1].path]
+        ranked = [*_on(line, named), *_on(line, unnamed), *named]
+        ranked += [*(unnamed if names else ()), *again, *_on(line, left), *left]
+        for chosen in ranked:
             if chosen in left:
                 left.remove(chosen)
                 taken.append(chosen)
@@ -93,9 +113,12 @@ class _Unmatched:
         return None
 
 
-def _of_names(
-    leaves: Sequence[tuple[int, SentLeaf, Planned]], names: Sequence[str]
-) -> list[tuple[int, SentLeaf, Planned]]:
+def _on(line: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
+    """Return the leaves that a line sends."""
+    return [leaf for leaf in leaves if leaf[2].line == line]
+
+
+def _of_names(leaves: Sequence[_Leaf], names: Sequence[str]) -> list[_Leaf]:
     """Return the leaves that are of the parameters of some names, the longest paths first.
 
     `.params['head']['w']` ends like the path of `grads['w']` too.
@@ -112,22 +135,23 @@ def _plain(path: str) -> str:
 def _matched(
     program: HloProgram, transfer: SentArrays, left: _Unmatched, parameters: ParameterFlow
 ) -> Match:
-    pieces = _pieces(program, transfer)
-    leaves, plans = [], {}
+    pieces, line = _pieces(program, transfer), program.author_line(transfer.instruction)
+    leaves: list[SentLeaf] = []
+    own: list[_Leaf] = []
     for i, piece in enumerate(pieces):
-        names = parameters.of(transfer, pieces, i)
-        taken = left.take(transfer.kind, piece.num_elements(), names)
-        if taken is None:
-            leaves.append(SentLeaf("", piece.dtype, piece.num_elements()))
-            continue
-        number, leaf, each = taken
-        plans[number] = each
+        names, num = parameters.of(transfer, pieces, i), piece.num_elements()
+        kinds = _PLANNED_AS.get(transfer.kind, (transfer.kind,))
+        tried = (left.take(kind, num, names, line, own) for kind in kinds)
+        taken = next((each for each in tried if each is not None), None)
+        own += [] if taken is None else [taken]
+        leaf = SentLeaf("", piece.dtype, num) if taken is None else taken[1]
         leaves.append(leaf._replace(dtype=piece.dtype))
+    plans = {number: each for number, _, each in own}
     files = [name.rpartition(":")[0] for name in program.where(transfer.instruction)]
-    is_of_author = not hlo.source_lines.is_of_jdp(files)
+    # What XLA makes of another collective has no line.
+    is_of_author = bool(files) and not hlo.source_lines.is_of_jdp(files)
     if plans:
         is_of_author = all(each.is_of_author for each in plans.values())
-    line = program.author_line(transfer.instruction)
     num_planned = sum(any(x.num_elements > 1 for x in each.leaves) for each in plans.values())
     return Match(leaves, num_planned, line, is_of_author)
 

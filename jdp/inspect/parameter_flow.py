@@ -11,6 +11,8 @@ from jdp.inspect.transfers import SentArrays
 _SLICE = re.compile(r"slice=\{\[(\d+):")
 # A tuple says nothing of its elements. By comparisons jdp orders operations that share no values.
 _APART = ("tuple", "compare")
+# TPUs bring parameters into their vector memory by a start and a done.
+_COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape")
 # Up to this many operations lie between an array and its parameter.
 _MAX_DISTANCE = 12
 
@@ -24,6 +26,13 @@ class ParameterFlow:
     def __init__(self, program: HloProgram):
         self._computations = program.computations
         self._known: dict[str, tuple[ByName, Users]] = {}
+        # Of the body of each loop, the computation that runs it, and the loop.
+        self._loops = {
+            one.computation("body"): (name, one)
+            for name, body in program.computations.items()
+            for one in body
+            if one.op == "while"
+        }
 
     def of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
         """Return the names of the parameters of the i-th array of a collective.
@@ -33,30 +42,53 @@ class ParameterFlow:
           pieces: its arrays, without packing.
           i: position of one of them.
         """
-        by_name, users = self._in(transfer.computation)
+        where = transfer.computation
+        _, users = self._in(where)
         one, sizes = transfer.instruction, _sizes(transfer, pieces[i])
         operands = one.operands()
         if transfer.kind == "all-gather" and len(pieces) == len(operands):
-            return self._sources(by_name, operands[i], sizes)
+            return self._sources(where, [operands[i]], sizes)
         while len(users[one.name]) == 1 and users[one.name][0].op.endswith("-done"):
             (one,) = users[one.name]
         if len(pieces) == 1:
-            return self._updated(by_name, users, [one.name], sizes)
+            return self._updated(where, [one.name], sizes)
         indexed = _elements(users, one.name, [i])
         if indexed and all(x.op == "get-tuple-element" for x in users[one.name]):
-            return self._updated(by_name, users, indexed, sizes)
+            return self._updated(where, indexed, sizes)
         begin = sum(piece.num_elements() for piece in pieces[:i])
-        return self._updated(by_name, users, [one.name], sizes, begin)
+        return self._updated(where, [one.name], sizes, begin)
 
-    def _sources(self, by_name: ByName, name: str, sizes: Collection[int]) -> list[str]:
-        """Return the nearest parameters that an array is made of."""
-        level, seen = [name], set[str]()
+    def _sources(self, where: str, level: list[str], sizes: Collection[int]) -> list[str]:
+        """Return the nearest parameters that arrays of a computation are made of."""
+        by_name, _ = self._in(where)
+        seen, entering = set[str](), list[str]()
         for _ in range(_MAX_DISTANCE):
             if found := _named(by_name, level, sizes):
                 return found
             seen.update(level)
+            entering += [x for each in level for x in self._carried_in(where, each)]
             level = [x for each in level for x in self._made_of(by_name, each) if x not in seen]
-        return []
+        return self._sources(self._loops[where][0], entering, sizes) if entering else []
+
+    def _carried_in(self, where: str, name: str) -> list[str]:
+        """Return what a loop gives its body for an array of it, by its name outside."""
+        by_name, _ = self._in(where)
+        one = by_name.get(name)
+        if one is None or one.op != "get-tuple-element" or where not in self._loops:
+            return []
+        outside, loop = self._loops[where]
+        given = self._in(outside)[0].get(loop.operands()[0])
+        if by_name[one.operands()[0]].op != "parameter" or given is None or given.op != "tuple":
+            return []
+        return [given.operands()[one.element()]]
+
+    def _carried_out(self, where: str, user: Instruction, name: str) -> list[str]:
+        """Return the results of a loop that its body makes of an array, by their names outside."""
+        if user.op != "tuple" or not user.is_root or where not in self._loops:
+            return []
+        outside, loop = self._loops[where]
+        numbers = [i for i, x in enumerate(user.operands()) if x == name]
+        return _elements(self._in(outside)[1], loop.name, numbers)
 
     def _made_of(self, by_name: ByName, name: str) -> list[str]:
         one = by_name.get(name)
@@ -71,15 +103,18 @@ class ParameterFlow:
         return _entering(fusion, inner, [root.operands()[one.element()]])
 
     def _updated(
-        self, by_name: ByName, users: Users, level: list[str], sizes: set[int],
-        begin: int | None = None,
-    ) -> list[str]:  # fmt: skip
+        self, where: str, level: list[str], sizes: set[int], begin: int | None = None
+    ) -> list[str]:
         """Return the nearest parameters that are computed with an array.
 
         Args:
+          where: the computation of the array.
+          level: its names there.
+          sizes: numbers of elements that a parameter may have.
           begin: of the array that only a slice belongs to, where the slice begins.
         """
-        seen: set[tuple[str, str]] = set()
+        by_name, users = self._in(where)
+        seen, leaving = set[tuple[str, str]](), list[str]()
         for _ in range(_MAX_DISTANCE):
             found: list[str] = []
             after: list[str] = []
@@ -90,10 +125,11 @@ class ParameterFlow:
                         beside, results = self._computed_with(users, user, name, begin)
                         found += _named(by_name, beside, sizes)
                         after += results
+                        leaving += self._carried_out(where, user, name)
             if found:
                 return found
             level, begin = after, None
-        return []
+        return self._updated(self._loops[where][0], leaving, sizes) if leaving else []
 
     def _computed_with(
         self, users: Users, user: Instruction, name: str, begin: int | None
@@ -142,7 +178,7 @@ def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
     num_parts = len(transfer.groups[0]) if transfer.groups else 1
     if transfer.kind == "all-gather":
         return {size, size * num_parts}
-    return {size, size // num_parts} if transfer.kind == "reduce-scatter" else {size}
+    return {size, size // num_parts}  # XLA may slice what an all-reduce has summed
 
 
 def _elements(users: Users, name: str, numbers: Collection[int]) -> list[str]:
@@ -181,7 +217,7 @@ def _named(by_name: ByName, names: Sequence[str], sizes: Collection[int]) -> lis
 def _name_of(by_name: ByName, name: str, sizes: Collection[int]) -> str:
     """Return the name of a parameter of the model of one of some sizes; empty for others."""
     one = by_name.get(name)
-    while one is not None and one.op in ("bitcast", "copy", "reshape"):
+    while one is not None and one.op in _COPIES:
         one = by_name.get(next(iter(one.operands()), ""))
     if one is None or one.op != "parameter" or hlo.num_elements(one.shape) not in sizes:
         return ""

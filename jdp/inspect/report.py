@@ -43,7 +43,7 @@ class Bucket:
       exposed_s: predicted seconds of them for which the computation waits.
       num_merged: of how many planned buckets XLA made it; 0 if that is not known.
       line: the author's line that it comes from.
-      is_of_author: whether the author's code asked for it, or XLA, and not jdp.
+      is_of_author: whether the author's code asked for it, or XLA for a line of it, and not jdp.
     """
 
     kind: str

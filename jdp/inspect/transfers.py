@@ -91,6 +91,8 @@ def transfer_of(
         kind, algorithm = "all-reduce", "split"
     else:
         kind, algorithm = inner.op.removesuffix("-start"), "xla"
+        if any(name.startswith("all-reduce-scatter") for name in one.called()):
+            kind = "reduce-scatter"  # a kernel of TPUs, for dims that their tiles do not divide
     num_bytes = sum(array.num_bytes() for array in taken)
     if kind == "all-gather":
         num_bytes = max(num_bytes, _gathered_bytes(inner, num_bytes, algorithm))

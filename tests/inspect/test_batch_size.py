@@ -153,6 +153,21 @@ def test_rows_that_xla_does_not_compile_do_not_fit(first, state, monkeypatch):
     assert found.num_bytes == allocated(make_step(), state, 100) and found.num_compiled <= 16
 
 
+def test_state_of_rows_has_as_many_as_the_batch_that_is_tried(state):
+    @jdp.train_step
+    def step(state, batch):
+        hidden = jnp.tanh(state.model_state["hidden"].value + batch["x"])
+        own = jdp.per_rank(state.model_state["own"].value + hidden.sum())
+        return state.replace(model_state={"hidden": jdp.per_rank(hidden), "own": own}), {}
+
+    kept = {"hidden": np.zeros((8, DIM), np.float32), "own": np.zeros((2, DIM), np.float32)}
+    state = state.replace(model_state=jax.tree.map(jdp.per_rank, kept))
+    found = jdp.find_batch_size(step, state, rows(8), limit_bytes=2**20, max_rows=64)
+    kept["hidden"] = np.zeros((64, DIM), np.float32)
+    state = state.replace(model_state=jax.tree.map(jdp.per_rank, kept))
+    assert (found.rows, found.num_bytes) == (64, allocated(step, state, 64))
+
+
 @pytest.mark.parametrize("limit", [0, 1, 37, 998, 999, 5000])
 @pytest.mark.parametrize("known", [0, 500, 999])
 def test_the_search_ends_at_the_last_number_that_fits(limit, known):

@@ -1,13 +1,161 @@
-"""A collective that XLA has merged names each of its arrays once."""
+"""Which leaves a collective of XLA's takes, where several arrays have the same size."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from support.training import step_of
 
 import jdp
+from jdp import collectives
+from jdp.inspect import matched, transfers
+from jdp.inspect.costs import Costs
+from jdp.inspect.hlo import HloProgram
+from jdp.inspect.planned import Planned, SentLeaf
 
-DIM = 64
+DIM = 128
+
+
+def normalised_loss(params, x):
+    for layer in params:
+        x = x @ layer["w"]
+        mean, var = jdp.batch_norm_statistics(x)
+        x = jnp.tanh((x - mean) * jax.lax.rsqrt(var + 1e-5) * layer["scale"] + layer["bias"])
+    return jnp.mean(jnp.square(x))
+
+
+def test_statistics_of_a_batch_norm_have_no_names_of_gradients():
+    jdp.init(devices=jax.devices()[:2])
+    one = np.ones(DIM, np.float32)
+    params = [{"w": np.eye(DIM, dtype=np.float32), "scale": one, "bias": one} for _ in range(2)]
+    tx = jdp.replicated(optax.adam(1e-3), all_reduce=collectives.xla)
+    state = jdp.TrainState.create(params, tx)
+    rows = jax.ShapeDtypeStruct((16, DIM), jnp.float32)
+    found = jdp.explain(step_of(normalised_loss), state, rows)
+    named = [name for bucket in found.buckets for name in bucket.leaves if "grads" in name]
+    expected = [f"grads[{i}]['{name}']" for i in range(2) for name in ("bias", "scale", "w")]
+    assert sorted(named) == expected
+
+
+def test_shards_of_16_bits_that_a_cpu_gathers_as_integers_have_names():
+    jdp.init(devices=jax.devices()[:2])
+    params = {"w": jnp.ones((3, DIM, DIM), jnp.bfloat16)}
+    state = jdp.TrainState.create(params, jdp.sharded(optax.sgd(0.1), stage=3))
+
+    def loss(params, x):
+        x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.mean(jnp.square(x))
+
+    rows = jax.ShapeDtypeStruct((16, DIM), jnp.bfloat16)
+    found = jdp.explain(step_of(loss), state, rows)
+    gathered = {bucket.leaves for bucket in found.buckets if bucket.kind == "all-gather"}
+    assert gathered == {("state.params['w']",)}
+
+
+# As XLA for TPUs writes it: sums in another order than planned, and parameters that a copy brings.
+BROUGHT = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %p0 = f32[8,4] parameter(0), metadata={op_name="args[0].params['a']"}
+  %p1 = f32[8,4] parameter(1), metadata={op_name="args[0].params['b']"}
+  %x = f32[8,4] parameter(2), metadata={op_name="args[1][0]"}
+  %y = f32[8,4] parameter(3), metadata={op_name="args[1][1]"}
+  %start.0 = (f32[8,4], f32[8,4], u32[]) copy-start(%p0)
+  %start.1 = (f32[8,4], f32[8,4], u32[]) copy-start(%p1)
+  %done.0 = f32[8,4] copy-done(%start.0)
+  %done.1 = f32[8,4] copy-done(%start.1)
+  %sum = (f32[8,4], f32[8,4]) all-reduce(%x, %y), replica_groups={{0,1}}, to_apply=%add
+  %sum.y = f32[8,4] get-tuple-element(%sum), index=1
+  %sum.x = f32[8,4] get-tuple-element(%sum), index=0
+  %new.a = f32[8,4] add(%done.0, %sum.y)
+  %new.b = f32[8,4] add(%done.1, %sum.x)
+  ROOT %out = (f32[8,4], f32[8,4]) tuple(%new.a, %new.b)
+}
+"""
+
+
+# Micro-batches in a loop: its second sum is of what is added to the first parameter after it.
+LOOP = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (carry: (f32[32], f32[32], f32[16], f32[16])) -> (f32[32], f32[32], f32[16], f32[16]) {
+  %carry = (f32[32], f32[32], f32[16], f32[16]) parameter(0)
+  %x = f32[32] get-tuple-element(%carry), index=0
+  %y = f32[32] get-tuple-element(%carry), index=1
+  %s = f32[16] get-tuple-element(%carry), index=2
+  %t = f32[16] get-tuple-element(%carry), index=3
+  %gather = f32[32] all-gather(%t), replica_groups={{0,1}}, dimensions={0}
+  %sum.x = f32[32] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  %sum.y = f32[32] all-reduce(%y), replica_groups={{0,1}}, to_apply=%add
+  %total.x = f32[32] add(%x, %sum.x)
+  %total.y = f32[32] add(%y, %sum.y)
+  ROOT %next = (f32[32], f32[32], f32[16], f32[16]) tuple(%total.x, %total.y, %s, %t)
+}
+
+%condition (carry: (f32[32], f32[32], f32[16], f32[16])) -> pred[] {
+  %carry = (f32[32], f32[32], f32[16], f32[16]) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (p0: f32[32], p1: f32[32], p2: f32[16], p3: f32[16]) -> (f32[32], f32[32]) {
+  %p0 = f32[32] parameter(0), metadata={op_name="args[0].params['a']"}
+  %p1 = f32[32] parameter(1), metadata={op_name="args[0].params['b']"}
+  %p2 = f32[16] parameter(2), metadata={op_name="args[0].params['c']"}
+  %p3 = f32[16] parameter(3), metadata={op_name="args[0].params['d']"}
+  %zero = f32[32] broadcast()
+  %first = (f32[32], f32[32], f32[16], f32[16]) tuple(%zero, %zero, %p2, %p3)
+  %loop = (f32[32], f32[32], f32[16], f32[16]) while(%first), condition=%condition, body=%body
+  %total.0 = f32[32] get-tuple-element(%loop), index=0
+  %total.1 = f32[32] get-tuple-element(%loop), index=1
+  %new.a = f32[32] add(%p0, %total.1)
+  %new.b = f32[32] add(%p1, %total.0)
+  ROOT %out = (f32[32], f32[32]) tuple(%new.a, %new.b)
+}
+"""
+
+
+def names_of(text, computation, plan):
+    program = HloProgram(text)
+    inside = program.computations[computation]
+    shapes = {one.name: one.shape for one in inside}
+    costs = Costs(program.computations)
+    sent = [
+        transfers.transfer_of(one, one, computation, shapes)
+        for one in inside
+        if transfers.collective_in(one, costs)
+    ]
+    found = matched.match(program, sent, plan)
+    return [[leaf.path for leaf in each.leaves] for each in found]
+
+
+def planned(kind, *paths, num=32):
+    leaves = [SentLeaf(path, "f32", num) for path in paths]
+    return Planned(kind, None, leaves, "", is_of_author=False, is_in_loop=False)
+
+
+def test_parameters_that_a_copy_brings_name_their_gradients():
+    plan = [planned("all-reduce", "grads['a']", "grads['b']")]
+    assert names_of(BROUGHT, "main", plan) == [["grads['b']", "grads['a']"]]
+
+
+def test_parameters_outside_of_a_loop_name_what_it_gathers_and_sums():
+    plan = [
+        planned("all-gather", "state.params['c']", "state.params['d']", num=16),
+        planned("all-reduce", "grads['a']", "grads['b']"),
+    ]
+    expected = [["state.params['d']"], ["grads['b']"], ["grads['a']"]]
+    assert names_of(LOOP, "body", plan) == expected
 
 
 def test_parameters_whose_paths_end_alike_are_told_apart():
@@ -22,7 +170,7 @@ def test_parameters_whose_paths_end_alike_are_told_apart():
 
     jdp.init(devices=jax.devices()[:2])
     w = np.ones((DIM, DIM), np.float32)
-    tx = jdp.replicated(optax.sgd(0.1), all_reduce=jdp.collectives.xla)
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
     state = jdp.TrainState.create({"w": w, "a": {"w": w}, "b": {"a": {"w": w}}}, tx)
     report = jdp.explain(step, state, np.ones((4, DIM), np.float32))
     sent = sorted(leaf for bucket in report.buckets for leaf in bucket.leaves)
