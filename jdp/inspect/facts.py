@@ -1,6 +1,6 @@
 """What the findings about a compiled step look at."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jdp.inspect.compiled import StepForDevices
+from jdp.inspect.leaf_names import OF_LAYER
 from jdp.inspect.matched import Match
 from jdp.inspect.memory import Memory
 from jdp.inspect.report import Bucket
@@ -49,6 +50,26 @@ def parameters(facts: Facts) -> list[tuple[str, Any]]:
     parts, named = parts_of(state), jax.tree_util.tree_leaves_with_path(state)
     found = [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
     return [it for it in found if category(f"args[0]{it[0]}", parts) == "parameters"]
+
+
+def parameters_of(facts: Facts, paths: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the parameters that gradients are of, by the path of the gradient.
+
+    `.params['a']['w']` is of `grads['a']['w']`, not of `grads['w']`.
+    """
+    own = {path: _in_parameters(path) for path in paths if path.startswith("grads")}
+    found: dict[str, list[Any]] = {path: [] for path in own}
+    for name, leaf in parameters(facts):
+        ends = [path for path, end in own.items() if name.endswith(end)]
+        longest = max((len(own[path]) for path in ends), default=0)
+        for path in ends:
+            if len(own[path]) == longest:
+                found[path].append(leaf)
+    return found
+
+
+def _in_parameters(path: str) -> str:
+    return path.removeprefix("grads").removesuffix(OF_LAYER)
 
 
 def _has_optimizer(node: Any) -> bool:

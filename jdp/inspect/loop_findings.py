@@ -1,12 +1,12 @@
 """Findings about the reductions in a loop of a step, and after one."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jdp.analysis import source_lines
 from jdp.inspect import hlo
-from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
+from jdp.inspect.facts import MIN_BYTES, Facts, parameters, parameters_of, train_states
 from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.planned import SentLeaf
 from jdp.inspect.report import Finding, of_bytes, of_s
@@ -37,10 +37,10 @@ def reduction_in_loop(facts: Facts) -> list[Finding]:
     times: Counter[_SummedLeaf] = Counter()
     for summed, runs in _summed_in_loops(facts):
         times[summed] += runs
-    passes = _Passes(facts, (summed.leaf.path for summed in times))
+    of_paths = parameters_of(facts, (summed.leaf.path for summed in times))
     found: dict[tuple[str, int], list[_SummedLeaf]] = defaultdict(list)
     for summed, runs in times.items():
-        num = passes.num_runs(summed.leaf)
+        num = _runs_of_one_pass(summed.leaf, of_paths.get(summed.leaf.path, ()), facts)
         if num and runs >= 2 * num:
             found[summed.kind, runs // num].append(summed)
     return [
@@ -68,29 +68,18 @@ def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
                 yield _SummedLeaf(bucket.kind, leaf._replace(path=""), bucket.line, i), bucket.runs
 
 
-class _Passes:
-    """How often a gradient is summed in one backward pass: once for each layer of a loop."""
+def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int:
+    """Return how often one backward pass sums a gradient: once, or for each layer of a loop.
 
-    def __init__(self, facts: Facts, paths: Iterable[str]):
-        plain = {path: _plain(path) for path in paths if path}
-        self._sizes = {leaf.size for _, leaf in parameters(facts)}
-        self._num_elements: Counter[str] = Counter()
-        for name, leaf in parameters(facts):
-            ends = [path for path in plain.values() if name.endswith(path)]
-            if ends:  # `.params['a']['w']` is of `['a']['w']`, not of `['w']`
-                self._num_elements[max(ends, key=len)] += leaf.size
-
-    def num_runs(self, leaf: SentLeaf) -> int:
-        """Return the number of runs in one backward pass, 0 if it is of no parameter."""
-        if whole := self._num_elements[_plain(leaf.path)] if leaf.path else 0:
-            return max(1, round(whole / leaf.num_elements))
-        # Without a name it may be one of the layers of any parameter.
-        layers = (divmod(size, leaf.num_elements) for size in self._sizes)
-        return max((num for num, rest in layers if not rest), default=0)
-
-
-def _plain(path: str) -> str:
-    return path.removeprefix("grads").removesuffix(" of one iteration")
+    Args:
+      leaf: the gradient.
+      whole: its parameters. Without a name it may be of one of the layers of any parameter.
+      facts: of the step.
+    """
+    if whole:
+        return max(1, round(sum(x.size for x in whole) / leaf.num_elements))
+    layers = (divmod(x.size, leaf.num_elements) for _, x in parameters(facts))
+    return max((num for num, rest in layers if not rest), default=0)
 
 
 def _shown(summed: list[_SummedLeaf]) -> str:

@@ -1,51 +1,39 @@
 """Findings about what a rank keeps and sends of the state of a step."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
+from jdp.inspect.facts import MIN_BYTES, Facts, parameters_of, train_states
 from jdp.inspect.report import Finding, of_bytes
 from jdp.reduction.sharding import MIN_SIZE, sharding_of
 
 
 def wide_wire(facts: Facts) -> list[Finding]:
     """Find gradients of parameters of 16 bits that are sent in 32."""
-    named = parameters(facts)
-    wide = [
-        (each, leaf)
+    sent = [
+        leaf
         for each in facts.step.traced.collectives
         for leaf in each.leaves
         if each.kind in ("all-reduce", "reduce-scatter")
-        and leaf.dtype == "f32"
-        and leaf.path.startswith("grads")
-        and any(map(_is_narrow, _of_gradient(leaf.path, named)))
     ]
-    num_bytes = sum(4 * leaf.num_elements for _, leaf in wide)
+    of_paths = parameters_of(facts, (leaf.path for leaf in sent))
+    wide = [
+        (each, leaf) for each, leaf in sent if any(map(_is_narrow, of_paths.get(leaf.path, ())))
+    ]
+    num_bytes = sum(4 * leaf.num_elements for leaf in wide)
     if not wide or num_bytes < MIN_BYTES:
         return []
     return [
         Finding(
             "wide-wire",
             f"{len(wide)} gradients of parameters of 16 bits are sent as float32, "
-            f"{of_bytes(num_bytes)} in a step, such as `{wide[0][1].path}`.",
+            f"{of_bytes(num_bytes)} in a step, such as `{wide[0].path}`.",
             "Half of it goes with jdp.replicated(tx, reduce_dtype=jnp.bfloat16); sums are rounded "
             "to 8 bits then.",
         )
     ]
-
-
-def _of_gradient(path: str, named: Sequence[tuple[str, Any]]) -> list[Any]:
-    """Return the parameters that a gradient may be of: the outermost ones whose paths end so.
-
-    `grads['w']` is of `.params['w']`, not of `.params['head']['w']`.
-    """
-    own = path.removeprefix("grads")
-    found = [(len(name), leaf) for name, leaf in named if name.endswith(own)]
-    outermost = min((length for length, _ in found), default=0)
-    return [leaf for length, leaf in found if length == outermost]
 
 
 def _is_narrow(leaf: Any) -> bool:
