@@ -20,7 +20,9 @@ def wide_wire(facts: Facts) -> list[Finding]:
     ]
     of_paths = parameters_of(facts, (leaf.path for leaf in sent))
     wide = [
-        (each, leaf) for each, leaf in sent if any(map(_is_narrow, of_paths.get(leaf.path, ())))
+        leaf
+        for leaf in sent
+        if leaf.dtype == "f32" and any(map(_is_narrow, of_paths.get(leaf.path, ())))
     ]
     num_bytes = sum(4 * leaf.num_elements for leaf in wide)
     if not wide or num_bytes < MIN_BYTES:

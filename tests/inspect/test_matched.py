@@ -125,17 +125,51 @@ ENTRY %main (p0: f32[32], p1: f32[32], p2: f32[16], p3: f32[16]) -> (f32[32], f3
 """
 
 
-def names_of(text, computation, plan):
+# As XLA for TPUs writes two reduce-scatters: a kernel, whose tiles 125 rows do not fill, with an
+# exchange after it, and a sum that it slices.
+SCATTERS = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (input: f32[1000]) -> f32[128] {
+  %input = f32[1000] parameter(0)
+  %zero = f32[] constant(0)
+  %pad = f32[1024] pad(%input, %zero), padding=0_24
+  %all-reduce.1 = f32[1024] all-reduce(%pad), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %begin = u32[] constant(0)
+  ROOT %part = f32[128] dynamic-slice(%all-reduce.1, %begin), dynamic_slice_sizes={128}
+}
+
+ENTRY %main (x: f32[1000], y: f32[64]) -> (f32[128], f32[21], f32[8]) {
+  %x = f32[1000] parameter(0), metadata={op_name="args[1][0]"}
+  %y = f32[64] parameter(1), metadata={op_name="args[1][1]"}
+  %kernel = f32[128] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  %end = f32[21] slice(%kernel), slice={[107:128]}
+  %exchange = f32[21] collective-permute(%end), source_target_pairs={{0,1},{1,2}}
+  %sum = f32[64] all-reduce(%y), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %own = f32[8] slice(%sum), slice={[0:8]}
+  ROOT %out = (f32[128], f32[21], f32[8]) tuple(%kernel, %exchange, %own)
+}
+"""
+
+
+def matches_of(text, computation, plan):
+    """The collectives of a computation, and what is known of them."""
     program = HloProgram(text)
     inside = program.computations[computation]
     shapes = {one.name: one.shape for one in inside}
     costs = Costs(program.computations)
-    sent = [
-        transfers.transfer_of(one, one, computation, shapes)
-        for one in inside
-        if transfers.collective_in(one, costs)
-    ]
-    found = matched.match(program, sent, plan)
+    held = [(one, transfers.collective_in(one, costs)) for one in inside]
+    sent = [transfers.transfer_of(one, inner, computation, shapes) for one, inner in held if inner]
+    return sent, matched.match(program, sent, plan)
+
+
+def names_of(text, computation, plan):
+    _, found = matches_of(text, computation, plan)
     return [[leaf.path for leaf in each.leaves] for each in found]
 
 
@@ -175,3 +209,15 @@ def test_parameters_whose_paths_end_alike_are_told_apart():
     report = jdp.explain(step, state, np.ones((4, DIM), np.float32))
     sent = sorted(leaf for bucket in report.buckets for leaf in bucket.leaves)
     assert sent == ["grads['a']['w']", "grads['b']['a']['w']", "grads['w']"]
+
+
+def test_reduce_scatters_that_xla_sums_and_slices_have_names_and_are_not_of_the_author():
+    plan = [
+        planned("reduce-scatter", "grads['rows']", num=1000),
+        planned("reduce-scatter", "grads['w']", num=64),
+    ]
+    sent, found = matches_of(SCATTERS, "main", plan)
+    assert [each.kind for each in sent] == ["reduce-scatter", "collective-permute", "all-reduce"]
+    names = [[leaf.path for leaf in each.leaves] for each in found]
+    assert names == [["grads['rows']"], [""], ["grads['w']"]]
+    assert not any(each.is_of_author for each in found)
