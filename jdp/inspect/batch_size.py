@@ -104,14 +104,12 @@ def find_batch_size(
     candidates = tried(num_rows, num_ranks, granularity, max_rows)
 
     def bytes_of(rows: int) -> float:
-        used, given = (step if is_step else _made(step, rows)), (state, batch)
-        if is_step:
-            given = with_rows(spec, state, batch, rows)
+        used = step if is_step else _made(step, rows)
+        given = with_rows(spec, state, batch, rows) if is_step else (state, batch)
         try:
-            found = compile_step(used, (*given, *rest), by_keyword, on)
+            return allocated_bytes(compile_step(used, (*given, *rest), by_keyword, on).compiled)
         except TooLargeError:
             return math.inf
-        return allocated_bytes(found.compiled)
 
     search = Search(bytes_of, _limit(where, limit_bytes), candidates)
     if is_step and num_rows in candidates:
