@@ -31,15 +31,13 @@ def is_of_author(eqn: Any) -> bool:
 
 def is_of_jdp(files: Iterable[str]) -> bool:
     """Whether the innermost of some files, JAX's own left out, is one of jdp."""
-    return Path(innermost_file(files)).is_relative_to(_JDP)
-
-
-def innermost_file(files: Iterable[str]) -> str:
-    """Return the first of some files that is not one of JAX's, empty if there is none."""
     for name in files:
-        if not name.startswith("<frozen") and not {"jax", "jaxlib"} & {*Path(name).parts}:
-            return name
-    return ""
+        path = Path(name)
+        if path.is_relative_to(_JDP):
+            return True
+        if not name.startswith("<frozen") and not {"jax", "jaxlib"} & {*path.parts}:
+            return False
+    return False
 
 
 def line_of(error: BaseException) -> str:

@@ -92,7 +92,7 @@ def path(atom: Any, paths: Paths) -> str:
 
 
 def pass_on(atoms: Sequence[Any], results: Sequence[Any], paths: Paths) -> None:
-    """Give results the names of what they are made of, one by one."""
+    """Name results by what they are made of, one by one."""
     pairs = zip(atoms, results, strict=False)
     paths |= {out: path(atom, paths) for atom, out in pairs if path(atom, paths)}
 
@@ -104,7 +104,7 @@ def inner(body: Any, atoms: Sequence[Any], paths: Paths) -> Paths:
 
 
 def outer(eqn: Any, body: Any, own: Paths, paths: Paths) -> None:
-    """Give the results of an equation the names that they have in its body."""
+    """Name the results of an equation as they are named in its body."""
     if len(body.outvars) == len(eqn.outvars):
         pairs = zip(body.outvars, eqn.outvars, strict=True)
         paths |= {out: path(atom, own) for atom, out in pairs if path(atom, own)}

@@ -1,19 +1,17 @@
 """Findings about the reductions in a loop of a step, and after one."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jdp.analysis import source_lines
 from jdp.inspect import hlo
 from jdp.inspect.facts import MIN_BYTES, Facts, parameters, parameters_of, train_states
-from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.planned import SentLeaf
 from jdp.inspect.report import Finding, of_bytes, of_s
-from jdp.reduction import accumulation
 from jdp.reduction.sharding import sharding_of
 
 _SUMS = ("all-reduce", "reduce-scatter")
+_MIN_S = 1e-6  # a shorter wait is shown as none
 
 
 class _SummedLeaf(NamedTuple):
@@ -64,7 +62,8 @@ def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
         for leaf in match.leaves if bucket.kind in _SUMS else ():
             if leaf.path.startswith("grads") and leaf.path in looped:
                 yield _SummedLeaf(bucket.kind, leaf, bucket.line, -1), bucket.runs
-            elif bucket.runs > 1 and leaf.num_elements > 1:
+            elif bucket.runs > 1 and _num_bytes(leaf) >= MIN_BYTES:
+                # Smaller ones may be statistics of a BatchNorm.
                 yield _SummedLeaf(bucket.kind, leaf._replace(path=""), bucket.line, i), bucket.runs
 
 
@@ -85,8 +84,12 @@ def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int
 def _shown(summed: list[_SummedLeaf]) -> str:
     leaves = [each.leaf for each in summed]
     names = [leaf.path or f"{leaf.dtype}[{leaf.num_elements}]" for leaf in leaves]
-    num_bytes = sum(hlo.num_bytes(f"{leaf.dtype}[{leaf.num_elements}]") for leaf in leaves)
-    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} ({of_bytes(num_bytes)})"
+    total = of_bytes(sum(map(_num_bytes, leaves)))
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} ({total})"
+
+
+def _num_bytes(leaf: SentLeaf) -> int:
+    return hlo.num_bytes(f"{leaf.dtype}[{leaf.num_elements}]")
 
 
 def _at(summed: list[_SummedLeaf]) -> str:
@@ -111,28 +114,36 @@ def tail_after_loop(facts: Facts) -> list[Finding]:
     """Find gradients that are reduced after a loop over layers, where nothing hides them."""
     program = facts.step.program
     entry = program.computations[program.entry]
-    loops = [i for i, one in enumerate(entry) if one.op == "while" and not _adds_up(program, one)]
+    loops = [i for i, one in enumerate(entry) if one.op == "while"]
     if not loops:
         return []
     behind = {one.name for one in entry[loops[-1] :]}
-    tail = [
-        bucket
-        for transfer, bucket in zip(facts.transfers, facts.buckets, strict=True)
+    late = [
+        (bucket, match.leaves)
+        for transfer, bucket, match in zip(
+            facts.transfers, facts.buckets, facts.matches, strict=True
+        )
         if transfer.instruction.name in behind
         and transfer.computation == program.entry
         and transfer.after_last_matmul
         and bucket.kind in _SUMS
-        and bucket.exposed_bytes >= MIN_BYTES
     ]
-    is_late = any(bucket.runs > 1 and bucket.kind in _SUMS for bucket in facts.buckets)
+    scanned = facts.step.traced.scanned
+    tail = [
+        bucket.exposed_bytes
+        for bucket, leaves in late
+        if bucket.exposed_bytes >= MIN_BYTES and any(_is_stacked(leaf, scanned) for leaf in leaves)
+    ]
+    # A small sum behind a large one waits for it.
+    seconds = sum(bucket.exposed_s for bucket, _ in late)
+    is_in_loop = any(bucket.runs > 1 and bucket.kind in _SUMS for bucket in facts.buckets)
     # On CPUs nothing is hidden; of layers that are reduced in their loop, all but the last are.
-    if not tail or is_late or facts.step.where.platform == "cpu":
+    if not tail or seconds < _MIN_S or is_in_loop or facts.step.where.platform == "cpu":
         return []
-    num_bytes, seconds = sum(x.exposed_bytes for x in tail), sum(x.exposed_s for x in tail)
     return [
         Finding(
             "tail-after-loop",
-            f"{of_bytes(num_bytes)} of gradients are reduced after the last loop, where no matmul "
+            f"{of_bytes(sum(tail))} of gradients are reduced after the last loop, where no matmul "
             f"hides them: {of_s(seconds)} exposed, predicted.",
             "If the loop is a lax.scan over layers, jdp.scan_layers reduces each layer's gradient "
             "while the next layer's is computed.",
@@ -140,7 +151,9 @@ def tail_after_loop(facts: Facts) -> list[Finding]:
     ]
 
 
-def _adds_up(program: HloProgram, loop: Instruction) -> bool:
-    """Whether a loop is jdp's over micro-batches: the last one is behind it, and hides its sums."""
-    files = (name.rpartition(":")[0] for name in program.where(loop))
-    return source_lines.innermost_file(files) == accumulation.__file__
+def _is_stacked(leaf: SentLeaf, scanned: Collection[str]) -> bool:
+    """Whether a gradient is, or without a name may be, of layers that a loop takes one by one."""
+    own = leaf.path.removeprefix("grads")
+    return leaf.num_elements > 1 and any(
+        ".params" in name and name.endswith(own) for name in scanned
+    )

@@ -69,11 +69,13 @@ class TracedStep(NamedTuple):
       collectives: those it asks for, in order.
       callbacks: names of the callbacks to the host, each with the author's line.
       kernels: its Pallas kernels.
+      scanned: names of the arrays that a loop takes layer by layer.
     """
 
     collectives: list[Planned]
     callbacks: list[tuple[str, str]]
     kernels: list[Kernel]
+    scanned: set[str]
 
 
 def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
@@ -88,7 +90,7 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
     # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.
     body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
     walk.run(body, dict(zip(body.invars, names, strict=False)))
-    return TracedStep(walk.collectives(), walk.callbacks, walk.kernels)
+    return TracedStep(walk.collectives(), walk.callbacks, walk.kernels, walk.scanned)
 
 
 class _PlanWalk:
@@ -96,6 +98,7 @@ class _PlanWalk:
         self._found: list[Planned] = []
         self.callbacks: list[tuple[str, str]] = []
         self.kernels: list[Kernel] = []
+        self.scanned: set[str] = set()
         self._num_loops = 0  # around the equations that it is at
         self._names = LeafNames()
 
@@ -174,6 +177,7 @@ class _PlanWalk:
                 num_whole = sum(scan_counts(eqn.params))
                 for variable in body.invars[num_whole:]:
                     if variable in own:
+                        self.scanned.add(own[variable])
                         own[variable] += OF_LAYER
             leaf_names.outer(eqn, body, self.run(body, own), paths)
         return bool(bodies)

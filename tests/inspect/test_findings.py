@@ -228,3 +228,21 @@ def test_two_gradients_of_one_step_are_not_micro_batches():
         return state.apply_gradients(jax.grad(loss_fn)(moved, x)), {}
 
     assert not kinds(sharpness_aware)
+
+
+def test_statistics_of_a_batch_norm_in_each_micro_batch_are_not_gradients():
+    def loss(params, x):
+        mean, var = jdp.batch_norm_statistics(x @ params["w"])
+        return jnp.mean((x - mean) * lax.rsqrt(var + 1e-5) * params["scale"])
+
+    @jdp.train_step
+    def step(state, x):
+        _, grads = jdp.value_and_grad(loss, accumulate=4)(state.params, x)
+        return state.apply_gradients(grads), {}
+
+    jdp.init(devices=jax.devices()[:2])
+    params = {"w": np.ones((DIM, DIM), np.float32), "scale": np.ones(DIM, np.float32)}
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=jdp.collectives.xla)
+    found = jdp.explain(step, jdp.TrainState.create(params, tx), rows())
+    assert any(bucket.runs > 1 for bucket in found.buckets)
+    assert "reduction-per-micro-batch" not in {finding.kind for finding in found.findings}
