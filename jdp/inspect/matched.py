@@ -50,7 +50,8 @@ def match(
         if transfer.number in by_number:
             each = by_number[transfer.number]
             leaves = _kept(each.leaves, transfer.arrays)
-            found.append(Match(leaves, 1, each.line, each.is_of_author))
+            line = each.line or program.author_line(transfer.instruction)
+            found.append(Match(leaves, 1, line, each.is_of_author))
         else:
             found.append(_matched(program, transfer, left, parameters))
     return found

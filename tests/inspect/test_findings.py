@@ -192,6 +192,7 @@ def test_micro_batches_of_sharded_gradients_name_the_stage_that_reduces_once(sta
     tx = optax.sgd(0.1)
     found = kinds(step, tx=jdp.sharded(tx, stage=stage))["reduction-per-micro-batch"]
     assert f"grads['w'] (256.0 KiB) runs {accumulate} times" in found.text
+    assert "(test_findings.py:" in found.text
     assert "stage=1" in found.advice
     assert "reduction-per-micro-batch" not in kinds(step, tx=jdp.sharded(tx, stage=1))
 
