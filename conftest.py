@@ -23,6 +23,8 @@ def pytest_addoption(parser):
     parser.addoption("--sets", type=int, metavar="N", help=help)
     help = "of a file's tests that start processes run N, but for tests marked all_sets"
     parser.addoption("--of-processes", type=int, metavar="N", help=help)
+    help = "of a test with more sets than --sets, take those behind the first M"
+    parser.addoption("--skip-sets", type=int, metavar="M", default=0, help=help)
 
 
 @pytest.hookimpl(trylast=True)  # when tests know whether they start processes
@@ -41,19 +43,25 @@ def pytest_collection_modifyitems(config, items):
         is_thinned = starts_processes and not item.get_closest_marker("all_sets")
         return config.getoption("--of-processes") if is_thinned else None
 
-    kept = _some(items, lambda item: item.nodeid.partition("[")[0], most_sets)
+    skipped = config.getoption("--skip-sets")
+    kept = _some(items, lambda item: item.nodeid.partition("[")[0], most_sets, skipped)
     kept = _some(kept, lambda item: item.path, most_of_file)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def _some(items, group_of, most_of):
-    """Return of each group at most so many, the same in every run; those without a limit stay."""
+def _some(items, group_of, most_of, skipped=0):
+    """Return of each group at most so many, the same in every run; those without a limit stay.
+
+    Of a group that has enough, the first `skipped` are left to another run.
+    """
     groups = defaultdict(list)
     for item in items:
         groups[group_of(item), most_of(item)].append(item)
     kept = set()
     for (_, most), group in groups.items():
         # By a hash of the name, which takes sets of one test from anywhere among them.
-        kept.update(sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[:most])
+        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        begin = skipped if most is not None and len(group) >= skipped + most else 0
+        kept.update(group[begin:][:most])
     return kept

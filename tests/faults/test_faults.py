@@ -37,6 +37,8 @@ class Case(NamedTuple):
 
 # Others are like these, and come more often.
 RARE = (
+    "out of memory",
+    "hangs",
     "dies when a commit begins",
     "hangs and holds the GIL",
     "dies when a commit ends",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # test_benchmarks.py tests its loops and its checks
 @pytest.mark.skipif(cpu_runtime.why_missing() is not None, reason="needs the compiled library")
 def test_a_quick_run_measures_every_part_and_names_the_peers_that_are_missing():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": ""}  # no mpirun

@@ -92,6 +92,7 @@ def test_digits_fails_if_it_misses_its_target(tmp_path):
     assert "ranks: 3, test accuracy" in ended.stdout
 
 
+@pytest.mark.thorough  # the elastic one is this model, and outlives a process
 def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_path):
     small = (*SMALL_MODEL, "--steps=60", "--every=60")
     whole = run("language_model.py", *small, "--checkpoints=whole", folder=tmp_path)
