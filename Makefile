@@ -59,8 +59,10 @@ test-all:  ## on the newest JAX all tests with all sets of their parameters, all
 	$(MAKE) --no-print-directory test-ray schedules .venv-wheel/pins
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
-# C++ is tested by itself once: its tests do not call JAX.
-PART_OF_OLDEST ?= -m "not slow and not thorough" --sets 1 --of-processes 1
+# C++ is tested by itself once: its tests do not call JAX. Nor do those of the launcher, which runs
+# below other tests, and benchmarks are for the newest.
+PART_OF_OLDEST ?= -m "not slow and not thorough" --sets 1 --of-processes 1 --ignore tests/launch \
+	--ignore tests/worker --ignore tests/repository/test_side_by_side.py
 test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with one set of its parameters
 	$(call pytest,.venv-oldest) $(PART_OF_OLDEST) --ignore tests/csrc
 
