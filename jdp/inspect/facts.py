@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jdp.inspect.compiled import StepForDevices
-from jdp.inspect.leaf_names import OF_LAYER
+from jdp.inspect.leaf_names import in_parameters
 from jdp.inspect.matched import Match
 from jdp.inspect.memory import Memory
 from jdp.inspect.report import Bucket
@@ -27,7 +27,7 @@ class Facts:
       step: the compiled step.
       transfers: its collectives.
       buckets: the same, described.
-      matches: what is known of each of them.
+      matches: their leaves by name.
       memory: of one rank.
     """
 
@@ -57,7 +57,7 @@ def parameters_of(facts: Facts, paths: Iterable[str]) -> dict[str, list[Any]]:
 
     `.params['a']['w']` is of `grads['a']['w']`, not of `grads['w']`.
     """
-    own = {path: _in_parameters(path) for path in paths if path.startswith("grads")}
+    own = {path: in_parameters(path) for path in paths if path.startswith("grads")}
     found: dict[str, list[Any]] = {path: [] for path in own}
     for name, leaf in parameters(facts):
         ends = [path for path, end in own.items() if name.endswith(end)]
@@ -66,10 +66,6 @@ def parameters_of(facts: Facts, paths: Iterable[str]) -> dict[str, list[Any]]:
             if len(own[path]) == longest:
                 found[path].append(leaf)
     return found
-
-
-def _in_parameters(path: str) -> str:
-    return path.removeprefix("grads").removesuffix(OF_LAYER)
 
 
 def _has_optimizer(node: Any) -> bool:

@@ -8,15 +8,24 @@ from jdp.analysis.marks import LOCAL
 
 Paths = dict[Any, str]  # the name of each variable that has one
 
-# What leaves every number of an array where it is, or moves it.
+# Operations that keep every number of an array, perhaps in another place.
 _MOVES = frozenset(
     "convert_element_type bitcast_convert_type reshape transpose squeeze expand_dims "
     "broadcast_in_dim copy copy_p pvary pcast jdp_mark sharding_constraint".split()
 )
-# What puts the gradients of layers together.
+# Operations that put the gradients of layers together.
 _STACKS = ("dynamic_update_slice", "concatenate")
 _SLICES = ("dynamic_slice", "slice", "squeeze", "jdp_own_slice")
 OF_LAYER = " of one iteration"
+
+
+def in_parameters(path: str) -> str:
+    """Return the path of a gradient within its parameters.
+
+    >>> in_parameters("grads['w'] of one iteration")
+    "['w']"
+    """
+    return path.removeprefix("grads").removesuffix(OF_LAYER)
 
 
 class LeafNames:

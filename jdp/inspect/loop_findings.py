@@ -62,8 +62,7 @@ def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
         for leaf in match.leaves if bucket.kind in _SUMS else ():
             if leaf.path.startswith("grads") and leaf.path in looped:
                 yield _SummedLeaf(bucket.kind, leaf, bucket.line, -1), bucket.runs
-            elif bucket.runs > 1 and _num_bytes(leaf) >= MIN_BYTES:
-                # Smaller ones may be statistics of a BatchNorm.
+            elif bucket.runs > 1 and leaf.num_elements > 1:
                 yield _SummedLeaf(bucket.kind, leaf._replace(path=""), bucket.line, i), bucket.runs
 
 
@@ -77,6 +76,7 @@ def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int
     """
     if whole:
         return max(1, round(sum(x.size for x in whole) / leaf.num_elements))
+    # Statistics of a BatchNorm are as large as its scale, and divide the matrix before it.
     layers = (divmod(x.size, leaf.num_elements) for _, x in parameters(facts))
     return max((num for num, rest in layers if not rest), default=0)
 

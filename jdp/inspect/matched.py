@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jdp.inspect import hlo
 from jdp.inspect.hlo import Array, HloProgram
+from jdp.inspect.leaf_names import in_parameters
 from jdp.inspect.parameter_flow import ParameterFlow
 from jdp.inspect.planned import Planned, SentLeaf
 from jdp.inspect.transfers import SentArrays
@@ -98,7 +99,7 @@ class _Unmatched:
           num: elements of the array.
           names: of the parameters that it may be of.
           line: of the collective, of the author's; XLA keeps one line of those that it merges.
-          own: what the collective has taken already.
+          own: leaves that the collective has taken already.
         """
         left, taken = self._left[kind, num], self._taken[kind, num]
         again = _of_names([leaf for leaf in taken if leaf in own], names)
@@ -130,7 +131,7 @@ def _of_names(leaves: Sequence[_Leaf], names: Sequence[str]) -> list[_Leaf]:
 
 
 def _plain(path: str) -> str:
-    return path.removeprefix("grads").removesuffix(" of one iteration").rpartition("state")[2]
+    return in_parameters(path).rpartition("state")[2]
 
 
 def _matched(
@@ -149,7 +150,7 @@ def _matched(
         leaves.append(leaf._replace(dtype=piece.dtype))
     plans = {number: each for number, _, each in own}
     files = [name.rpartition(":")[0] for name in program.where(transfer.instruction)]
-    # What XLA makes of another collective has no line.
+    # A collective that XLA makes of another has no line.
     is_of_author = bool(files) and not hlo.source_lines.is_of_jdp(files)
     if plans:
         is_of_author = all(each.is_of_author for each in plans.values())

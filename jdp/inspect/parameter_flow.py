@@ -71,7 +71,7 @@ class ParameterFlow:
         return self._sources(self._loops[where][0], entering, sizes) if entering else []
 
     def _carried_in(self, where: str, name: str) -> list[str]:
-        """Return what a loop gives its body for an array of it, by its name outside."""
+        """Return the name outside a loop of an array that its body reads."""
         by_name, _ = self._in(where)
         one = by_name.get(name)
         if one is None or one.op != "get-tuple-element" or where not in self._loops:
