@@ -24,7 +24,7 @@ from benchmarks.harness import exact, report
 from benchmarks.harness.report import Section
 from jdp.inspect.bench import compute
 from jdp.inspect.calibration import CACHED_BYTES
-from jdp.inspect.gpus import GPUS
+from jdp.inspect.gpus import GPUS, kind_of
 
 _NUM_TIMES = 64  # of each loop
 _NAN = float("nan")
@@ -98,12 +98,12 @@ def _rates(mesh: Mesh, is_quick: bool) -> dict[str, tuple[Callable[[], float], s
 
 def _peaks(kind: str) -> dict[str, float]:
     """Return the peaks of a GPU's data sheet, none for another device."""
-    for name, found in GPUS.items():
-        if name in kind:
-            # TensorFloat-32, in which XLA multiplies float32, has half the rate of bfloat16.
-            matmuls = {"matmuls in bfloat16": found.flops, "matmuls in float32": found.flops / 2}
-            return {"memory": found.memory_bytes_per_s, **matmuls}
-    return {}
+    found = GPUS.get(kind_of(kind))
+    if found is None:
+        return {}
+    # TensorFloat-32, in which XLA multiplies float32, has half the rate of bfloat16.
+    matmuls = {"matmuls in bfloat16": found.flops, "matmuls in float32": found.flops / 2}
+    return {"memory": found.memory_bytes_per_s, **matmuls}
 
 
 def _section(rows: list[dict[str, Any]]) -> Section:

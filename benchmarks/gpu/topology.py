@@ -3,6 +3,7 @@
 from jax.sharding import AxisType, Mesh
 
 from jdp.inspect import described_gpus
+from jdp.inspect.gpus import GPUS
 
 UnavailableError = described_gpus.MissingPluginError
 
@@ -27,4 +28,4 @@ def target_config() -> str:
     Raises:
       UnavailableError: if this environment has no such plugin.
     """
-    return described_gpus.gpu_description(described_gpus.GPUS["H200"])
+    return described_gpus.gpu_description(GPUS["H200"].xla_name)

@@ -9,17 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-# The names of GPUs in XLA's descriptions, by the names that people use.
-GPUS = {
-    "A100": "NVIDIA A100-SXM4-80GB",
-    "H100": "NVIDIA H100 80GB HBM3",
-    "H200": "NVIDIA H200 141GB HBM3e",
-    "B200": "NVIDIA B200",
-    "GB200": "NVIDIA GB200",
-    "B300": "NVIDIA B300",
-}
-# GPUs of a host, which share fast links.
-GPUS_PER_HOST = dict.fromkeys(GPUS, 8) | {"GB200": 4}
+from jdp.inspect.gpus import GPUS
 
 
 class MissingPluginError(Exception):
@@ -30,7 +20,7 @@ def gpus_of(name: str) -> tuple[str, int, int]:
     """Return the kind of GPU of a target, the number of hosts, and GPUs of each host.
 
     Args:
-      name: such as "16xH200", of a kind in `GPUS`.
+      name: such as "16xH200", of a GPU in `GPUS`.
 
     Raises:
       ValueError: if the hosts would not have the same number of GPUs.
@@ -39,7 +29,7 @@ def gpus_of(name: str) -> tuple[str, int, int]:
     ('H200', 2, 6)
     """
     number, _, kind = name.upper().partition("X")
-    num, most = int(number), GPUS_PER_HOST[kind]
+    num, most = int(number), GPUS[kind].per_host
     num_hosts = -(-num // most)
     if num % num_hosts:
         equal = -(-num // num_hosts) * num_hosts
@@ -82,7 +72,7 @@ def gpu_description(name: str) -> str:
     """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12.
 
     Args:
-      name: of the GPU, one of the values of `GPUS`.
+      name: `xla_name` of one of `GPUS`.
 
     Raises:
       MissingPluginError: if this environment has no such plugin.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.inspect.gpus import GPUS, NCCL_START_S, nvlink
+from jdp.inspect.gpus import GPUS, NCCL_START_S, kind_of, nvlink
 from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate, part_of
 from jdp.inspect.rate import given as as_given
 from jdp.inspect.targets import TargetDevices
@@ -124,7 +124,7 @@ def _rate(name: str, peak: float, parts: tuple[float, float, float], source: str
 
 
 def _gpu(target: TargetDevices) -> dict[str, Rate]:
-    kind = next((name for name in GPUS if re.search(rf"\b{name}\b", target.device_kind)), "")
+    kind = kind_of(target.device_kind)
     peaks, source = _gpu_peaks(target.description, kind)
     link = nvlink(kind)
     nics = f"{ASSUMED}: eight links of 400 Gb/s for each host, 90 % of them"
@@ -149,9 +149,10 @@ def _gpu_peaks(description: str, kind: str) -> tuple[dict[str, float], str]:
         return dict(zip(_OF_DEVICES, peaks, strict=True)), DESCRIBED
     if kind not in GPUS:
         return {}, ""
-    flops, memory, _ = GPUS[kind]
+    gpu = GPUS[kind]
     # TensorFloat-32 has half the rate of bfloat16.
-    return dict(zip(_OF_DEVICES, (flops, flops / 2, memory), strict=True)), _DATA_SHEET
+    peaks = gpu.flops, gpu.flops / 2, gpu.memory_bytes_per_s
+    return dict(zip(_OF_DEVICES, peaks, strict=True)), _DATA_SHEET
 
 
 def _number(text: str, name: str) -> float:

@@ -15,13 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 from jdp.distributed import hosts
 from jdp.distributed import mesh as meshes
-from jdp.inspect.described_gpus import (
-    GPUS,
-    MissingPluginError,
-    gpu_description,
-    gpu_devices,
-    gpus_of,
-)
+from jdp.inspect.described_gpus import MissingPluginError, gpu_description, gpu_devices, gpus_of
+from jdp.inspect.gpus import GPUS
 from jdp.worker.local_devices import require_few_cpu_ranks
 
 _FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology of TPUs, or "cpu:4"'
@@ -164,7 +159,7 @@ def _cpu_devices(num: int) -> list[Any]:
 
 def _gpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
     kind, num_hosts, num_per_host = gpus_of(name)
-    description = gpu_description(GPUS[kind])
+    description = gpu_description(GPUS[kind].xla_name)
     devices = gpu_devices(description, num_hosts, num_per_host)
     mesh = _mesh(devices, axis_names, num_hosts)
     found = [device.process_index for device in mesh.devices.flat]

@@ -55,6 +55,17 @@ def test_a_state_that_does_not_fit_is_marked(capsys):
     assert larger["memory_bytes"] == row["memory_bytes"] + 2**30 and not larger["fits"]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "memory"), [("GB200", [4, 8], 186e9), ("B300", [8, 16], 270e9)]
+)
+def test_a_gpu_has_its_memory_and_its_number_in_a_host(gpu, gpus, memory):
+    found = planned("--methods", "hsdp", "--gpu", gpu)
+    assert [row["gpus"] for row in found["predicted"]] == gpus
+    assert found["assumed"]["memory_bytes"]["value"] == memory
+    [row, _] = planned("--methods", "hsdp", "--gpu", gpu, "--gpus-per-host", "72")["predicted"]
+    assert row["gpus"] == 72  # a rack
+
+
 def test_a_host_that_is_missing_takes_its_share():
     few = "--methods", "hsdp", "--commit-every", "1", "--set", "mtbf_gpu_s=1e9"
     few += "--set", "commit_bytes_per_s=1e15"

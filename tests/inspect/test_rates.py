@@ -33,7 +33,7 @@ def devices(platform, kind, num_hosts=1, description=""):
 @pytest.mark.parametrize(
     ("kind", "flops", "memory"),
     [(H100, 989e12, 3.35e12), ("NVIDIA A100-SXM4-80GB", 312e12, 2.04e12),
-     ("NVIDIA B200", 2250e12, 8e12)],
+     ("NVIDIA B200", 2250e12, 8e12), ("NVIDIA GB200", 2500e12, 8e12)],
 )  # fmt: skip
 def test_a_gpu_that_xla_does_not_describe_has_published_rates(kind, flops, memory):
     found = rates_of(devices("gpu", kind))

@@ -22,6 +22,7 @@ import jdp
 from benchmarks.gpu import programs
 from jdp import collectives
 from jdp.inspect import described_gpus, targets
+from jdp.inspect.gpus import GPUS
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, ROWS = 1024, 4, 8 * 2048
@@ -39,7 +40,7 @@ def h200s():
             yield "8xH200"
         return
     try:
-        described_gpus.gpu_description(described_gpus.GPUS["H200"])
+        described_gpus.gpu_description(GPUS["H200"].xla_name)
     except described_gpus.MissingPluginError as reason:
         pytest.skip(str(reason))
     yield "8xH200"
@@ -184,13 +185,13 @@ def test_a_mesh_of_gpus_is_explained_as_the_name_of_its_gpus_is(h200s):
     assert (found.time, found.rates, found.memory) == (named.time, named.rates, named.memory)
 
 
-@pytest.mark.parametrize("kind", described_gpus.GPUS)
+@pytest.mark.parametrize("kind", GPUS)
 def test_every_gpu_of_the_list_is_described(kind, h200s):
     if DESCRIBED:
         pytest.skip("one description stands for all")
-    text = described_gpus.gpu_description(described_gpus.GPUS[kind])
+    text = described_gpus.gpu_description(GPUS[kind].xla_name)
     assert text.startswith("gpu_device_info {") and text.count("gpu_device_info {") == 1
-    assert text.endswith(f'device_description_str: "{described_gpus.GPUS[kind]}"')
+    assert text.endswith(f'device_description_str: "{GPUS[kind].xla_name}"')
 
 
 def test_shards_within_a_host_take_the_links_of_the_host(h200s):

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         results.require_outputs(_inputs(chosen), json=chosen.json, png=chosen.png)
         hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
         measured = _calibration(chosen.calibration)
-        options, known = _options(chosen, measured), _known(chosen, measured)
+        known, options = _known(chosen, measured), _options(chosen, measured)
     except ValueError as error:
         print(f"jdp plan: {error}", file=sys.stderr)
         return 2
@@ -64,7 +64,7 @@ def _inputs(chosen: argparse.Namespace) -> list[str | Path | None]:
 def _options(chosen: argparse.Namespace, measured: Calibration | None) -> prediction.PlanOptions:
     return prediction.PlanOptions(
         model=question.read_model(chosen.model),
-        per_host=chosen.gpus_per_host,
+        per_host=chosen.gpus_per_host or GPUS[chosen.gpu].per_host,
         gather_bytes=_DTYPES[chosen.gather_dtype],
         reduce_bytes=_DTYPES[chosen.reduce_dtype],
         bucket_bytes=chosen.bucket_bytes,
@@ -128,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, metavar="NAME=N,...", help=text)
     text = "numbers of hosts: 4, 1,2,3, or 1:2048 for powers of two (default 1:64)"
     parser.add_argument("--hosts", default="1:64", metavar="N", help=text)
-    parser.add_argument("--gpus-per-host", type=read_positive, default=8, metavar="N")
+    text = "default 8, and 4 GB200"
+    parser.add_argument("--gpus-per-host", type=read_positive, metavar="N", help=text)
     parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default H100)")
     text = "network cards of a host and Gbit/s of each (default 8x400)"
     parser.add_argument("--link", default="8x400", metavar="NxGBITS", help=text)
