@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.inspect.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse
+from jdp.inspect.computation import Instruction
+from jdp.inspect.hlo import COLLECTIVES, dot_flops, num_bytes, parse
 from jdp.inspect.trip_counts import TripCounts
 
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
@@ -58,7 +59,7 @@ def _count(
 ) -> Counts:
     if name not in done:
         total, under_way = Counts(), {}
-        shapes = {one.name: one.shape for one in computations[name]}
+        shapes = computations[name].shapes
         for one in computations[name]:  # in the order in which they run
             if one.op.endswith("-done"):
                 sent_bytes, is_hidden = under_way.pop(one.operands()[0], (0, False))

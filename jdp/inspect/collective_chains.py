@@ -4,11 +4,11 @@ Each part is a fusion that holds the same collective. The start and the done hol
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Computation, Instruction
 
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
@@ -28,13 +28,12 @@ class ChainPart(NamedTuple):
     is_done: bool
 
 
-def part_of(inside: Iterable[Instruction]) -> ChainPart | None:
+def part_of(inside: Sequence[Instruction]) -> ChainPart | None:
     """Return which part of a collective a fusion is, None if it is not one.
 
     Args:
       inside: the instructions of the fusion.
     """
-    inside = list(inside)
     found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
     chain = next((each[1] for each in found if each), None)
     if chain is None:
@@ -43,14 +42,14 @@ def part_of(inside: Iterable[Instruction]) -> ChainPart | None:
     return ChainPart(f"chain {chain}", _START in targets, _DONE in targets)
 
 
-def computation_of(inside: Sequence[Instruction]) -> list[Instruction]:
+def computation_of(inside: Computation) -> Computation:
     """Return the computation of a part, without the collective and the arrays that pass through it.
 
     Args:
-      inside: the instructions of the fusion; its last one makes a tuple.
+      inside: the instructions of the fusion, which makes a tuple.
     """
     passed = {one.name for one in inside if one.op in (*hlo.COLLECTIVES, "parameter")}
-    found = []
+    found = Computation()
     for one in inside:
         if one.is_root:
             made = ", ".join(f"%{name}" for name in one.operands() if name not in passed)

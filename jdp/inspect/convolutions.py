@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Instruction
 
 _LABELS = re.compile(r"dim_labels=([?\w]+)_([?\w]+)->([?\w]+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")

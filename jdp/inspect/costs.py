@@ -2,12 +2,11 @@
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jdp.inspect import collective_chains, convolutions, hlo, kernels
 from jdp.inspect.collective_chains import ChainPart
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Computation, Instruction
 from jdp.inspect.kernels import Kernel
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -33,16 +32,15 @@ class Costs:
       kernels: its Pallas kernels.
     """
 
-    def __init__(self, computations: dict[str, list[Instruction]], kernels: Sequence[Kernel] = ()):
+    def __init__(self, computations: dict[str, Computation], kernels: Sequence[Kernel] = ()):
         self._computations = computations
         self._kernels = kernels
         self._flops: dict[str, dict[str, float]] = {}
 
-    def inside(self, one: Instruction) -> Iterator[Instruction]:
-        """Yield the instructions of a fusion, or of another computation that runs as one."""
-        if one.op not in _CALLS_OF_ONE:
-            for name in one.called()[:1]:
-                yield from self._computations.get(name, [])
+    def inside(self, one: Instruction) -> Computation:
+        """Return the computation of a fusion, or another that runs as one; else an empty one."""
+        called = [] if one.op in _CALLS_OF_ONE else one.called()
+        return self._computations.get(called[0] if called else "", Computation())
 
     def part(self, one: Instruction) -> ChainPart | None:
         """Return which part of a collective an instruction is, None if it is not one."""
@@ -89,10 +87,9 @@ class Costs:
             return {}
         if name not in self._flops:
             inner = self._computations[name]
-            own = {each.name: each.shape for each in inner}
             total: dict[str, float] = {}
             for each in inner:
-                for dtype, flops in self.flops(each, own).items():
+                for dtype, flops in self.flops(each, inner.shapes).items():
                     total[dtype] = total.get(dtype, 0) + flops
             self._flops[name] = total
         return self._flops[name]
@@ -113,9 +110,8 @@ class Costs:
         XLA's CPU backend does that element by element. A transpose by itself goes by blocks and is
         about as fast as other copies.
         """
-        inner = list(self.inside(one)) if one.op in ("fusion", "call") else []
-        own = {each.name: each.shape for each in inner}
-        changes = any(changes_order(each, own) for each in inner)
+        inner = self.inside(one) if one.op in ("fusion", "call") else Computation()
+        changes = any(changes_order(each, inner.shapes) for each in inner)
         return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
@@ -127,23 +123,17 @@ class Costs:
         """
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
-        inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []
+        inner = self.inside(one) if one.op in ("fusion", "fusion-start", "call") else Computation()
         if not inner:
             return _bytes_alone(one, shapes)
         if collective_chains.part_of(inner):
             inner = collective_chains.computation_of(inner)
-        own = {each.name: each.shape for each in inner}
-        users: dict[str, list[Instruction]] = defaultdict(list)
-        for each in inner:
-            for name in dict.fromkeys(each.operands()):
-                users[name].append(each)
-        parameters = {x.number(): x for x in inner if x.op == "parameter"}
         read = 0
         for i, name in enumerate(one.operands()):
-            enters = parameters.get(i)
+            enters = inner.parameters.get(i)
             whole = hlo.num_bytes(shapes.get(name, ""))
-            read += whole if enters is None else _bytes_read(enters, users, own)
-        return read + _bytes_written(inner, own)
+            read += whole if enters is None else _bytes_read(enters, inner)
+        return read + _bytes_written(inner)
 
 
 def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
@@ -158,37 +148,33 @@ def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
     return sum(sizes) + (result - sum(sizes) if one.op.endswith("-start") else result)
 
 
-def _bytes_read(
-    one: Instruction, users: Mapping[str, Sequence[Instruction]], shapes: Mapping[str, str]
-) -> int:
+def _bytes_read(one: Instruction, inner: Computation) -> int:
     """Return the bytes that a fusion reads of an array that enters it: of a slice, the slice."""
     whole = hlo.num_bytes(one.shape)
     read = whole if one.is_root else 0
-    for user in users[one.name]:
+    for user in inner.users[one.name]:
         is_array = [i for i, name in enumerate(user.operands()) if name == one.name] == [0]
         if user.op == "bitcast":
-            read += _bytes_read(user, users, shapes)
+            read += _bytes_read(user, inner)
         elif user.op in _SLICING and is_array:
             read += hlo.num_bytes(user.shape)
         elif user.op == "scatter" and is_array:
-            read += _bytes_changed(user, shapes)
+            read += _bytes_changed(user, inner.shapes)
         elif user.op != "dynamic-update-slice" or not is_array:
             read = whole
     return min(read, whole)
 
 
-def _bytes_written(inner: Sequence[Instruction], shapes: Mapping[str, str]) -> int:
+def _bytes_written(inner: Computation) -> int:
     """Return the bytes that a fusion writes: of an array that is changed in place, the change."""
-    by_name = {one.name: one for one in inner}
-    root = next((one for one in inner if one.is_root), inner[-1])
-    written, made = 0, [root]
+    written, made = 0, [inner.root or inner[-1]]
     while made:
         one = made.pop()
         if one.op in ("tuple", "bitcast"):
-            made += [by_name[x] for x in one.operands()]
+            made += [inner.by_name[x] for x in one.operands()]
         else:
-            is_in_place = one.op in _IN_PLACE
-            written += _bytes_changed(one, shapes) if is_in_place else hlo.num_bytes(one.shape)
+            is_changed = one.op in _IN_PLACE
+            written += _bytes_changed(one, inner.shapes) if is_changed else hlo.num_bytes(one.shape)
     return written
 
 

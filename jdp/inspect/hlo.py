@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from jdp.analysis import source_lines
+from jdp.inspect.computation import Computation, Instruction
 
 # A collective is one instruction, or a pair of start and done, of which the start counts.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -16,13 +17,7 @@ _BITS |= {"s4": 4, "u4": 4, "s2": 2, "u2": 2}
 
 _SHAPE = re.compile(r"\b([a-z]+[0-9]+(?:e[0-9]m[0-9]\w*)?|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
-_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|called_computations|branch_computations)="
-    r"\{?%?([\w.\-]+(?:, ?%[\w.\-]+)*)"
-)
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 class Array(NamedTuple):
@@ -58,56 +53,11 @@ class Array(NamedTuple):
         return math.prod(minor_first) * _bits(self.dtype) // 8
 
 
-class Instruction(NamedTuple):
-    """One operation of a program."""
-
-    name: str
-    shape: str
-    op: str
-    rest: str  # operands and attributes
-    is_root: bool = False
-
-    def operands(self) -> list[str]:
-        """Return the names of its operands."""
-        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
-
-    def called(self) -> list[str]:
-        """Return the names of the computations that it calls."""
-        found = _CALLED.findall(self.attributes())
-        return [name.strip().lstrip("%") for names in found for name in names.split(",")]
-
-    def computation(self, attribute: str) -> str:
-        """Return the name of the computation of an attribute, such as the `body` of a loop."""
-        return re.findall(rf"\b{attribute}=%?([\w.\-]+)", self.rest)[0]
-
-    def number(self) -> int:
-        """Return the number of a parameter."""
-        return int(self.rest.split(")")[0])
-
-    def element(self) -> int:
-        """Return the number of the element that a get-tuple-element takes."""
-        return int(re.findall(r"\bindex=(\d+)", self.rest)[0])
-
-    def attributes(self) -> str:
-        """Return its attributes, without the metadata."""
-        return self.rest.partition(")")[2].partition(", metadata={")[0]
-
-    def op_name(self) -> str:
-        """Return the name that JAX gave it, such as `jit(step)/transpose(jvp())/dot_general`."""
-        found = _NAME.search(self.rest)
-        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
-
-    def target(self) -> str:
-        """Return the target of a custom call, empty for other operations."""
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
-
-
 class HloProgram:
     """A compiled program.
 
     Attributes:
-      computations: the instructions of each computation, in the order in which they run.
+      computations: by name.
       entry: name of the computation that runs first.
       parameters: for each argument its name, such as `args[0].params['w']`, and its type.
     """
@@ -163,24 +113,23 @@ def _table(text: str, heading: str) -> str:
     return found[1] if found else ""
 
 
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+def parse(text: str) -> tuple[dict[str, Computation], str]:
     """Return the computations of `compiled.as_text()`, and the name of the entry."""
-    computations: dict[str, list[Instruction]] = {}
+    computations: dict[str, Computation] = {}
     entry = name = ""
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith((" ", "HloModule")):
             name = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
             entry = name if line.startswith("ENTRY") else entry
-            computations[name] = []
+            computations[name] = Computation()
         elif name and (found := _INSTRUCTION.match(line)):
             root, *fields = found.groups()
             computations[name].append(Instruction(*fields, is_root=bool(root)))
     return computations, entry
 
 
-def _parameters(entry: list[Instruction]) -> dict[str, Array]:
-    numbered = {one.number(): one for one in entry if one.op == "parameter"}
-    ordered = [numbered[i] for i in sorted(numbered)]
+def _parameters(entry: Computation) -> dict[str, Array]:
+    ordered = [one for _, one in sorted(entry.parameters.items())]
     return {one.op_name() or one.name: arrays(one.shape)[0] for one in ordered}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Instruction
 
 
 class Kernel(NamedTuple):

@@ -4,7 +4,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.computation import Computation, Instruction
+from jdp.inspect.hlo import HloProgram
 from jdp.inspect.made_arrays import MadeArray, is_name, joined, makes, parts_of, reads
 
 
@@ -60,7 +61,7 @@ class _Liveness:
     def _of(self, name: str) -> Live:
         computation = self._program.computations[name]
         parts, arrays = parts_of(computation), self._arrays(name)
-        leaving = set(joined(parts[_root(computation).name]))
+        leaving = set(joined(parts[_result(computation)]))
         last = {made: i for i, one in enumerate(computation) if not is_name(one)
                 for made in reads(one, parts)}  # fmt: skip
         ends: dict[int, list[MadeArray]] = defaultdict(list)
@@ -113,12 +114,13 @@ class _Liveness:
         arrays, parts = self._arrays(body), parts_of(computation)
         return [
             next((arrays[made].kind for made in part if made in arrays), "")
-            for part in parts[_root(computation).name]
+            for part in parts[_result(computation)]
         ]
 
 
-def _root(computation: list[Instruction]) -> Instruction:
-    return next((one for one in computation if one.is_root), computation[-1])
+def _result(computation: Computation) -> str:
+    assert computation.root is not None
+    return computation.root.name
 
 
 def _array(one: Instruction, shape: str, read: list[_KindOfArray]) -> _KindOfArray:

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Computation, Instruction
 
 # These make no array, or name one that another operation has made.
 _ALIASES = frozenset(
@@ -27,7 +27,7 @@ class MadeArray(NamedTuple):
 Parts = list[tuple[MadeArray, ...]]
 
 
-def parts_of(computation: list[Instruction]) -> dict[str, Parts]:
+def parts_of(computation: Computation) -> dict[str, Parts]:
     """Return the arrays that each name of a computation stands for."""
     found: dict[str, Parts] = {}
     for one in computation:

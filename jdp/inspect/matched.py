@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdp.inspect import hlo
+from jdp.inspect.computation import Computation
 from jdp.inspect.hlo import Array, HloProgram
 from jdp.inspect.leaf_names import in_parameters
 from jdp.inspect.parameter_flow import ParameterFlow
@@ -160,14 +161,15 @@ def _matched(
 
 def _pieces(program: HloProgram, transfer: SentArrays) -> list[Array]:
     """Return the arrays of a collective of XLA's, also where it has packed them into one."""
-    by_name = {one.name: one for one in program.computations[transfer.computation]}
+    around = program.computations[transfer.computation]
     pieces = []
     for name, array in zip(transfer.instruction.operands(), transfer.arrays, strict=False):
-        packed = by_name.get(name)
-        inner = program.computations.get(next(iter(packed.called()), ""), []) if packed else []
+        packed = around.by_name.get(name)
+        called = packed.called() if packed else []
+        inner = program.computations.get(called[0] if called else "", Computation())
         joins = [one for one in [packed, *inner] if one is not None and one.op == "concatenate"]
         if len(joins) == 1 and array.num_elements() == hlo.num_elements(joins[0].shape):
-            shapes = {one.name: one.shape for one in inner or by_name.values()}
+            shapes = (inner or around).shapes
             pieces += [hlo.arrays(shapes[x])[0] for x in joins[0].operands()]
         else:
             pieces.append(array)

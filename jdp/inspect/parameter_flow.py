@@ -1,11 +1,11 @@
 """The parameters that the arrays of a collective are parts of, or that their sums update."""
 
 import re
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Array, HloProgram, Instruction
+from jdp.inspect.computation import Computation, Instruction
+from jdp.inspect.hlo import Array, HloProgram
 from jdp.inspect.transfers import SentArrays
 
 _SLICE = re.compile(r"slice=\{\[(\d+):")
@@ -16,16 +16,12 @@ _COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape")
 # Up to this many operations lie between an array and its parameter.
 _MAX_DISTANCE = 12
 
-Users = dict[str, list[Instruction]]
-ByName = dict[str, Instruction]
-
 
 class ParameterFlow:
     """Finds parameters by the dataflow of a program."""
 
     def __init__(self, program: HloProgram):
         self._computations = program.computations
-        self._known: dict[str, tuple[ByName, Users]] = {}
         # Of the body of each loop, the computation that runs it, and the loop.
         self._loops = {
             one.computation("body"): (name, one)
@@ -43,7 +39,7 @@ class ParameterFlow:
           i: position of one of them.
         """
         where = transfer.computation
-        _, users = self._in(where)
+        users = self._computations[where].users
         one, sizes = transfer.instruction, _sizes(transfer, pieces[i])
         operands = one.operands()
         if transfer.kind == "all-gather" and len(pieces) == len(operands):
@@ -52,7 +48,7 @@ class ParameterFlow:
             (one,) = users[one.name]
         if len(pieces) == 1:
             return self._updated(where, [one.name], sizes)
-        indexed = _elements(users, one.name, [i])
+        indexed = _elements(users[one.name], [i])
         if indexed and all(x.op == "get-tuple-element" for x in users[one.name]):
             return self._updated(where, indexed, sizes)
         begin = sum(piece.num_elements() for piece in pieces[:i])
@@ -60,24 +56,24 @@ class ParameterFlow:
 
     def _sources(self, where: str, level: list[str], sizes: Collection[int]) -> list[str]:
         """Return the nearest parameters that arrays of a computation are made of."""
-        by_name, _ = self._in(where)
+        computation = self._computations[where]
         seen, entering = set[str](), list[str]()
         for _ in range(_MAX_DISTANCE):
-            if found := _named(by_name, level, sizes):
+            if found := _named(computation, level, sizes):
                 return found
             seen.update(level)
             entering += [x for each in level for x in self._carried_in(where, each)]
-            level = [x for each in level for x in self._made_of(by_name, each) if x not in seen]
+            level = [x for each in level for x in self._made_of(computation, each) if x not in seen]
         return self._sources(self._loops[where][0], entering, sizes) if entering else []
 
     def _carried_in(self, where: str, name: str) -> list[str]:
         """Return the name outside a loop of an array that its body reads."""
-        by_name, _ = self._in(where)
+        by_name = self._computations[where].by_name
         one = by_name.get(name)
         if one is None or one.op != "get-tuple-element" or where not in self._loops:
             return []
         outside, loop = self._loops[where]
-        given = self._in(outside)[0].get(loop.operands()[0])
+        given = self._computations[outside].by_name.get(loop.operands()[0])
         if by_name[one.operands()[0]].op != "parameter" or given is None or given.op != "tuple":
             return []
         return [given.operands()[one.element()]]
@@ -88,19 +84,19 @@ class ParameterFlow:
             return []
         outside, loop = self._loops[where]
         numbers = [i for i, x in enumerate(user.operands()) if x == name]
-        return _elements(self._in(outside)[1], loop.name, numbers)
+        return _elements(self._computations[outside].users[loop.name], numbers)
 
-    def _made_of(self, by_name: ByName, name: str) -> list[str]:
-        one = by_name.get(name)
+    def _made_of(self, computation: Computation, name: str) -> list[str]:
+        one = computation.by_name.get(name)
         if one is None or one.op.removesuffix("-done") in hlo.COLLECTIVES:
             return []
         if one.op != "get-tuple-element":
             return one.operands()
-        fusion = by_name.get(one.operands()[0])
-        inner, root = self._inside(fusion)
-        if fusion is None or root is None or root.op != "tuple":
+        fusion = computation.by_name.get(one.operands()[0])
+        inner = self._inside(fusion)
+        if fusion is None or inner.root is None or inner.root.op != "tuple":
             return []
-        return _entering(fusion, inner, [root.operands()[one.element()]])
+        return _entering(fusion, inner, [inner.root.operands()[one.element()]])
 
     def _updated(
         self, where: str, level: list[str], sizes: set[int], begin: int | None = None
@@ -113,17 +109,17 @@ class ParameterFlow:
           sizes: numbers of elements that a parameter may have.
           begin: of the array that only a slice belongs to, where the slice begins.
         """
-        by_name, users = self._in(where)
+        computation = self._computations[where]
         seen, leaving = set[tuple[str, str]](), list[str]()
         for _ in range(_MAX_DISTANCE):
             found: list[str] = []
             after: list[str] = []
             for name in level:
-                for user in users[name]:
+                for user in computation.users[name]:
                     if (name, user.name) not in seen:
                         seen.add((name, user.name))
-                        beside, results = self._computed_with(users, user, name, begin)
-                        found += _named(by_name, beside, sizes)
+                        beside, results = self._computed_with(computation, user, name, begin)
+                        found += _named(computation, beside, sizes)
                         after += results
                         leaving += self._carried_out(where, user, name)
             if found:
@@ -132,12 +128,13 @@ class ParameterFlow:
         return self._updated(self._loops[where][0], leaving, sizes) if leaving else []
 
     def _computed_with(
-        self, users: Users, user: Instruction, name: str, begin: int | None
+        self, computation: Computation, user: Instruction, name: str, begin: int | None
     ) -> tuple[list[str], list[str]]:
         """Return the operands of an operation that meet an array in it, and their results."""
         if user.op in _APART or user.op.removesuffix("-start") in hlo.COLLECTIVES:
             return [], []
-        inner, root = self._inside(user)
+        inner = self._inside(user)
+        root = inner.root
         if root is None:
             is_other = begin is not None and not _begins_at(user, begin)
             return ([], []) if is_other else (user.operands(), [user.name])
@@ -153,23 +150,12 @@ class ParameterFlow:
             return (_entering(user, inner, [root.name]), [user.name]) if is_root else ([], [])
         numbers = [i for i, x in enumerate(root.operands()) if x in reached]
         beside = _entering(user, inner, [root.operands()[i] for i in numbers])
-        return beside, _elements(users, user.name, numbers)
+        return beside, _elements(computation.users[user.name], numbers)
 
-    def _inside(self, one: Instruction | None) -> tuple[list[Instruction], Instruction | None]:
-        """Return the instructions of a fusion, and the one that makes its result."""
-        if one is None or one.op != "fusion":
-            return [], None
-        inner = self._computations.get(next(iter(one.called()), ""), [])
-        return inner, next((each for each in inner if each.is_root), None)
-
-    def _in(self, name: str) -> tuple[ByName, Users]:
-        if name not in self._known:
-            users: Users = defaultdict(list)
-            for one in self._computations[name]:
-                for operand in one.operands():
-                    users[operand].append(one)
-            self._known[name] = {one.name: one for one in self._computations[name]}, users
-        return self._known[name]
+    def _inside(self, one: Instruction | None) -> Computation:
+        """Return the computation of a fusion; of anything else an empty one."""
+        called = one.called() if one is not None and one.op == "fusion" else []
+        return self._computations.get(called[0] if called else "", Computation())
 
 
 def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
@@ -181,9 +167,9 @@ def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
     return {size, size // num_parts}  # XLA may slice what an all-reduce has summed
 
 
-def _elements(users: Users, name: str, numbers: Collection[int]) -> list[str]:
-    """Return the names of some elements of a tuple."""
-    found = [x for x in users[name] if x.op == "get-tuple-element"]
+def _elements(users: Sequence[Instruction], numbers: Collection[int]) -> list[str]:
+    """Return the names of some elements of a tuple, given what takes it."""
+    found = [x for x in users if x.op == "get-tuple-element"]
     return [x.name for x in found if x.element() in numbers]
 
 
@@ -192,33 +178,33 @@ def _begins_at(one: Instruction, begin: int) -> bool:
     return found is not None and int(found[1]) == begin
 
 
-def _entries(fusion: Instruction, inner: Sequence[Instruction], name: str) -> set[str]:
+def _entries(fusion: Instruction, inner: Computation, name: str) -> set[str]:
     """Return the names that an operand of a fusion has inside of it."""
     operands = fusion.operands()
-    return {x.name for x in inner if x.op == "parameter" and operands[x.number()] == name}
+    return {x.name for i, x in inner.parameters.items() if operands[i] == name}
 
 
-def _entering(fusion: Instruction, inner: Sequence[Instruction], names: Sequence[str]) -> list[str]:
+def _entering(fusion: Instruction, inner: Computation, names: Sequence[str]) -> list[str]:
     """Return the operands of a fusion that some values inside of it are made of."""
-    own, reached, left = {x.name: x for x in inner}, set[str](), list(names)
+    reached, left = set[str](), list(names)
     while left:
-        one = own.get(left.pop())
+        one = inner.by_name.get(left.pop())
         if one is not None and one.name not in reached:
             reached.add(one.name)
             left += one.operands() if one.op not in (*_APART, "parameter") else []
-    entered = [x for x in inner if x.op == "parameter" and x.name in reached]
-    return [fusion.operands()[x.number()] for x in entered]
+    operands = fusion.operands()
+    return [operands[i] for i, x in inner.parameters.items() if x.name in reached]
 
 
-def _named(by_name: ByName, names: Sequence[str], sizes: Collection[int]) -> list[str]:
-    return [path for name in names if (path := _name_of(by_name, name, sizes))]
+def _named(computation: Computation, names: Sequence[str], sizes: Collection[int]) -> list[str]:
+    return [path for name in names if (path := _name_of(computation, name, sizes))]
 
 
-def _name_of(by_name: ByName, name: str, sizes: Collection[int]) -> str:
+def _name_of(computation: Computation, name: str, sizes: Collection[int]) -> str:
     """Return the name of a parameter of the model of one of some sizes; empty for others."""
-    one = by_name.get(name)
+    one = computation.by_name.get(name)
     while one is not None and one.op in _COPIES:
-        one = by_name.get(next(iter(one.operands()), ""))
+        one = computation.by_name.get(next(iter(one.operands()), ""))
     if one is None or one.op != "parameter" or hlo.num_elements(one.shape) not in sizes:
         return ""
     path = one.op_name()

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Instruction
 
 # {{0,1},{2,3}}, or [2,2]<=[2,2]T(1,0), or mesh['a'=2,'b'=2] {'b'}.
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}")

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
 from jdp.inspect import hlo
+from jdp.inspect.computation import Instruction
 from jdp.inspect.costs import Costs
-from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.hlo import HloProgram
 from jdp.inspect.kernels import Kernel
 from jdp.inspect.speeds import Speeds, Work
 from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer_of
@@ -69,7 +70,6 @@ class _Simulation:
     def __init__(self, program: HloProgram, speeds: Speeds, costs: Costs):
         self._program, self._speeds, self._costs = program, speeds, costs
         self._trip_counts = TripCounts(program.computations)
-        self._shapes: dict[str, dict[str, str]] = {}
         self._seconds: dict[str, float] = {}  # of the branches of conditionals
         self.timeline = Timeline()
         self.now_s = 0.0
@@ -79,10 +79,7 @@ class _Simulation:
 
     def computation(self, name: str) -> None:
         """Run the operations of a computation."""
-        computation = self._program.computations[name]
-        if name not in self._shapes:
-            self._shapes[name] = {one.name: one.shape for one in computation}
-        for one in computation:
+        for one in self._program.computations[name]:
             self._instruction(one, name)
 
     def _instruction(self, one: Instruction, name: str) -> None:
@@ -91,7 +88,7 @@ class _Simulation:
             self._loop(one, name)
         elif one.op == "conditional":
             self._branches(one)
-        elif one.op == "call" and not inner and not self._costs.flops(one, self._shapes[name]):
+        elif one.op == "call" and not inner and not self._costs.flops(one, self._shapes(name)):
             self.computation(one.called()[0])
         elif inner is not None:
             self._collective(one, inner, name)
@@ -101,6 +98,9 @@ class _Simulation:
             self._done(part.chain)
         elif one.op not in _FREE:
             self._compute(one, name)
+
+    def _shapes(self, name: str) -> dict[str, str]:
+        return self._program.computations[name].shapes
 
     def _loop(self, one: Instruction, name: str) -> None:
         try:
@@ -160,10 +160,10 @@ class _Simulation:
         found.spans.append(("computation", begin_s, self.now_s, f"{num_times} more iterations"))
 
     def _compute(self, one: Instruction, name: str) -> None:
-        flops = self._costs.flops(one, self._shapes[name])
+        flops = self._costs.flops(one, self._shapes(name))
         if not flops and (missing := self._costs.uncounted(one)):
             self.timeline.unknown.append(missing)
-        shapes = self._shapes[name]
+        shapes = self._shapes(name)
         took_s = self._speeds.compute_s(
             Work(
                 flops,
@@ -196,7 +196,7 @@ class _Simulation:
         key = f"{name}/{one.name}"
         transfer = self.timeline.transfers.get(key)
         if transfer is None:
-            transfer = transfer_of(one, inner, name, self._shapes[name])
+            transfer = transfer_of(one, inner, name, self._shapes(name))
             self.timeline.transfers[key] = transfer
         part = self._costs.part(one)
         ring = f"ring {number}" if target == call_order.START else None

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.inspect import hlo, replica_groups
+from jdp.inspect.computation import Instruction
 from jdp.inspect.costs import Costs
-from jdp.inspect.hlo import Array, Instruction
+from jdp.inspect.hlo import Array
 
 _BUCKET = re.compile(r"\bbucket = (\d+)")
 _NATIVE = {

@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.hlo import Instruction
+from jdp.inspect.computation import Computation, Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"([su]\d+)\[1?\]")
@@ -32,9 +32,8 @@ class TripCounts:
       computations: of the program, see `hlo.parse`.
     """
 
-    def __init__(self, computations: dict[str, list[Instruction]]):
+    def __init__(self, computations: dict[str, Computation]):
         self._computations = computations
-        self._by_name = {name: {one.name: one for one in own} for name, own in computations.items()}
         self._callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
         for name, own in computations.items():
             for one in own:
@@ -87,7 +86,7 @@ class TripCounts:
         if count is None:
             return None
         # A counter that leaves its type starts anew at the other end.
-        dtype = hlo.arrays(self._by_name[condition][root.operands()[0]].shape)[0].dtype
+        dtype = hlo.arrays(self._computations[condition].shapes[root.operands()[0]])[0].dtype
         return count if _fits(first, dtype) and _fits(first + count * step, dtype) else None
 
     def _step(self, loop: Instruction, value: _LoopInteger) -> int | None:
@@ -121,8 +120,7 @@ class TripCounts:
         return None if value is None else value.constant
 
     def _root(self, computation: str) -> Instruction | None:
-        own = self._computations.get(computation, [])
-        return next((one for one in own if one.is_root), None)
+        return self._computations.get(computation, Computation()).root
 
     def _sum(self, computation: str, name: str, index: int | None = None) -> _LoopInteger | None:
         """Return the value of an integer, None if it is neither a constant nor a sum with one.
@@ -132,7 +130,7 @@ class TripCounts:
           name: of the integer, or of a tuple.
           index: its place in the tuple.
         """
-        one = self._by_name[computation].get(name)
+        one = self._computations[computation].by_name.get(name)
         if one is None:
             return None
         operands = one.operands()

@@ -8,9 +8,10 @@ import pytest
 from jax import lax
 
 from jdp.inspect import convolutions
+from jdp.inspect.computation import Instruction
 from jdp.inspect.convolutions import _KernelWindow
 from jdp.inspect.costs import Costs
-from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.hlo import HloProgram
 
 PLAIN = dict(window_strides=(1, 1), padding="SAME")
 UNEVEN = dict(window_strides=(1, 2), padding=((1, 0), (3, 2)), rhs_dilation=(2, 1))

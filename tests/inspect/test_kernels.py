@@ -6,7 +6,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jdp.inspect import kernels, planned, timeline
-from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.computation import Instruction
+from jdp.inspect.hlo import HloProgram
 from jdp.inspect.kernels import Kernel
 
 SHAPE = jax.ShapeDtypeStruct((8, 128), jnp.float32)

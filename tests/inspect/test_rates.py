@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp import collectives
 from jdp.inspect import described_gpus, replica_groups, targets, timeline
-from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.computation import Instruction
+from jdp.inspect.hlo import HloProgram
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rate import Rate, given
 from jdp.inspect.rates import UNITS, given_rates, rates_of

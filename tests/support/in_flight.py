@@ -29,7 +29,7 @@ def bytes_in_flight(text):
                 hidden += times * body[0]
                 total += times * body[1]
             elif kind in ("all-gather", "reduce-scatter"):
-                shapes = {each.name: each.shape for each in computations[name]}
+                shapes = computations[name].shapes
                 sent = sum(hlo.num_bytes(shapes[x]) for x in one.operands())
                 sent *= 8 if kind == "all-gather" else 1
                 total += sent
