@@ -15,6 +15,8 @@ _MOVES = frozenset(
 )
 # Operations that put the gradients of layers together.
 _STACKS = ("dynamic_update_slice", "concatenate")
+# Operations that keep the places of the vectors in a vector.
+_SCALES = ("mul", "div", "convert_element_type")
 _SLICES = ("dynamic_slice", "slice", "squeeze", "jdp_own_slice")
 OF_LAYER = " of one iteration"
 
@@ -32,15 +34,37 @@ class LeafNames:
     """Names results of equations by their operands.
 
     The gradient of a layer has no name where a loop over layers reduces it: it gets a stand-in, and
-    its name when a parameter is updated with it.
+    its name when a parameter is updated with it. Gradients that are packed into one vector get one
+    each, by which they are known when the sum is split.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}  # by stand-in
         self._num_stand_ins = 0
+        self._packed: dict[Any, list[Any]] = {}  # the vectors in each vector
+        self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
 
-    def stand_in(self) -> str:
-        """Return a name for a gradient whose parameter is not known yet."""
+    def sent(self, atom: Any, paths: Paths) -> str:
+        """Return the name of a gradient that is reduced, a stand-in where it has none.
+
+        Args:
+          atom: the gradient, or a vector of several.
+          paths: names of the variables around it.
+        """
+        if found := path(atom, paths):
+            return found
+        stand_in = self._stand_in()
+        if not jaxprs.is_literal(atom) and atom in self._packed:
+            self._parts[stand_in] = [
+                (path(x, paths) or self._stand_in(), int(x.aval.size)) for x in self._packed[atom]
+            ]
+        return stand_in
+
+    def parts(self, name: str, size: int) -> list[tuple[str, int]]:
+        """Return the names and sizes of the gradients in a vector; in an array there is one."""
+        return self._parts.get(name, [(name, size)])
+
+    def _stand_in(self) -> str:
         self._num_stand_ins += 1
         return f"?{self._num_stand_ins}"
 
@@ -61,11 +85,14 @@ class LeafNames:
           paths: names of the variables around it.
         """
         if name == "jdp_mark" and eqn.params["kind"] == LOCAL and eqn.params["path"]:
-            paths[eqn.outvars[0]] = f"grads{eqn.params['path']}"
+            found = f"grads{eqn.params['path']}"
+            self._resolve([path(eqn.invars[0], paths)], found)
+            paths[eqn.outvars[0]] = found
             return
         if name in ("optimization_barrier", "jdp_tied"):
             pass_on(eqn.invars, eqn.outvars, paths)
             return
+        self._follow_vectors(eqn, name, paths)
         (out, *others), atoms = eqn.outvars or [None], [x for x in eqn.invars if path(x, paths)]
         if out is None or others or not atoms:
             return
@@ -76,8 +103,7 @@ class LeafNames:
         params = [each for each in alike if ".params" in each]
         is_update = name in ("mul", "add", "sub", "div", "select_n") and params
         if is_update:
-            for each in unknown:
-                self._found.setdefault(each, f"grads{params[0].rpartition('.params')[2]}")
+            self._resolve(unknown, f"grads{params[0].rpartition('.params')[2]}")
         if name in _STACKS:
             self._stack(out, [path(x, paths) for x in atoms], paths)
         elif gradients or name in _MOVES and alike:
@@ -87,12 +113,29 @@ class LeafNames:
         elif name in _SLICES and (".params" in (taken := path(atoms[0], paths)) or taken[0] == "?"):
             paths[out] = taken
 
+    def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
+        """Record what a vector is packed of, and name what the sum of one is split into."""
+        atoms = [x for x in eqn.invars if not jaxprs.is_literal(x)]
+        if name == "concatenate" and eqn.outvars[0].aval.ndim == 1:
+            self._packed[eqn.outvars[0]] = atoms
+        elif name in _SCALES:
+            for x in atoms:
+                if x in self._packed:
+                    self._packed[eqn.outvars[0]] = self._packed[x]
+        elif name == "split" and atoms and (parts := self._parts.get(path(atoms[0], paths))):
+            paths |= {out: each for out, (each, _) in zip(eqn.outvars, parts, strict=True)}
+
     def _stack(self, out: Any, names: Sequence[str], paths: Paths) -> None:
         unknown = [each for each in names if each.startswith("?")]
-        for each in unknown:
-            paths.setdefault(out, each)
-            if each != unknown[0]:
-                self._found.setdefault(each, unknown[0])
+        if unknown:
+            paths.setdefault(out, unknown[0])
+            self._resolve(unknown[1:], unknown[0])
+
+    def _resolve(self, names: Sequence[str], found: str) -> None:
+        """Record the name of stand-ins, if it is their first one."""
+        for each in names:
+            if each.startswith("?") and each != found:
+                self._found.setdefault(each, found)
 
 
 def path(atom: Any, paths: Paths) -> str:

@@ -100,6 +100,7 @@ class _PlanWalk:
         self.kernels: list[Kernel] = []
         self.scanned: set[str] = set()
         self._num_loops = 0  # around the equations that it is at
+        self._num_transposed = 0  # equations of a backward pass around them
         self._names = LeafNames()
 
     def run(self, jaxpr: Any, paths: Paths) -> Paths:
@@ -118,10 +119,13 @@ class _PlanWalk:
             elif name == "pallas_call":
                 self.kernels.append(kernel_of(eqn))
             else:
-                self._num_loops += name in ("scan", "while")
+                is_loop, is_transposed = name in ("scan", "while"), jaxprs.is_transposed(eqn)
+                self._num_loops += is_loop
+                self._num_transposed += is_transposed
                 if not self._bodies(eqn, name, paths):
                     self._names.name(eqn, name, paths)
-                self._num_loops -= name in ("scan", "while")
+                self._num_loops -= is_loop
+                self._num_transposed -= is_transposed
         return paths
 
     def collectives(self) -> list[Planned]:
@@ -140,15 +144,18 @@ class _PlanWalk:
             return
         kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
         is_of_author = source_lines.is_of_author(eqn)
+        is_backward = self._num_transposed > 0 or jaxprs.is_transposed(eqn)
+        is_of_gradients = kind == "reduce-scatter" or kind == "all-reduce" and is_backward
+        name_of = self._names.sent if is_of_gradients and not is_of_author else leaf_names.path
+        named = [name_of(atom, paths) for atom in atoms]
         leaves = [
-            SentLeaf(leaf_names.path(atom, paths), _dtype(atom.aval.dtype), int(atom.aval.size))
-            for atom in atoms
+            SentLeaf(path, _dtype(atom.aval.dtype), size)
+            for atom, whole in zip(atoms, named, strict=True)
+            for path, size in self._names.parts(whole, int(atom.aval.size))
         ]
-        if kind == "reduce-scatter" and not is_of_author:
-            leaves = [x if x.path else x._replace(path=self._names.stand_in()) for x in leaves]
-        if name != call_order.START:  # what was gathered or summed keeps its name
-            pairs = zip(leaves, eqn.outvars[-len(leaves) :], strict=False)
-            paths |= {result: leaf.path for leaf, result in pairs if leaf.path}
+        # What was gathered or summed keeps its name; a call between GPUs returns it behind it.
+        results = atoms if name == call_order.START else eqn.outvars[-len(atoms) :]
+        paths |= {x: path for x, path in zip(results, named, strict=False) if path}
         native = name in call_order.NATIVE or name == call_order.START
         if is_same and not native and self._found:
             self._found[-1].leaves.extend(leaves)

@@ -59,22 +59,30 @@ def test_a_reduction_in_the_loop_of_micro_batches():
     assert not kinds(micro_batches(once=True))
 
 
-def test_layers_that_are_reduced_in_their_loop_are_no_fault():
+@pytest.mark.parametrize("names", ["w", "wb"])
+def test_layers_that_are_reduced_in_their_loop_have_names_and_are_no_fault(names):
     jdp.init(devices=jax.devices()[:2])
 
+    def layer(x, layer):
+        return jnp.tanh(x @ layer["w"] + layer.get("b", 0)), None
+
     def loss(params, x):
-        x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params, late=True)
+        x, _ = jdp.scan_layers(layer, x, params, late=True)
         return jnp.mean(x)
 
     @jdp.train_step
     def step(state, x):
-        return state.apply_gradients(jax.grad(loss)(state.params, x)), {}
+        _, grads = jdp.value_and_grad(loss)(state.params, x)
+        return state.apply_gradients(grads), {}
 
-    layers = np.ones((4, DIM, DIM), np.float32)
+    shapes = {"w": (4, DIM, DIM), "b": (4, DIM)}
+    layers = {name: np.ones(shapes[name], np.float32) for name in names}
     state = jdp.TrainState.create(layers, jdp.replicated(optax.sgd(0.1)))
     found = jdp.explain(step, state, rows())
-    assert max(bucket.runs for bucket in found.buckets) > 1
-    assert not found.findings
+    reduced = [{*bucket.leaves} - {"a scalar"} for bucket in found.buckets]
+    expected = {f"grads['{name}'] of one iteration" for name in names}
+    assert [leaves for leaves in reduced if leaves] == [expected, expected]  # one behind the loop
+    assert max(bucket.runs for bucket in found.buckets) > 1 and not found.findings
 
 
 def test_a_gather_of_the_batch():

@@ -162,6 +162,25 @@ def test_a_tail_after_a_loop_is_found_and_not_where_layers_are_reduced_in_it(h20
     assert not tails[1]
 
 
+def test_gradients_of_layers_that_are_packed_in_their_loop_have_names(h200s):
+    def loss(params, x):
+        def layer(x, layer):
+            return jnp.tanh(x @ layer["w"] * layer["scale"]), None
+
+        x, _ = jdp.scan_layers(layer, x, params, all_reduce=collectives.xla)
+        return jnp.mean(x)
+
+    shapes = {"w": (NUM_LAYERS, DIM, DIM), "scale": (NUM_LAYERS, DIM)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
+    state = jax.eval_shape(lambda: jdp.TrainState.create(jax.tree.map(jnp.zeros_like, params), tx))
+    rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    found = jdp.explain(step_of(loss), state, rows, on=h200s)
+    named = {name for bucket in found.buckets for name in bucket.leaves} - {"a scalar"}
+    assert named == {f"grads['{name}'] of one iteration" for name in shapes}
+    assert "reduction-per-micro-batch" not in {finding.kind for finding in found.findings}
+
+
 def test_the_loop_of_micro_batches_is_not_one_over_layers(h200s):
     tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
     found = report(h200s, tx, accumulate=4)
