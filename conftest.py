@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Child processes inherit the environment, and with it platform and cache.
@@ -48,6 +48,17 @@ def pytest_collection_modifyitems(config, items):
     kept = _some(kept, lambda item: item.path, most_of_file)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_terminal_summary(terminalreporter):
+    seconds = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if duration := getattr(report, "duration", 0):
+            seconds[report.nodeid.partition("::")[0]] += duration
+    if len(seconds) > 1:
+        terminalreporter.section(f"slowest of {len(seconds)} files, {seconds.total():.0f}s in all")
+        for file, total in seconds.most_common(20):
+            terminalreporter.line(f"{total:.2f}s {file}")
 
 
 def _some(items, group_of, most_of, skipped=0):
