@@ -89,3 +89,22 @@ class Computation(list[Instruction]):
     def root(self) -> Instruction | None:
         """The instruction that makes the result; None if the computation is empty."""
         return next((one for one in self if one.is_root), self[-1] if self else None)
+
+
+def num_loops(computations: dict[str, Computation], where: str) -> int:
+    """Return how many loops are around the operations of a computation.
+
+    Args:
+      computations: of the program, by name.
+      where: name of one of them.
+    """
+    callers = {
+        called: (name, one) for name, own in computations.items() for one in own
+        for called in one.called()
+    }  # fmt: skip
+    found = 0
+    while where in callers:
+        name, one = callers[where]
+        found += one.op == "while"
+        where = name
+    return found

@@ -9,6 +9,7 @@ from jdp.inspect import matched
 from jdp.inspect.compiled import compile_step
 from jdp.inspect.facts import Facts
 from jdp.inspect.findings import findings_of
+from jdp.inspect.leaf_names import update_of
 from jdp.inspect.matched import Match
 from jdp.inspect.measured import measured
 from jdp.inspect.memory import memory_of
@@ -160,5 +161,5 @@ def leaf_name(leaf: SentLeaf, kind: str) -> str:
     if not leaf.path:
         return "a scalar" if leaf.num_elements == 1 else f"{leaf.dtype}[{leaf.num_elements}]"
     if kind not in ("all-reduce", "reduce-scatter") and leaf.path.startswith("grads"):
-        return f"the update of {leaf.path.removeprefix('grads')}"
+        return update_of(leaf.path)
     return leaf.path

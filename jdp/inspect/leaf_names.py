@@ -30,6 +30,15 @@ def in_parameters(path: str) -> str:
     return path.removeprefix("grads").removesuffix(OF_LAYER)
 
 
+def update_of(path: str) -> str:
+    """Return the name of what updates the parameter of a gradient.
+
+    >>> update_of("grads['w']")
+    "the update of ['w']"
+    """
+    return f"the update of {path.removeprefix('grads')}"
+
+
 class LeafNames:
     """Names results of equations by their operands.
 
@@ -112,6 +121,8 @@ class LeafNames:
             paths[out] = params[0]
         elif name in _SLICES and (".params" in (taken := path(atoms[0], paths)) or taken[0] == "?"):
             paths[out] = taken
+        elif name == "jdp_own_slice" and path(atoms[0], paths).startswith("grads"):
+            paths[out] = path(atoms[0], paths)
 
     def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
         """Record what a vector is packed of, and name what the sum of one is split into."""

@@ -57,13 +57,18 @@ def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
     XLA has no loop of two micro-batches any more, but a collective for each.
     """
     traced = facts.step.traced.collectives
-    looped = {leaf.path for each in traced if each.is_in_loop for leaf in each.leaves}
+    looped = {leaf.path for each in traced if each.num_loops for leaf in each.leaves}
     for i, (bucket, match) in enumerate(zip(facts.buckets, facts.matches, strict=True)):
         for leaf in match.leaves if bucket.kind in _SUMS else ():
             if leaf.path.startswith("grads") and leaf.path in looped:
                 yield _SummedLeaf(bucket.kind, leaf, bucket.line, -1), bucket.runs
-            elif bucket.runs > 1 and leaf.num_elements > 1:
+            elif bucket.runs > 1 and leaf.num_elements > 1 and _is_summed(leaf):
                 yield _SummedLeaf(bucket.kind, leaf._replace(path=""), bucket.line, i), bucket.runs
+
+
+def _is_summed(leaf: SentLeaf) -> bool:
+    """Whether a leaf of a sum is a gradient or has no name; XLA also gathers by sums."""
+    return not leaf.path or leaf.path.startswith("grads")
 
 
 def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int:
@@ -140,13 +145,14 @@ def tail_after_loop(facts: Facts) -> list[Finding]:
     # On CPUs nothing is hidden; of layers that are reduced in their loop, all but the last are.
     if not tail or seconds < _MIN_S or is_in_loop or facts.step.where.platform == "cpu":
         return []
+    late = "(..., late=True)" if facts.step.where.platform == "tpu" else ""
     return [
         Finding(
             "tail-after-loop",
             f"{of_bytes(sum(tail))} of gradients are reduced after the last loop, where no matmul "
             f"hides them: {of_s(seconds)} exposed, predicted.",
-            "If the loop is a lax.scan over layers, jdp.scan_layers reduces each layer's gradient "
-            "while the next layer's is computed.",
+            f"If the loop is a lax.scan over layers, jdp.scan_layers{late} reduces each layer's "
+            "gradient while the next layer's is computed; in micro-batches at stages 2 and 3 only.",
         )
     ]
 

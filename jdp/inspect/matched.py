@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.computation import Computation
+from jdp.inspect.computation import Computation, num_loops
+from jdp.inspect.gathering_sums import shard_of
 from jdp.inspect.hlo import Array, HloProgram
-from jdp.inspect.leaf_names import in_parameters
+from jdp.inspect.leaf_names import in_parameters, update_of
 from jdp.inspect.parameter_flow import ParameterFlow
 from jdp.inspect.planned import Planned, SentLeaf
 from jdp.inspect.transfers import SentArrays
@@ -87,33 +88,52 @@ class _Unmatched:
         self._taken: dict[tuple, list[_Leaf]] = defaultdict(list)
 
     def take(
-        self, kind: str, num: int, names: Sequence[str], line: str, own: Sequence[_Leaf]
+        self,
+        keys: Sequence[tuple[str, int]],
+        names: Sequence[str],
+        line: str,
+        own: Sequence[_Leaf],
+        num_loops: int,
+        is_forward: bool,
     ) -> _Leaf | None:
         """Take the leaf of some size that is of a parameter, else the first one of that size.
 
         Leaves that the same line sends come first: statistics of a BatchNorm meet parameters that
         are as large as they are. XLA makes several collectives of one in a loop that it unrolls:
-        these take the leaf again.
+        these take the leaf again. It unrolls loops, and makes none.
 
         Args:
-          kind: of the collective, such as `all-reduce`.
-          num: elements of the array.
+          keys: kinds of collective that it may be planned as, with the elements of the array.
           names: of the parameters that it may be of.
           line: of the collective, of the author's; XLA keeps one line of those that it merges.
           own: leaves that the collective has taken already.
+          num_loops: how many loops are around the collective.
+          is_forward: whether it is of the forward pass, which sums no gradients.
         """
-        left, taken = self._left[kind, num], self._taken[kind, num]
+        left = _in_loops([leaf for key in keys for leaf in self._left[key]], num_loops)
+        taken = _in_loops([leaf for key in keys for leaf in self._taken[key]], num_loops)
         again = _of_names([leaf for leaf in taken if leaf in own], names)
         named = _of_names([*left, *(leaf for leaf in taken if leaf not in own)], names)
         unnamed = [leaf for leaf in left if not leaf[1].path]
-        ranked = [*_on(line, named), *_on(line, unnamed), *named]
-        ranked += [*(unnamed if names else ()), *again, *_on(line, left), *left]
+        ranked = [*_on(line, unnamed), *unnamed] if is_forward else []
+        ranked += [*_on(line, named), *_on(line, unnamed), *named]
+        exact = [leaf for leaf in left if leaf[2].num_loops == num_loops]
+        ranked += [*(unnamed if names else ()), *again, *_on(line, exact), *_on("", exact)]
+        ranked += [*_on(line, left), *left]
+        ranked += [leaf for leaf in taken if leaf not in own and leaf[2].num_loops]
         for chosen in ranked:
-            if chosen in left:
-                left.remove(chosen)
-                taken.append(chosen)
+            for key in keys:
+                if chosen in left and chosen in self._left[key]:
+                    self._left[key].remove(chosen)
+                    self._taken[key].append(chosen)
             return chosen
         return None
+
+
+def _in_loops(leaves: Sequence[_Leaf], num_loops: int) -> list[_Leaf]:
+    """Return the leaves that are in at least so many loops, those in the fewest first."""
+    found = [leaf for leaf in leaves if leaf[2].num_loops >= num_loops]
+    return sorted(found, key=lambda leaf: leaf[2].num_loops)
 
 
 def _on(line: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
@@ -139,16 +159,23 @@ def _matched(
     program: HloProgram, transfer: SentArrays, left: _Unmatched, parameters: ParameterFlow
 ) -> Match:
     pieces, line = _pieces(program, transfer), program.author_line(transfer.instruction)
+    loops = num_loops(program.computations, transfer.computation)
     leaves: list[SentLeaf] = []
     own: list[_Leaf] = []
     for i, piece in enumerate(pieces):
-        names, num = parameters.of(transfer, pieces, i), piece.num_elements()
-        kinds = _PLANNED_AS.get(transfer.kind, (transfer.kind,))
-        tried = (left.take(kind, num, names, line, own) for kind in kinds)
-        taken = next((each for each in tried if each is not None), None)
+        num = piece.num_elements()
+        names = parameters.of(transfer, pieces, i)
+        keys = [(kind, num) for kind in _PLANNED_AS.get(transfer.kind, (transfer.kind,))]
+        if shard := shard_of(program, transfer, pieces, i):
+            keys = [("all-gather", shard)]
+            names = parameters.gathered(transfer, i, shard)
+        is_forward = _is_forward(program, transfer, pieces, i)
+        taken = left.take(keys, names, line, own, loops, is_forward)
         own += [] if taken is None else [taken]
-        leaf = SentLeaf("", piece.dtype, num) if taken is None else taken[1]
-        leaves.append(leaf._replace(dtype=piece.dtype))
+        path = "" if taken is None else taken[1].path
+        if shard and path.startswith("grads"):
+            path = update_of(path)
+        leaves.append(SentLeaf(path, piece.dtype, num))
     plans = {number: each for number, _, each in own}
     files = [name.rpartition(":")[0] for name in program.where(transfer.instruction)]
     # A collective that XLA makes of another has no line.
@@ -157,6 +184,16 @@ def _matched(
         is_of_author = all(each.is_of_author for each in plans.values())
     num_planned = sum(any(x.num_elements > 1 for x in each.leaves) for each in plans.values())
     return Match(leaves, num_planned, line, is_of_author)
+
+
+def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int) -> bool:
+    """Whether an array of a collective is made in the forward pass, by its name in JAX."""
+    operands = transfer.instruction.operands()
+    one = program.computations[transfer.computation].by_name.get(
+        operands[min(i, len(operands) - 1)]
+    )
+    name = one.op_name() if one is not None and len(pieces) == len(operands) else ""
+    return "jvp(" in name and "transpose(" not in name
 
 
 def _pieces(program: HloProgram, transfer: SentArrays) -> list[Array]:

@@ -30,6 +30,16 @@ class ParameterFlow:
             if one.op == "while"
         }
 
+    def gathered(self, transfer: SentArrays, i: int, shard: int) -> list[str]:
+        """Return the names of the parameters that are gathered as the i-th array of a sum.
+
+        Args:
+          transfer: the sum.
+          i: position of the array.
+          shard: elements of a rank's part of it.
+        """
+        return self._sources(transfer.computation, [transfer.instruction.operands()[i]], {shard})
+
     def of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
         """Return the names of the parameters of the i-th array of a collective.
 
@@ -118,7 +128,9 @@ class ParameterFlow:
                 for user in computation.users[name]:
                     if (name, user.name) not in seen:
                         seen.add((name, user.name))
-                        beside, results = self._computed_with(computation, user, name, begin)
+                        beside, results = self._computed_with(
+                            computation, user, name, begin, min(sizes)
+                        )
                         found += _named(computation, beside, sizes)
                         after += results
                         leaving += self._carried_out(where, user, name)
@@ -128,21 +140,31 @@ class ParameterFlow:
         return self._updated(self._loops[where][0], leaving, sizes) if leaving else []
 
     def _computed_with(
-        self, computation: Computation, user: Instruction, name: str, begin: int | None
+        self,
+        computation: Computation,
+        user: Instruction,
+        name: str,
+        begin: int | None,
+        least: int,
     ) -> tuple[list[str], list[str]]:
-        """Return the operands of an operation that meet an array in it, and their results."""
+        """Return the operands of an operation that meet an array in it, and their results.
+
+        A value of fewer than `least` elements, such as the norm of all gradients, is not followed.
+        """
         if user.op in _APART or user.op.removesuffix("-start") in hlo.COLLECTIVES:
             return [], []
         inner = self._inside(user)
         root = inner.root
         if root is None:
+            if _is_less(user, least):
+                return [], []
             is_other = begin is not None and not _begins_at(user, begin)
             return ([], []) if is_other else (user.operands(), [user.name])
         reached = _entries(user, inner, name)
         if begin is not None:
             reached = {x.name for x in inner if _begins_at(x, begin) and x.operands()[0] in reached}
         for one in inner:
-            is_part = one is not root and one.op not in _APART
+            is_part = one is not root and one.op not in _APART and not _is_less(one, least)
             if is_part and reached.intersection(one.operands()):
                 reached.add(one.name)
         if root.op != "tuple":
@@ -171,6 +193,10 @@ def _elements(users: Sequence[Instruction], numbers: Collection[int]) -> list[st
     """Return the names of some elements of a tuple, given what takes it."""
     found = [x for x in users if x.op == "get-tuple-element"]
     return [x.name for x in found if x.element() in numbers]
+
+
+def _is_less(one: Instruction, least: int) -> bool:
+    return not one.shape.startswith("(") and hlo.num_elements(one.shape) < least
 
 
 def _begins_at(one: Instruction, begin: int) -> bool:

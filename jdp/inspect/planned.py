@@ -51,7 +51,7 @@ class Planned:
       leaves: the arrays that it takes.
       line: of the author's, such as `train.py:41`, empty if there is none.
       is_of_author: whether the author's code called it, not jdp's.
-      is_in_loop: whether it is in a loop.
+      num_loops: how many loops are around it.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Planned:
     leaves: list[SentLeaf]
     line: str
     is_of_author: bool
-    is_in_loop: bool
+    num_loops: int
 
 
 class TracedStep(NamedTuple):
@@ -162,9 +162,8 @@ class _PlanWalk:
             return
         params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
         number = params.get("number", params.get("bucket")) if native else None
-        is_in_loop = self._num_loops > 0
         self._found.append(
-            Planned(kind, number, leaves, source_lines.source(eqn), is_of_author, is_in_loop)
+            Planned(kind, number, leaves, source_lines.source(eqn), is_of_author, self._num_loops)
         )
 
     def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:

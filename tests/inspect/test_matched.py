@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from support.training import step_of
 
 import jdp
 from jdp import collectives
 from jdp.inspect import matched, transfers
+from jdp.inspect.compiled import compile_step
 from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf
@@ -173,9 +175,9 @@ def names_of(text, computation, plan):
     return [[leaf.path for leaf in each.leaves] for each in found]
 
 
-def planned(kind, *paths, num=32):
+def planned(kind, *paths, num=32, num_loops=0):
     leaves = [SentLeaf(path, "f32", num) for path in paths]
-    return Planned(kind, None, leaves, "", is_of_author=False, is_in_loop=False)
+    return Planned(kind, None, leaves, "", is_of_author=False, num_loops=num_loops)
 
 
 def test_parameters_that_a_copy_brings_name_their_gradients():
@@ -185,8 +187,8 @@ def test_parameters_that_a_copy_brings_name_their_gradients():
 
 def test_parameters_outside_of_a_loop_name_what_it_gathers_and_sums():
     plan = [
-        planned("all-gather", "state.params['c']", "state.params['d']", num=16),
-        planned("all-reduce", "grads['a']", "grads['b']"),
+        planned("all-gather", "state.params['c']", "state.params['d']", num=16, num_loops=1),
+        planned("all-reduce", "grads['a']", "grads['b']", num_loops=1),
     ]
     expected = [["state.params['d']"], ["grads['b']"], ["grads['a']"]]
     assert names_of(LOOP, "body", plan) == expected
@@ -221,3 +223,130 @@ def test_reduce_scatters_that_xla_sums_and_slices_have_names_and_are_not_of_the_
     names = [[leaf.path for leaf in each.leaves] for each in found]
     assert names == [["grads['rows']"], [""], ["grads['w']"]]
     assert not any(each.is_of_author for each in found)
+
+
+# A body that XLA has unrolled once, the sums after its loop, and nothing that names a parameter.
+UNROLLED = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (carry: (f32[32], f32[32])) -> (f32[32], f32[32]) {
+  %carry = (f32[32], f32[32]) parameter(0)
+  %x = f32[32] get-tuple-element(%carry), index=0
+  %y = f32[32] get-tuple-element(%carry), index=1
+  %sum.0 = f32[32] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  %sum.1 = f32[32] all-reduce(%y), replica_groups={{0,1}}, to_apply=%add
+  ROOT %next = (f32[32], f32[32]) tuple(%sum.0, %sum.1)
+}
+
+%condition (carry: (f32[32], f32[32])) -> pred[] {
+  %carry = (f32[32], f32[32]) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[32], b: f32[32]) -> (f32[32], f32[32]) {
+  %a = f32[32] parameter(0), metadata={op_name="args[1][0]"}
+  %b = f32[32] parameter(1), metadata={op_name="args[1][1]"}
+  %init = (f32[32], f32[32]) tuple(%a, %b)
+  ROOT %loop = (f32[32], f32[32]) while(%init), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_collective_in_a_loop_is_not_named_by_one_that_is_planned_outside_of_all_loops():
+    plan = [
+        planned("all-reduce", "grads['head']"),
+        planned("all-reduce", "grads['l']", num_loops=1),
+    ]
+    assert names_of(UNROLLED, "body", plan) == [["grads['l']"], ["grads['l']"]]
+
+
+# As XLA for TPUs gathers small arrays: a rank's part is written into zeros, and all are added up.
+GATHERING_SUM = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%placed (zeros: f32[32], part: f32[16], place: s32[]) -> f32[32] {
+  %zeros = f32[32] parameter(0)
+  %part = f32[16] parameter(1)
+  %place = s32[] parameter(2)
+  ROOT %written = f32[32] dynamic-update-slice(%zeros, %part, %place)
+}
+
+ENTRY %main (a: f32[16], x: f32[32], zeros: f32[32], place: s32[]) -> (f32[32], f32[32]) {
+  %a = f32[16] parameter(0), metadata={op_name="args[0].params['a']"}
+  %x = f32[32] parameter(1), metadata={op_name="args[1]"}
+  %zeros = f32[32] parameter(2)
+  %place = s32[] parameter(3)
+  %whole = f32[32] fusion(%zeros, %a, %place), kind=kLoop, calls=%placed
+  ROOT %sum = (f32[32], f32[32]) all-reduce(%whole, %x), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gathered", "expected"),
+    [("state.params['a']", "state.params['a']"), ("grads['a']", "the update of ['a']")],
+)
+def test_a_parameter_that_a_tpu_gathers_by_a_sum_is_not_named_as_a_gradient(gathered, expected):
+    plan = [
+        planned("all-gather", "state.params['c']", gathered, num=16),
+        planned("reduce-scatter", "grads['b']"),
+    ]
+    assert names_of(GATHERING_SUM, "main", plan) == [[expected, "grads['b']"]]
+
+
+# Clipped gradients: the norm of all of them meets each parameter.
+CLIPPED = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (b: f32[32], x: f32[32], y: f32[32]) -> (f32[32], f32[2,32]) {
+  %b = f32[32] parameter(0), metadata={op_name="args[0].params['b']"}
+  %x = f32[32] parameter(1), metadata={op_name="args[1][0]"}
+  %y = f32[32] parameter(2), metadata={op_name="args[1][1]"}
+  %sum.x = f32[32] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  %sum.y = f32[32] all-reduce(%y), replica_groups={{0,1}}, to_apply=%add
+  %zero = f32[] constant(0)
+  %norm = f32[] reduce(%sum.x, %zero), dimensions={0}, to_apply=%add
+  %every = f32[32] broadcast(%norm), dimensions={}
+  %scaled = f32[32] multiply(%sum.y, %every)
+  %new = f32[32] add(%b, %scaled)
+  %stacked = f32[2,32] broadcast(%sum.x), dimensions={1}
+  ROOT %out = (f32[32], f32[2,32]) tuple(%new, %stacked)
+}
+"""
+
+
+def test_the_norm_of_a_gradient_does_not_lead_to_the_parameters_of_others():
+    plan = [planned("all-reduce", "grads['a']", "grads['b']")]
+    assert names_of(CLIPPED, "main", plan) == [["grads['a']"], ["grads['b']"]]
+
+
+def test_updates_of_layers_that_are_reduced_in_their_loop_are_gathered_as_updates():
+    jdp.init(devices=jax.devices()[:2])
+    params = {"w": jnp.ones((4, DIM, DIM))}
+    tx = jdp.sharded(optax.adam(0.1), stage=1, all_reduce=collectives.xla)
+    state = jdp.TrainState.create(params, tx)
+
+    def loss(params, x):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        x, _ = jdp.scan_layers(layer, x, params["w"], late=True, all_reduce=collectives.xla)
+        return jnp.mean(jnp.square(x))
+
+    rows = jax.ShapeDtypeStruct((16, DIM), jnp.float32)
+    traced = compile_step(step_of(loss), (state, rows), {}, None).traced
+    gathered = [each.leaves[0].path for each in traced.collectives if each.kind == "all-gather"]
+    assert gathered == ["grads['w']"]
