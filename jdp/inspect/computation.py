@@ -91,20 +91,15 @@ class Computation(list[Instruction]):
         return next((one for one in self if one.is_root), self[-1] if self else None)
 
 
-def num_loops(computations: dict[str, Computation], where: str) -> int:
-    """Return how many loops are around the operations of a computation.
+def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str, Instruction]]]:
+    """Return the operations that call each computation, and the computations that these are in.
 
     Args:
-      computations: of the program, by name.
-      where: name of one of them.
+      computations: of a program, by name.
     """
-    callers = {
-        called: (name, one) for name, own in computations.items() for one in own
-        for called in one.called()
-    }  # fmt: skip
-    found = 0
-    while where in callers:
-        name, one = callers[where]
-        found += one.op == "while"
-        where = name
-    return found
+    callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
+    for name, own in computations.items():
+        for one in own:
+            for called in one.called():
+                callers[called].append((name, one))
+    return callers

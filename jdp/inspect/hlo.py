@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from jdp.analysis import source_lines
-from jdp.inspect.computation import Computation, Instruction
+from jdp.inspect.computation import Computation, Instruction, callers_of
 
 # A collective is one instruction, or a pair of start and done, of which the start counts.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -67,6 +67,15 @@ class HloProgram:
         entry = self.computations[self.entry]
         self.parameters = _parameters(entry)
         self._frames = _Frames(text)
+        self._callers = callers_of(self.computations)
+
+    def num_loops(self, computation: str) -> int:
+        """Return how many loops are around the operations of a computation, given its name."""
+        found = 0
+        while callers := self._callers.get(computation):
+            computation, one = callers[-1]
+            found += one.op == "while"
+        return found
 
     def where(self, one: Instruction) -> tuple[str, ...]:
         """Return the files that an instruction comes from, innermost first, and their lines."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.computation import Computation, num_loops
+from jdp.inspect.computation import Computation
 from jdp.inspect.gathering_sums import shard_of
 from jdp.inspect.hlo import Array, HloProgram
 from jdp.inspect.leaf_names import in_parameters, update_of
@@ -159,7 +159,7 @@ def _matched(
     program: HloProgram, transfer: SentArrays, left: _Unmatched, parameters: ParameterFlow
 ) -> Match:
     pieces, line = _pieces(program, transfer), program.author_line(transfer.instruction)
-    loops = num_loops(program.computations, transfer.computation)
+    loops = program.num_loops(transfer.computation)
     leaves: list[SentLeaf] = []
     own: list[_Leaf] = []
     for i, piece in enumerate(pieces):

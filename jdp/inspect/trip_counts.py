@@ -1,11 +1,10 @@
 """How often the loops of a compiled program run."""
 
 import re
-from collections import defaultdict
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.computation import Computation, Instruction
+from jdp.inspect.computation import Computation, Instruction, callers_of
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"([su]\d+)\[1?\]")
@@ -34,11 +33,7 @@ class TripCounts:
 
     def __init__(self, computations: dict[str, Computation]):
         self._computations = computations
-        self._callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
-        for name, own in computations.items():
-            for one in own:
-                for called in one.called():
-                    self._callers[called].append((name, one))
+        self._callers = callers_of(computations)
 
     def times(self, one: Instruction, computation: str) -> int:
         """Return how often the body of a loop runs; 1 for other operations.
