@@ -1,5 +1,6 @@
 """`check_step`: the same step on one rank and on all, leaf by leaf."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +99,8 @@ def check_step(
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            found = _explained(found, step.trace(_on(start, ranks), *others, **keywords), others[0])
+            traced = step.trace(_on(start, ranks), *others, **keywords)
+            found = _explained(found, traced, others[0], step.spec.warned)
             break
     print(found)
     _require_equal(step, found)
@@ -134,11 +136,14 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
     return num_ranks
 
 
-def _explained(found: StepDifference, traced: Any, batch: Any) -> StepDifference:
+def _explained(
+    found: StepDifference, traced: Any, batch: Any, warned: Collection[str]
+) -> StepDifference:
     """Return a difference with its likely cause, found in the traced step."""
     lowered, draws = traced.lower(), equal_draws(traced.jaxpr, num_rows(batch) // found.num_ranks)
     named = str(lowered.as_text(debug_info=True))
-    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named, draws))
+    cause = likely_cause(found, str(lowered.as_text()), named, draws, warned)
+    return replace(found, cause=cause)
 
 
 def _require_equal(step: Step, found: StepDifference) -> None:
