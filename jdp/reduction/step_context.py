@@ -116,8 +116,7 @@ def entered(
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
-    weigh = _of_micro_batch(weight_fn) if nested and weight_fn is not None else weight_fn
-    raw_weight = None if weigh is None else row_weight.number(weigh(seen))
+    raw_weight = None if weight_fn is None else _weighed(weight_fn, seen, nested)
     weight = None if raw_weight is None else row_weight.valid(raw_weight)
     around = _scope.get()
     scope = Scope(
@@ -145,22 +144,19 @@ def entered(
         _scope.reset(token)
 
 
-def _of_micro_batch(weight_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the same weight. Its errors have a note: a micro-batch may be another tree."""
-
-    def weigh(batch: Any) -> Any:
-        try:
-            return weight_fn(batch)
-        except Exception as error:
+def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.Array:
+    """Return the weight of a batch. An error for a micro-batch, maybe another tree, has a note."""
+    try:
+        return row_weight.number(weight_fn(batch))
+    except Exception as error:
+        if nested:
             error.add_note(
                 "jdp: weight= is called with each micro-batch too, and jdp.value_and_grad makes "
                 "those of the second argument of the loss, here of shapes "
                 f"{jax.tree.map(jnp.shape, batch)}. Let the loss take the whole batch that the "
                 "step takes: jdp.value_and_grad(loss_fn, accumulate=k)(state.params, batch)."
             )
-            raise
-
-    return weigh
+        raise
 
 
 def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:

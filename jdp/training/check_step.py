@@ -1,6 +1,5 @@
 """`check_step`: the same step on one rank and on all, leaf by leaf."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -99,8 +98,7 @@ def check_step(
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            traced = step.trace(_on(start, ranks), *others, **keywords)
-            found = _explained(found, traced, others[0], step.spec.warned)
+            found = _explained(found, step, (_on(start, ranks), *others), keywords)
             break
     print(found)
     _require_equal(step, found)
@@ -137,12 +135,14 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
 
 
 def _explained(
-    found: StepDifference, traced: Any, batch: Any, warned: Collection[str]
+    found: StepDifference, step: Step, args: tuple, keywords: dict[str, Any]
 ) -> StepDifference:
     """Return a difference with its likely cause, found in the traced step."""
-    lowered, draws = traced.lower(), equal_draws(traced.jaxpr, num_rows(batch) // found.num_ranks)
+    traced = step.trace(*args, **keywords)
+    lowered = traced.lower()
+    draws = equal_draws(traced.jaxpr, num_rows(args[1]) // found.num_ranks)
     named = str(lowered.as_text(debug_info=True))
-    cause = likely_cause(found, str(lowered.as_text()), named, draws, warned)
+    cause = likely_cause(found, str(lowered.as_text()), named, draws, step.spec.warned)
     return replace(found, cause=cause)
 
 
