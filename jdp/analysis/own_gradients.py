@@ -21,6 +21,8 @@ _LINEAR = frozenset(
 _MOVES = frozenset("convert_element_type copy copy_p neg reshape squeeze".split())
 _BOUNDS = frozenset("clamp max min".split())
 _SCALES = frozenset("add add_any div mul select_n sub".split())
+# A warning that begins with it is about a change of gradients, not about a metric.
+CLIPPED = "the gradient of this rank's rows is clipped"
 # A search ends here without a warning: calls that each call the next twice have 2^depth values.
 _MOST_NODES = 10_000
 
@@ -48,7 +50,7 @@ def _clipped(gradients: "_OwnGradients") -> Iterator[str]:
         where = f" at {line}" if line else ""
         yield with_code(
             "JDP131",
-            f"the gradient of this rank's rows is clipped{where}, or scaled by its own size "
+            f"{CLIPPED}{where}, or scaled by its own size "
             f"({shown([f'`grads{path}`' for path in paths])}), and averaged over "
             "the ranks afterwards: one device would clip the mean, so the result depends on the "
             "number of ranks. Write jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), "

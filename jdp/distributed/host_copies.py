@@ -21,6 +21,8 @@ def copied(value: np.ndarray, sharding: Sharding) -> jax.Array:
       value: an array; all processes of the sharding have an equal one.
       sharding: of the result.
     """
+    if value.dtype.kind in "iufc":  # JAX would narrow int64 too, and warn of it
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
     if value.nbytes >= LARGE_BYTES:
         found = _placed(value, sharding)
         found.block_until_ready()  # it may be read until then

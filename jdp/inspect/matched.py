@@ -121,13 +121,13 @@ class _Unmatched:
         ranked += [*(unnamed if names else ()), *again, *_on(line, exact), *_on("", exact)]
         ranked += [*_on(line, left), *left]
         ranked += [leaf for leaf in taken if leaf not in own and leaf[2].num_loops]
-        for chosen in ranked:
-            for key in keys:
-                if chosen in left and chosen in self._left[key]:
-                    self._left[key].remove(chosen)
-                    self._taken[key].append(chosen)
-            return chosen
-        return None
+        if not ranked:
+            return None
+        for key in keys:
+            if ranked[0] in self._left[key]:
+                self._left[key].remove(ranked[0])
+                self._taken[key].append(ranked[0])
+        return ranked[0]
 
 
 def _in_loops(leaves: Sequence[_Leaf], num_loops: int) -> list[_Leaf]:

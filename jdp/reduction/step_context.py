@@ -116,7 +116,7 @@ def entered(
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
-    raw_weight = None if weight_fn is None else row_weight.number(weight_fn(seen))
+    raw_weight = None if weight_fn is None else _weighed(weight_fn, seen, nested)
     weight = None if raw_weight is None else row_weight.valid(raw_weight)
     around = _scope.get()
     scope = Scope(
@@ -142,6 +142,21 @@ def entered(
             yield scope
     finally:
         _scope.reset(token)
+
+
+def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.Array:
+    """Return the weight of a batch. An error for a micro-batch, maybe another tree, has a note."""
+    try:
+        return row_weight.number(weight_fn(batch))
+    except Exception as error:
+        if nested:
+            error.add_note(
+                "jdp: weight= is called with each micro-batch too, and jdp.value_and_grad makes "
+                "those of the second argument of the loss, here of shapes "
+                f"{jax.tree.map(jnp.shape, batch)}. Let the loss take the whole batch that the "
+                "step takes: jdp.value_and_grad(loss_fn, accumulate=k)(state.params, batch)."
+            )
+        raise
 
 
 def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:

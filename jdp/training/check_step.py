@@ -98,7 +98,7 @@ def check_step(
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            found = _explained(found, step.trace(_on(start, ranks), *others, **keywords), others[0])
+            found = _explained(found, step, (_on(start, ranks), *others), keywords)
             break
     print(found)
     _require_equal(step, found)
@@ -134,11 +134,16 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
     return num_ranks
 
 
-def _explained(found: StepDifference, traced: Any, batch: Any) -> StepDifference:
+def _explained(
+    found: StepDifference, step: Step, args: tuple, keywords: dict[str, Any]
+) -> StepDifference:
     """Return a difference with its likely cause, found in the traced step."""
-    lowered, draws = traced.lower(), equal_draws(traced.jaxpr, num_rows(batch) // found.num_ranks)
+    traced = step.trace(*args, **keywords)
+    lowered = traced.lower()
+    draws = equal_draws(traced.jaxpr, num_rows(args[1]) // found.num_ranks)
     named = str(lowered.as_text(debug_info=True))
-    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named, draws))
+    cause = likely_cause(found, str(lowered.as_text()), named, draws, step.spec.warned)
+    return replace(found, cause=cause)
 
 
 def _require_equal(step: Step, found: StepDifference) -> None:

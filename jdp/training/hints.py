@@ -74,8 +74,8 @@ def _of_axis(text: str, spec: StepSpec) -> str | None:
         f"the ranks are the axis {names!r}, and there is no axis {found[1]!r}. Write {names!r} in "
         "its place, or leave a mean of gradients and of metrics out: jdp.replicated(tx) averages "
         "gradients, and a step its float metrics. To keep the name, write "
-        f"jdp.init(axis_name={found[1]!r}), and axis_name={found[1]!r} in jdp.train_step, "
-        "jdp.replicated and jdp.batches."
+        f"jdp.init(axis_name={found[1]!r}), and axis_name={found[1]!r} in each call of jdp that "
+        "has the option, as jdp.train_step, jdp.replicated, jdp.value_and_grad and jdp.batches do."
     )
 
 

@@ -1,16 +1,21 @@
 """The likely cause of a difference between a step on one rank and on n."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jdp.analysis.own_gradients import CLIPPED
 from jdp.training.step_differences import LeafDifference, StepDifference, beyond
 
 
 def likely_cause(
-    found: StepDifference, program: str, named: str, equal_draws: Sequence[str] = ()
+    found: StepDifference,
+    program: str,
+    named: str,
+    equal_draws: Sequence[str] = (),
+    warned: Collection[str] = (),
 ) -> str:
     """Return why one rank and n ranks may differ.
 
@@ -19,10 +24,12 @@ def likely_cause(
       program: text of the lowered step.
       named: the same text, with JAX's name of each operation.
       equal_draws: lines that draw random numbers for rows, the same on every rank.
+      warned: the warnings of the analysis of the step.
     """
     leaves = beyond(found.leaves)
     causes, prefix = (_CAUSES, "") if leaves else (_CAUSES_OF_METRICS, _METRIC)
-    evidence = _Evidence(found, leaves or beyond(found.metrics)[:1], program, named, equal_draws)
+    wrong = leaves or beyond(found.metrics)[:1]
+    evidence = _Evidence(found, wrong, program, named, equal_draws, warned)
     leaf, text = next((leaf, text) for find, text in causes if (leaf := find(evidence)))
     lines = ", ".join(equal_draws)
     return (prefix + text).format(leaf=leaf, num_ranks=found.num_ranks, lines=lines)
@@ -35,7 +42,7 @@ class _Evidence:
     Attributes:
       found: all differences.
       wrong: the leaves of the state that are too far apart, at least one; or one metric.
-      program, named, equal_draws: see `likely_cause`.
+      program, named, equal_draws, warned: see `likely_cause`.
     """
 
     found: StepDifference
@@ -43,6 +50,7 @@ class _Evidence:
     program: str
     named: str
     equal_draws: Sequence[str]
+    warned: Collection[str]
 
     def worst_if(self, applies: bool) -> LeafDifference | None:
         """Return the leaf that is furthest apart, if the cause applies."""
@@ -108,10 +116,8 @@ def _draw_alike(evidence: _Evidence) -> LeafDifference | None:
     return evidence.worst_if(bool(evidence.equal_draws))
 
 
-def _may_be_clipped(evidence: _Evidence) -> LeafDifference | None:
-    program = evidence.program
-    cuts = "stablehlo.minimum" in program or "stablehlo.select" in program
-    return evidence.worst_if("stablehlo.clamp" in program or (cuts and "stablehlo.sqrt" in program))
+def _are_clipped(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(any(CLIPPED in warning for warning in evidence.warned))
 
 
 def _any(evidence: _Evidence) -> LeafDifference | None:
@@ -174,13 +180,11 @@ _CAUSES: _Causes = [
     (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
     (
-        _may_be_clipped,
-        "The changes have no common ratio, and the step cuts values off: each rank clips its own "
-        "gradient, and the mean of clipped gradients is not the clipped mean. Clip inside "
+        _are_clipped,
+        "The changes have no common ratio, and each rank clips its own gradient: the mean of "
+        "clipped gradients is not the clipped mean. Clip inside "
         "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
-        "jdp.sync_gradients(grads), with apply_gradients(grads, synced=True). If nothing is "
-        "clipped, something in the loss is not a mean over rows, such as a masked mean without "
-        "weight=.",
+        "jdp.sync_gradients(grads), with apply_gradients(grads, synced=True).",
     ),
     (
         _any,

@@ -1,5 +1,7 @@
 """Arrays of the host are copied to devices: the copy is not the caller's, and can be donated."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,3 +84,13 @@ def test_a_new_state_does_not_change_with_the_arrays_that_it_was_made_of(
     for name, expected in zip(params, right, strict=True):
         for shard in state.params[name].addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected)
+
+
+@pytest.mark.parametrize("value", [7, 0.5, np.arange(3), np.arange(3.0), np.arange(3) + 1j])
+def test_numbers_of_64_bits_are_placed_as_jax_holds_them_without_a_warning(value):
+    sharding = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = copied(np.asarray(value), sharding)
+    want = jnp.asarray(value)
+    assert got.dtype == want.dtype and np.array_equal(got, want)

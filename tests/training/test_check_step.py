@@ -114,6 +114,13 @@ def test_says_what_the_analysis_cannot_see(program, cause):
         jdp.check_step(jdp.train_step(program), plain_sgd, batch())
 
 
+def test_a_masked_mean_is_not_taken_for_clipping_of_each_rank_if_the_mean_gradient_is_clipped():
+    ranks(3)
+    tx = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r" 3 ranks (?!.*each rank clips).* weight="):
+        jdp.check_step(jdp.train_step(local_masked_mean), state(jdp.replicated(tx)), batch())
+
+
 def logits_step(change):
     """A classifier with a number `t` that is added to all logits: its gradient is rounding."""
 

@@ -34,6 +34,23 @@ def test_the_axis_of_a_pmap_that_was_ported_is_named(num_ranks):
     assert "'data'" in note and "jdp.init(axis_name='batch')" in note
 
 
+@pytest.mark.parametrize("takes_batch", [True, False])
+def test_a_weight_of_micro_batches_that_are_not_the_batch_of_the_step_is_named(takes_batch):
+    def step(state, batch):
+        loss = lambda p, x: loss_fn(p, x if takes_batch else {**batch, "x": x})  # noqa: E731
+        rows = batch if takes_batch else batch["x"]
+        grads = jdp.value_and_grad(loss, accumulate=2)(state.params, rows)[1]
+        return state.apply_gradients(grads), {}
+
+    ranks(2)
+    step = jdp.train_step(weight=lambda batch: jnp.ones_like(batch["y"][:, 0]).sum())(step)
+    if takes_batch:
+        step(state(), batch())
+        return
+    (note,) = notes(TypeError, step, state(), batch())
+    assert "accumulate=k)(state.params, batch)" in note and "(6, " in note
+
+
 def test_the_error_of_another_name_has_no_note():
     def step(state, batch):
         raise NameError("name 'x' is not defined")
