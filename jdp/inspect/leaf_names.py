@@ -33,10 +33,10 @@ def in_parameters(path: str) -> str:
 def update_of(path: str) -> str:
     """Return the name of what updates the parameter of a gradient.
 
-    >>> update_of("grads['w']")
-    "the update of ['w']"
+    >>> update_of("grads['w']"), update_of("grads")
+    ("the update of ['w']", 'the update of the parameters')
     """
-    return f"the update of {path.removeprefix('grads')}"
+    return f"the update of {path.removeprefix('grads') or 'the parameters'}"
 
 
 class LeafNames:

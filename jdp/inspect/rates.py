@@ -127,11 +127,14 @@ def _gpu(target: TargetDevices) -> dict[str, Rate]:
     kind = kind_of(target.device_kind)
     peaks, source = _gpu_peaks(target.description, kind)
     link = nvlink(kind)
-    nics = f"{ASSUMED}: eight links of 400 Gb/s for each host, 90 % of them"
+    num_nics = GPUS[kind].per_host if kind else 8
+    nics = f"{ASSUMED}: {num_nics} links of 400 Gb/s for each host, 90 % of them"
     return {
         **{name: _of_peak(name, peak, source) for name, peak in peaks.items()},
         "link_bytes_per_s": link,
-        "host_link_bytes_per_s": _rate("host_link_bytes_per_s", 360e9, (0.5, 1, 1.1), nics),
+        "host_link_bytes_per_s": _rate(
+            "host_link_bytes_per_s", 45e9 * num_nics, (0.5, 1, 1.1), nics
+        ),
         "reduction_start_s": Rate(NCCL_START_S, 10e-6, 40e-6, "s", link.source),
         "operation_start_s": Rate(1.5e-6, 0.5e-6, 4e-6, "s", ASSUMED),
     }

@@ -62,6 +62,7 @@ def test_a_gpu_has_its_memory_and_its_number_in_a_host(gpu, gpus, memory):
     found = planned("--methods", "hsdp", "--gpu", gpu)
     assert [row["gpus"] for row in found["predicted"]] == gpus
     assert found["assumed"]["memory_bytes"]["value"] == memory
+    assert found["assumed"]["network_bytes_per_s"]["value"] == 0.9 * gpus[0] * 400e9 / 8
     [row, _] = planned("--methods", "hsdp", "--gpu", gpu, "--gpus-per-host", "72")["predicted"]
     assert row["gpus"] == 72  # a rack
 

@@ -50,6 +50,12 @@ def test_the_links_of_an_a100_are_its_own():
     assert links == [230e9, 700e9]
 
 
+def test_a_host_has_a_link_for_each_of_its_gpus():
+    links = [rates_of(devices("gpu", kind, 2))["host_link_bytes_per_s"].value
+             for kind in ("NVIDIA B200", "NVIDIA GB200")]  # fmt: skip
+    assert links == [360e9, 180e9]
+
+
 def test_an_unknown_gpu_asks_for_its_rates_and_takes_them():
     names = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
     with pytest.raises(ValueError, match=f"{', '.join(names)}.*NVIDIA T1000.*--calibrate"):

@@ -59,18 +59,20 @@ _LAW = {"alpha_s": AMOUNT, "bytes_per_s": BYTES_PER_S}
 Assumptions = dict[str, Rate]
 
 
-def assumed(gpu: str, link: str) -> Assumptions:
+def assumed(gpu: str, link: str | None = None) -> Assumptions:
     """Return what is assumed of hosts of GPUs.
 
     Args:
       gpu: one of `GPUS`.
-      link: network cards of a host and the Gbit/s of each, such as "8x400".
+      link: network cards of a host and the Gbit/s of each, such as "8x400". Default: one of 400
+        for each GPU of a host.
 
     Raises:
       ValueError: if there is no such GPU or link.
     """
     if gpu not in GPUS:
         raise ValueError(f"there is no GPU {gpu!r}. Write one of {', '.join(GPUS)}.")
+    link = f"{GPUS[gpu].per_host}x400" if link is None else link
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", link)
     line = float(found[1]) * float(found[2]) * 1e9 / 8 if found else 0.0
     if found is None or not LEAST_GIVEN <= line <= MOST_GIVEN:

@@ -131,8 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "default 8, and 4 GB200"
     parser.add_argument("--gpus-per-host", type=read_positive, metavar="N", help=text)
     parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default H100)")
-    text = "network cards of a host and Gbit/s of each (default 8x400)"
-    parser.add_argument("--link", default="8x400", metavar="NxGBITS", help=text)
+    text = "network cards of a host and Gbit/s of each (default one of 400 for each of its GPUs)"
+    parser.add_argument("--link", metavar="NxGBITS", help=text)
     text = f"some of {','.join(METHODS)} (default all)"
     parser.add_argument("--methods", default=",".join(METHODS), metavar="NAMES", help=text)
     for flag, what in (("--gather-dtype", "gathered parameters"), ("--reduce-dtype", "gradients")):
