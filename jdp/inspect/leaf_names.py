@@ -49,6 +49,7 @@ class LeafNames:
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}  # by stand-in
+        self._stacked = set[str]()  # stand-ins of layers
         self._num_stand_ins = 0
         self._packed: dict[Any, list[Any]] = {}  # the vectors in each vector
         self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
@@ -85,6 +86,10 @@ class LeafNames:
             path = self._found.get(path, "")
         return "" if path.startswith("?") else path
 
+    def is_of_layer(self, path: str) -> bool:
+        """Whether a name is the stand-in of a gradient that is put together with other layers'."""
+        return path in self._stacked
+
     def name(self, eqn: Any, name: str, paths: Paths) -> None:
         """Name the results of an equation without bodies.
 
@@ -93,7 +98,7 @@ class LeafNames:
           name: of its primitive.
           paths: names of the variables around it.
         """
-        if name == "jdp_mark" and eqn.params["kind"] == LOCAL and eqn.params["path"]:
+        if name == "jdp_mark" and eqn.params["kind"] == LOCAL:
             found = f"grads{eqn.params['path']}"
             self._resolve([path(eqn.invars[0], paths)], found)
             paths[eqn.outvars[0]] = found
@@ -134,13 +139,15 @@ class LeafNames:
                 if x in self._packed:
                     self._packed[eqn.outvars[0]] = self._packed[x]
         elif name == "split" and atoms and (parts := self._parts.get(path(atoms[0], paths))):
-            paths |= {out: each for out, (each, _) in zip(eqn.outvars, parts, strict=True)}
+            if [size for _, size in parts] == [out.aval.size for out in eqn.outvars]:
+                paths |= {out: each for out, (each, _) in zip(eqn.outvars, parts, strict=True)}
 
     def _stack(self, out: Any, names: Sequence[str], paths: Paths) -> None:
         unknown = [each for each in names if each.startswith("?")]
         if unknown:
             paths.setdefault(out, unknown[0])
             self._resolve(unknown[1:], unknown[0])
+            self._stacked.update(unknown)
 
     def _resolve(self, names: Sequence[str], found: str) -> None:
         """Record the name of stand-ins, if it is their first one."""

@@ -134,8 +134,10 @@ class _PlanWalk:
             is_sum = each.kind in ("all-reduce", "reduce-scatter")
             for i, leaf in enumerate(each.leaves):
                 path = self._names.final(leaf.path)
-                is_layer = is_sum and path != leaf.path and path
-                each.leaves[i] = leaf._replace(path=path + OF_LAYER if is_layer else path)
+                is_of_one = each.num_loops or self._names.is_of_layer(leaf.path)
+                if is_sum and is_of_one and path != leaf.path and path:
+                    path += OF_LAYER
+                each.leaves[i] = leaf._replace(path=path)
         return self._found
 
     def _collective(self, eqn: Any, name: str, paths: Paths, *, is_same: bool) -> None:

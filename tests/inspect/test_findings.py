@@ -85,6 +85,27 @@ def test_layers_that_are_reduced_in_their_loop_have_names_and_are_no_fault(names
     assert max(bucket.runs for bucket in found.buckets) > 1 and not found.findings
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_gradient_of_parameters_that_are_one_array_has_a_name(stage):
+    jdp.init(devices=jax.devices()[:3])
+    sizes = [DIM * DIM, DIM]  # packed and split as jax.flatten_util does
+
+    def loss(vector, x):
+        w, b = jnp.split(vector, [sizes[0]])
+        return jnp.mean(jnp.tanh(x @ w.reshape(DIM, DIM) + b))
+
+    @jdp.train_step
+    def step(state, x):
+        _, grads = jdp.value_and_grad(loss)(state.params, x)
+        return state.apply_gradients(grads), {}
+
+    tx = jdp.sharded(optax.sgd(0.1), stage=stage) if stage else jdp.replicated(optax.sgd(0.1))
+    state = jdp.TrainState.create(np.ones(sum(sizes), np.float32), tx)
+    found = jdp.explain(step, state, np.ones((12, DIM), np.float32))
+    summed = [set(x.leaves) for x in found.buckets if x.kind in ("all-reduce", "reduce-scatter")]
+    assert set.union(*summed) - {"a scalar"} == {"grads"}
+
+
 def test_a_gather_of_the_batch():
     @jdp.train_step
     def gathering(state, x):
