@@ -40,9 +40,9 @@ install = $(UV) pip install -q --python $(1)
 # Compiles what is imported; the tests of other packages are not.
 compiled = $(1)/bin/python -m compileall -q -j $(JOBS) -x '/tests/' \
 	$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
+pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup --second-try
 
-.PHONY: help demo test test-all test-oldest test-gpu test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
+.PHONY: help demo test test-all test-oldest test-csrc test-gpu test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -50,33 +50,44 @@ help:  ## this list
 demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's CPU
 	.venv/bin/python examples/digits.py
 
-# One set of the parameters of each test, and another one on the oldest JAX, two tests of each file
-# that starts processes, the same in every run, and not what is marked thorough.
-PART ?= -m "not thorough" --sets 1 --skip-sets 1 --of-processes 2
-test: .venv/ready  ## most tests on the newest JAX, then a part of them on the oldest, and schedules on the newest
+# What is tested anew only when it changes: its digest lies beside the tests when they have passed.
+CSRC := jdp/csrc tests/csrc benchmarks/gpu
+SCHEDULED := jdp/collectives jdp/inspect jdp/reduction jdp/training tests/schedules requirements/newest.txt
+# Folders, the file of the digest.
+digest = find $(1) -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name newest.txt | \
+	LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16
+# Target, folders, the file of the digest.
+if_changed = if [ "$$($(call digest,$(2)))" = "$$(cat $(3))" ]; then \
+	echo "make $(1) passed with this code, says $(3)."; else $(MAKE) --no-print-directory $(1); fi
+
+# conftest.py says what the daily tests are.
+test: .venv/ready  ## the daily tests on the newest JAX, what depends on its version on the oldest, C++ and schedules if changed
 	if [ "$$(< .venv/pins)" = oldest ]; then
 		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."
-		$(call pytest,.venv) $(PART)
-	elif [ -z "$$($(oldest))" ]; then
-		echo "No Python 3.11 was found: this tests the newest JAX only."
-		$(call pytest,.venv) $(PART)
+		$(call pytest,.venv) --daily=newest --ignore=tests/csrc
 	else
-		$(call pytest,.venv) $(PART)
-		$(MAKE) --no-print-directory test-oldest
+		$(call pytest,.venv) --daily=newest --ignore=tests/csrc
+		$(call on_oldest,--daily=oldest)
 	fi
-	$(MAKE) --no-print-directory test-notebook test-schedules
+	$(MAKE) --no-print-directory test-notebook
+	$(call if_changed,test-csrc,$(CSRC),tests/csrc/passed.txt)
+	$(call if_changed,test-schedules,$(SCHEDULED),tests/schedules/passed.txt)
 
-test-all:  ## on the newest JAX all tests with all sets of their parameters, all versions of the schedules, Ray, and what is released
-	$(MAKE) --no-print-directory test PART= PART_OF_OLDEST='-m "not slow" --sets 1'
-	$(MAKE) --no-print-directory test-ray schedules .venv-wheel/pins
+test-all: .venv/ready  ## all tests, the daily ones on the oldest JAX, all versions of the schedules, Ray, and what is released
+	SECONDS=0
+	$(call pytest,.venv)
+	$(call on_oldest,--daily=newest)
+	$(MAKE) --no-print-directory test-notebook test-ray schedules .venv-wheel/pins
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
+	echo "make test-all took $$((SECONDS / 60)) minutes and $$((SECONDS % 60)) seconds."
 
-# C++ is tested by itself once: its tests do not call JAX. Nor do those of the launcher, which runs
-# below other tests, and benchmarks are for the newest.
-PART_OF_OLDEST ?= -m "not slow and not thorough" --sets 1 --of-processes 1 --ignore tests/launch \
-	--ignore tests/worker --ignore tests/repository/test_side_by_side.py
-test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with one set of its parameters
-	$(call pytest,.venv-oldest) $(PART_OF_OLDEST) --ignore tests/csrc
+on_oldest = if [ -z "$$($(oldest))" ]; then \
+	echo "No Python 3.11 was found: this tests the newest JAX only."; else \
+	$(MAKE) --no-print-directory test-oldest SELECTION=$(1); fi
+
+SELECTION ?= --daily=oldest
+test-oldest: .venv-oldest/ready
+	$(call pytest,.venv-oldest) $(SELECTION)
 
 test-gpu:  ## on a machine with a GPU, in an environment with jdp, its tests' packages and JAX's CUDA plugin
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -q -m gpu tests/gpu
@@ -86,6 +97,10 @@ with = if [ -e .venv-$(1)/why ]; then cat .venv-$(1)/why; else \
 
 test-ray: .venv-ray/ready  ## train in processes that Ray starts on two nodes of this machine, and kill some
 	$(call with,ray)
+
+test-csrc: .venv/ready  ## the C++ tests, the schedule fuzzer and the kernels' model, under ThreadSanitizer
+	$(call pytest,.venv) --daily=newest tests/csrc
+	$(call digest,$(CSRC)) > tests/csrc/passed.txt
 
 test-notebook: .venv-notebook/ready  ## run examples/notebook.ipynb, and press stop in the middle
 	$(call with,notebook)
@@ -98,6 +113,7 @@ test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 a
 	$(call schedules,.venv-gpu)
 	if [ -e .venv-tpu/why ]; then cat .venv-tpu/why; else \
 		.venv-tpu/bin/python -m pytest -q tests/schedules/test_tpu.py tests/schedules/test_explained_targets.py; fi
+	if [ ! -e .venv-gpu/why ] && [ ! -e .venv-tpu/why ]; then $(call digest,$(SCHEDULED)) > tests/schedules/passed.txt; fi
 
 schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 and the oldest too
 	$(call schedules,.venv-gpu-0.11)

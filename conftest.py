@@ -18,33 +18,86 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+# What depends on the version of JAX: where its differences are, and what users call first.
+ON_OLDEST = (
+    "jdp",  # doctests
+    "tests/test_axis.py",
+    "tests/test_rank_state.py",
+    "tests/analysis",
+    "tests/checkpoint/test_checkpointer_processes.py",
+    "tests/checkpoint/test_commit_snapshot.py",
+    "tests/checkpoint/test_format.py",
+    "tests/checkpoint/test_load.py",
+    "tests/checkpoint/test_sharded_state.py",
+    "tests/collectives/test_beside_xla.py",
+    "tests/collectives/test_collectives.py",
+    "tests/collectives/test_native.py",
+    "tests/collectives/test_several_processes.py",
+    "tests/collectives/test_shards.py",
+    "tests/data/test_batches.py",
+    "tests/distributed/test_initialize.py",
+    "tests/fuzz",
+    "tests/inspect/test_explain.py",
+    "tests/inspect/test_findings.py",
+    "tests/inspect/test_profile.py",
+    "tests/reduction/test_gradients.py",
+    "tests/reduction/test_micro_batches.py",
+    "tests/reduction/test_optimizer.py",
+    "tests/reduction/test_partition_rules.py",
+    "tests/reduction/test_scanned_layers.py",
+    "tests/repository/test_environment.py",
+    "tests/training/test_check_step.py",
+    "tests/training/test_compiled_step.py",
+    "tests/training/test_flax_stage_3.py",
+    "tests/training/test_libraries.py",
+    "tests/training/test_mixed_precision.py",
+    "tests/training/test_nnx_stage_3.py",
+    "tests/training/test_overwritten.py",
+    "tests/training/test_placing.py",
+    "tests/training/test_sharded.py",
+    "tests/training/test_sharded_processes.py",
+    "tests/training/test_stage_2.py",
+    "tests/training/test_state.py",
+    "tests/training/test_step.py",
+)
+
+pytest_plugins = ["second_try"]
+
+
 def pytest_addoption(parser):
-    help = "of each test run N sets of its parameters, unless it is marked few_sets or all_sets"
-    parser.addoption("--sets", type=int, metavar="N", help=help)
-    help = "of a file's tests that start processes run N, but for tests marked all_sets"
-    parser.addoption("--of-processes", type=int, metavar="N", help=help)
-    help = "of a test with more sets than --sets, take those behind the first M"
-    parser.addoption("--skip-sets", type=int, metavar="M", default=0, help=help)
+    help = """
+    newest: without thorough tests, one set of parameters of each other test, and two tests of each
+    file that starts processes; tests marked all_sets are not thinned. oldest: of these, what
+    depends on the version of JAX, with every sixth set of the tests marked all_sets, and one test
+    of each file that starts processes.
+    """
+    parser.addoption("--daily", choices=("newest", "oldest"), help=help)
 
 
 @pytest.hookimpl(trylast=True)  # when tests know whether they start processes
 def pytest_collection_modifyitems(config, items):
+    daily = config.getoption("--daily")
+    if daily is None:
+        return
+    on_oldest = daily == "oldest"
+
     def most_sets(item):
-        most = config.getoption("--sets")
-        if most is None:
-            return None
         if few := item.get_closest_marker("few_sets"):
             return few.args[0]
-        return None if item.get_closest_marker("all_sets") else most
+        return None if item.get_closest_marker("all_sets") else 1
 
     def most_of_file(item):
         marks = item.iter_markers("xdist_group")
         starts_processes = any(mark.args == ("processes",) for mark in marks)
         is_thinned = starts_processes and not item.get_closest_marker("all_sets")
-        return config.getoption("--of-processes") if is_thinned else None
+        return (1 if on_oldest else 2) if is_thinned else None
 
-    skipped = config.getoption("--skip-sets")
-    kept = _some(items, lambda item: item.nodeid.partition("[")[0], most_sets, skipped)
+    kept = [item for item in items if not item.get_closest_marker("thorough")]
+    if on_oldest:
+        folders = [config.rootpath / each for each in ON_OLDEST]
+        kept = [item for item in kept if any(item.path.is_relative_to(each) for each in folders)]
+        kept = _every_sixth_set(kept)
+    kept = _some(kept, _test_of, most_sets, skipped=0 if on_oldest else 1)
     kept = _some(kept, lambda item: item.path, most_of_file)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
@@ -59,6 +112,22 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section(f"slowest of {len(seconds)} files, {seconds.total():.0f}s in all")
         for file, total in seconds.most_common(20):
             terminalreporter.line(f"{total:.2f}s {file}")
+
+
+def _test_of(item):
+    return item.nodeid.partition("[")[0]
+
+
+def _every_sixth_set(items):
+    """Return of each test marked all_sets every sixth item, and all others."""
+    numbers = Counter()
+    kept = []
+    for item in items:
+        test = _test_of(item)
+        if not item.get_closest_marker("all_sets") or numbers[test] % 6 == 0:
+            kept.append(item)
+        numbers[test] += 1
+    return kept
 
 
 def _some(items, group_of, most_of, skipped=0):

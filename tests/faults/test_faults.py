@@ -37,12 +37,15 @@ class Case(NamedTuple):
 
 # Others are like these, and come more often.
 RARE = (
+    "raises",
     "out of memory",
-    "hangs",
     "dies when a commit begins",
+    "hangs",
+    "is stopped",
     "hangs and holds the GIL",
     "dies when a commit ends",
     "exits at once",
+    "dies in a checkpoint",
 )
 
 # The same rank not too often within a minute: its place would stay empty for a while.

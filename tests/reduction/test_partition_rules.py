@@ -10,8 +10,6 @@ from support.per_rank import assert_equal_bits
 
 from jdp.reduction.partition import Piece, partitioned
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 A = (24, 48)  # each dim divides by 1, 2, 3 and 8
 B = (2, 24, 24)
 

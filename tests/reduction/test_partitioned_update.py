@@ -54,7 +54,6 @@ def _cases():
     yield "optax.chain", 1
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("name", "num_ranks"), [*_cases()])
 def test_slices_equal_one_device(make_mesh, name, num_ranks):
     tx, params, state, grads = _problem(name, num_steps=CHAOTIC.get(name, 20))
@@ -93,7 +92,6 @@ def _every(transformations):
 
 
 # Without XLA's optimizations, for the reason that stands at `ROUNDED`.
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("num_ranks", "dtype"), [(1, np.float32), (2, jnp.bfloat16), (3, np.float32), (8, np.float32)]
 )
@@ -169,7 +167,6 @@ def test_norms_of_all_leaves_are_one_collective(make_mesh, name, count):
     assert not any("gather" in each.primitive.name for each in equations)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_bfloat16_parameters_stay_close(make_mesh):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(1e-2))
     params = jax.tree.map(jnp.asarray, sliced.params(jnp.bfloat16))

@@ -93,6 +93,7 @@ def test_every_flag_that_running_mentions_exists():
     assert len(mentioned) > 20 and mentioned <= known, mentioned - known
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("processes")
 def test_the_script_of_running_runs_by_its_commands(tmp_path):
     page = ROOT / "docs" / "running.md"
