@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdp.worker import source_digest
+from jdp.worker import bytecode, source_digest
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 from jdp.worker.switches import SWITCHED_ON
 
@@ -125,10 +125,18 @@ class Member:
             _, facts = decode(line)
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
+            self._tell_slow_imports(self.assignment)
             # JAX's exit handler waits for the other processes. It runs after this one if JAX was
             # imported before, so the launcher is informed of the end first.
             atexit.register(self.tell_end)
         return self.assignment
+
+    # Once for each host: its processes import from the same installation, also after a recovery.
+    def _tell_slow_imports(self, assignment: Assignment) -> None:
+        if assignment.generation == assignment.local_id == 0:
+            found = bytecode.slow_imports()
+            if found is not None:
+                self.tell("compiled_imports", **found._asdict())
 
     def tell_end(self, **facts: Any) -> None:
         """Report to the launcher, once, that the script has ended, with its `steps`."""

@@ -6,6 +6,9 @@ the *leader* (`jdp/launch/host/agent.py`, `jdp/launch/leader/leader.py`) use TCP
 
 From a process to its host:
   parked                        the process ran up to `jdp.init()` and waits there
+  compiled_imports  modules, s, measured, why, command
+                                it compiled these modules at its start, for s seconds, since they
+                                have no bytecode; why, and the command that writes it
   joined      s                 it found the others, which took s seconds
   restored    step, tier, s     it has the state after `step` steps, from memory or disk
   first_step  s, compile_s      it finished its first step, s seconds after `go`

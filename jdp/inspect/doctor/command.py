@@ -76,7 +76,7 @@ def _examined(cpu_ranks: int | None) -> dict[int, list[Diagnosis]]:
 
 
 def _of_machine(mesh, num_processes: int) -> list[Diagnosis]:
-    from jdp.inspect.doctor import devices, limits, versions
+    from jdp.inspect.doctor import bytecode, devices, limits, versions
 
     platform = mesh.devices.flat[0].platform
     here = versions.installed(platform, num_processes)
@@ -90,6 +90,7 @@ def _of_machine(mesh, num_processes: int) -> list[Diagnosis]:
         "locked memory": limits.locked_memory,
         "memory": limits.memory,
         "proxies": limits.proxies,
+        "bytecode": bytecode.bytecode,
     }
     made = [checked(name, examine) for name, examine in checks.items()]
     return [made[0], *versions.known_bad(here), *made[1:3], *devices.libraries(platform), *made[3:]]

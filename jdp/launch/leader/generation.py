@@ -107,6 +107,7 @@ class Generation:
     ) -> bool:
         """Record a message of a process, and return whether it was the last one to send that."""
         self._write(what, process_id=process_id, host=remote.name, pid=pid, **facts)
+        self._progress.record_told(process_id, what, facts)
         told = self.told.setdefault(what, {})
         is_news = process_id not in told
         told[process_id] = facts

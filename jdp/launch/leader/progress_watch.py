@@ -1,4 +1,4 @@
-"""Watches the progress of a generation, and reports processes that hang or are slow."""
+"""Watches the progress of a generation, and reports processes that hang, or are slow."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +31,13 @@ class ProgressWatch:
         self._slow = SlowProcesses()
         self._windows: dict[int, Window] = {}  # of the latest steps, by process
         self._has_new_windows = False
+        self._has_compiled_imports = False
+
+    def record_told(self, process_id: int, what: str, facts: Mapping[str, Any]) -> None:
+        """Record a message of a process, and report the first one of a start without bytecode."""
+        if what == "compiled_imports" and not self._has_compiled_imports:
+            self._has_compiled_imports = True
+            self._say(_line_of_imports(process_id, **facts))
 
     def record_windows(self, windows: Mapping[str, list]) -> None:
         """Record the windows of processes that have made steps."""
@@ -61,3 +68,15 @@ class ProgressWatch:
                 is_over=stall.is_over,
             )
         return stall
+
+
+def _line_of_imports(
+    process_id: int, modules: int, s: float, measured: int, why: str, command: str
+) -> str:
+    about = "about " * (measured < modules)
+    since = f", since {why}" if why else ""
+    return (
+        f"process {process_id} compiled {modules} Python modules at its start, which took "
+        f"{about}{s:.1f} s of a CPU core. They have no bytecode{since}. Each process and standby "
+        f"compiles them again. Write the bytecode once, for example into the image: {command}"
+    )
