@@ -72,7 +72,7 @@ class _SlicedProgram:
         self._cuts = dict(known)
         for operation in program.operations:
             cut = next((self._cuts[v] for v in operation.ins if v in self._cuts), None)
-            if cut is not None and _is_elementwise(operation):
+            if cut is not None and _is_elementwise(operation, cut.axes):
                 self._cuts[operation.outs[0]] = cut
         self._needed = {v for v in map(self._sliced, program.operations) if v is not None}
         for operation in reversed(program.operations):
@@ -121,7 +121,7 @@ class _SlicedProgram:
         return values
 
 
-def _is_elementwise(operation: FlatOperation) -> bool:
+def _is_elementwise(operation: FlatOperation, axes: Sequence[str]) -> bool:
     """Whether slices of the operands give the slice of the one result.
 
     Marks say something about a whole value, and are left as they are.
@@ -131,4 +131,4 @@ def _is_elementwise(operation: FlatOperation) -> bool:
     shape = operation.outs[0].aval.shape
     if any(value.aval.shape not in ((), shape) for value in operation.ins):
         return False
-    return elementwise.is_elementwise(operation.eqn, len(shape))
+    return elementwise.is_elementwise(operation.eqn, len(shape), axes)

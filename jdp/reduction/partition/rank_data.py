@@ -26,21 +26,22 @@ def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
     that a function has captured is the same on all ranks.
     """
     whole: set[FlatValue] = set()
-    naming = [operation for operation in program.operations if _names(operation.eqn, axes)]
+    naming = [operation for operation in program.operations if names_axes(operation.eqn, axes)]
     if not naming:
         return whole
     differing = {c for c in program.constants if isinstance(c.constant, jax.core.Tracer)}
     named = {out for operation in naming for out in operation.outs}
     for eqn, ins, outs, _ in program.operations:
-        names_axes = not named.isdisjoint(outs)
-        if names_axes or not differing.isdisjoint(ins):
+        is_named = not named.isdisjoint(outs)
+        if is_named or not differing.isdisjoint(ins):
             whole.update(outs)
             if not _agrees(eqn, axes):
                 differing.update(outs)
     return whole
 
 
-def _names(eqn: Any, axes: Sequence[str]) -> bool:
+def names_axes(eqn: Any, axes: Sequence[str]) -> bool:
+    """Whether an equation, or one inside of it, is a collective over one of `axes`."""
     if eqn.primitive.name == "jdp_mark":
         return False
     inside = (inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body))

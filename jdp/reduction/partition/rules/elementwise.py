@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jdp.analysis import jaxprs
+from jdp.reduction.partition.rank_data import names_axes
 from jdp.reduction.partition.ranks import Dim, Ranks
 from jdp.reduction.partition.rules.plans import Plan, same
 
@@ -18,7 +20,7 @@ def plan(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     shapes = [atom.aval.shape for atom in eqn.invars]
     if not _fit(shapes, shape) or any(atom.aval.shape != shape for atom in eqn.outvars):
         return None
-    if shapes[position][dim] != shape[dim] or not is_elementwise(eqn, len(shape)):
+    if shapes[position][dim] != shape[dim] or not is_elementwise(eqn, len(shape), ranks.axes):
         return None
     ins: list[Dim] = [dim if each and each[dim] == shape[dim] else None for each in shapes]
     return same(eqn, ins, [dim] * len(eqn.outvars))
@@ -33,10 +35,15 @@ def _fit(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> bool:
     )
 
 
-def is_elementwise(eqn: Any, num_dims: int) -> bool:
-    """Whether each element of the results depends on the same element of the operands alone."""
+def is_elementwise(eqn: Any, num_dims: int, axes: Sequence[str]) -> bool:
+    """Whether each element of the results depends on the same element of the operands alone.
+
+    A collective over `axes` combines equal positions of several ranks, whose slices differ.
+    """
     if eqn.primitive.name == "jdp_mark":
         return True
+    if names_axes(eqn, axes):
+        return False
     try:
         params = tuple(sorted(eqn.params.items()))
         dtypes = tuple(atom.aval.dtype for atom in eqn.invars)
