@@ -15,6 +15,8 @@ import jdp
 from jdp.collectives import ring, xla
 from jdp.reduction import step_context
 
+pytestmark = pytest.mark.optimized
+
 every_algorithm = pytest.mark.parametrize("all_reduce", [xla, ring], ids=lambda f: f.__name__)
 
 

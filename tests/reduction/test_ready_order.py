@@ -13,6 +13,8 @@ import jdp
 from jdp.analysis import jaxprs
 from jdp.reduction.overlap.ready_order import order_of_gradients
 
+pytestmark = pytest.mark.optimized
+
 WIDTH = 4
 
 

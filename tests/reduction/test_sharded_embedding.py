@@ -307,6 +307,7 @@ needs_library = pytest.mark.skipif(
 )
 
 
+@pytest.mark.optimized
 @needs_library
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("n", [2, 4, 8])

@@ -11,6 +11,8 @@ import pytest
 import jdp
 from jdp.reduction.overlap import wait_order
 
+pytestmark = pytest.mark.optimized
+
 
 @jax.jit
 def wait(token, after, x):  # as the call that waits for a ring takes and gives them

@@ -17,6 +17,8 @@ import jdp
 from jdp.distributed import in_flight
 from jdp.training.compiled_step import CompiledStep
 
+pytestmark = pytest.mark.optimized
+
 
 def test_a_compiled_step_takes_the_fast_path_of_jit():
     ranks(2)

@@ -105,6 +105,7 @@ def test_what_travels_has_the_dtype_that_was_asked_for(options, gathered, scatte
     assert found[1] == {scattered}
 
 
+@pytest.mark.optimized
 def test_xla_gathers_the_bits_of_16_bit_floats_which_it_would_widen(monkeypatch):
     monkeypatch.setattr(shards, "is_native", lambda *_: False)
     state, step = state_of(2, tx(gather_dtype=BF16)), jdp.train_step(differentiated)

@@ -11,6 +11,8 @@ import pytest
 import jdp
 from jdp import jax_compat
 
+pytestmark = pytest.mark.optimized
+
 SHAPES = {"a": (16, 8), "b": (24, 16)}  # 2 and 4 ranks split the first dim of both
 CALL = re.compile(r"jdp_all_gather.*?output_to_operand_aliasing=({.*?\)})")
 

@@ -170,6 +170,7 @@ def test_arrays_that_differ_in_more_than_their_values_are_placed():
         step(state, placed(mesh) | {"y": placed(mesh, ROWS[:12])["x"]})
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("seed", range(4))
 def test_any_series_of_calls_ends_with_the_exact_parameters(seed):
     draw, meshes = random.Random(seed), {n: ranks(n) for n in (1, 2, 3)}

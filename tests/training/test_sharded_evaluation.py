@@ -29,6 +29,7 @@ def temporary(num_layers, **options):
     return lowered.compile().memory_analysis().temp_size_in_bytes / LAYER
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_twelve_layers_take_the_memory_of_two(num_ranks):
     ranks(num_ranks)

@@ -10,6 +10,8 @@ from support.training import ranks, step_of
 import jdp
 from benchmarks.harness import models
 
+pytestmark = pytest.mark.optimized
+
 DIM, NUM_RANKS = 256, 8
 LAYER = 4 * DIM * DIM  # bytes; a group of parameters holds one layer
 

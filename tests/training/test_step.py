@@ -25,6 +25,8 @@ import jdp
 from jdp import collectives
 from jdp.collectives.cpu import runtime as cpu_runtime
 
+pytestmark = pytest.mark.optimized
+
 # Programs that are right as they stand: each is the same training on any number of ranks.
 
 
