@@ -225,7 +225,8 @@ def test_hosts_leave_a_leader_that_is_silent_and_find_it_again(hosts):
     leader, other = run.add(0), run.add(1)
     pids = leader.pids(0, 2)
     leader.process.send_signal(signal.SIGSTOP)
-    other.until_true(lambda: "silent for 2 s" in other.output, "line about it")
+    silent = f"silent for {launcher.HEARTBEAT_TIMEOUT_S} s"
+    other.until_true(lambda: silent in other.output, "line about it")
     other.until_true(lambda: pids[1] not in other.alive(), "end of its process")
     leader.process.send_signal(signal.SIGCONT)
     leader.pids(1, 2)

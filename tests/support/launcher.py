@@ -18,6 +18,11 @@ DEADLINE_S = 60.0
 # A script of a test's own imports JAX in each process, which takes long on a busy machine.
 WITH_JAX_S = 120.0
 
+# A host that is silent for so long is lost. Shorter, a busy machine loses hosts that live.
+HEARTBEAT_TIMEOUT_S = 1
+# Hosts that can not come are waited for.
+JOIN_TIMEOUT_S = 2.0
+
 MARK = "JDP_TEST_MARK"
 
 # A test run that is killed leaves no launcher behind, and one under nohup does not hand on that it
@@ -93,7 +98,7 @@ class Launcher:
         path = folder / "train.py"
         path.write_text(script)
         changed = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
-        quick = ["--heartbeat-timeout-s=2", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
+        quick = [f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
