@@ -220,6 +220,7 @@ def test_the_environment_may_say_that_this_is_a_resumption(tmp_path, monkeypatch
         counted(tmp_path, 7, resume=False)
 
 
+@pytest.mark.all_sets
 @pytest.mark.parametrize("value", ["0", "", "false", "No"])
 def test_a_variable_that_is_switched_off_is_no_resumption(tmp_path, monkeypatch, value):
     counted(tmp_path, 3)

@@ -297,7 +297,8 @@ def test_areas_of_earlier_lives_are_freed_before_others_may_write_to_their_own(f
         free(num_areas)
 
     monkeypatch.setattr(first.own, "free_areas", free_late)
-    assert processes.commit(1, 1) == ["True", "True"]
+    _, mine = (processes.start(number, 1) for number in range(2))
+    assert mine.result()
     assert second.own.latest() is None
     second.own.write({"step": 2}, [np.zeros(5, np.uint8)])
     assert processes.commit(3, 3) == ["True", "True"]

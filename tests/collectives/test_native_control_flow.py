@@ -149,6 +149,7 @@ def trained(program):
     return sums
 
 
+@pytest.mark.all_sets
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_native_calls_give_the_bits_of_xlas(program, monkeypatch):
     ranks(3)

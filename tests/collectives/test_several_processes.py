@@ -148,15 +148,20 @@ def step_by_the_smallest(dtype, gradient, all_reduce):
     return [np.asarray(shard.data).astype(float).tolist() for shard in s.params.addressable_shards]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_float16_gradients_below_the_smallest_normal_number_move_parameters(
-    processes, num_processes
-):
-    run = processes(2).run if num_processes == 2 else lambda function, *args: [function(*args)]
-    moved = -float(np.float16(2e-5))
-    for all_reduce in (jdp.collectives.xla, jdp.collectives.auto, jdp.collectives.native):
-        for found in run(step_by_the_smallest, "float16", 2e-5, all_reduce):
-            assert found == [[moved] * 3] * (4 // num_processes)
+ALGORITHMS = [jdp.collectives.xla, jdp.collectives.auto, jdp.collectives.native]
+MOVED = [-float(np.float16(2e-5))] * 3
+
+
+@pytest.mark.all_sets
+@pytest.mark.parametrize("all_reduce", ALGORITHMS, ids=lambda function: function.__name__)
+def test_float16_gradients_below_the_smallest_normal_number_move_parameters(all_reduce):
+    assert step_by_the_smallest("float16", 2e-5, all_reduce) == [MOVED] * 4
+
+
+@pytest.mark.parametrize("all_reduce", ALGORITHMS, ids=lambda function: function.__name__)
+def test_processes_move_parameters_by_such_gradients(processes, all_reduce):
+    found = processes(2).run(step_by_the_smallest, "float16", 2e-5, all_reduce)
+    assert found == [[MOVED] * 2] * 2
 
 
 def reduce_fail_and_begin_anew(folder):

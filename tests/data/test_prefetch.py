@@ -180,7 +180,7 @@ def test_all_loops_are_asked_to_end_before_the_program_waits_for_one():
         yield 0
         began.wait(10)
         found.append(
-            all(producer._is_asked.wait(10) for producer in list(current_loop.current.readers))
+            all(producer._is_asked.wait(2) for producer in list(current_loop.current.readers))
         )
 
     loops = [prefetch(items(), 1) for _ in range(2)]

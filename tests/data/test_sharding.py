@@ -119,6 +119,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, error, message):
         Layout.of(batch, batch_sharding(mesh_of((4,), ("data",)), "data"))
 
 
+@pytest.mark.all_sets
 @pytest.mark.parametrize("placed_by", ["a loop", "a step"])
 @pytest.mark.parametrize(
     "value, dtype, held",

@@ -1,111 +1,100 @@
-"""The tests find what they are for: the code is broken in a copy, and a test must fail there."""
+"""The daily tests find what they are for: the code is broken in a copy, and one must fail there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from repository.mutations import ROOMS
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "jdp"
+# Which tests are run for every change. They alone find each of the defects.
+DAILY = ["-m", "not thorough", "--sets", "1", "--skip-sets", "1", "--of-processes", "2"]
+MUTATIONS = {each.name: each for mutations in ROOMS.values() for each in mutations}
 
-# What is broken: file, the text that is replaced, by what, and the tests that must see it.
-MUTATIONS = {
-    "the mean is not divided": (
-        "jdp/reduction/weighted_sum.py",
-        "1.0 / axis.size(axis_name) if mean else 1.0",
-        "1.0",
-        "tests/training/test_step.py::test_equals_plain_jax_on_the_whole_batch",
-    ),
-    "every bucket is reduced twice": (
-        "jdp/collectives/buckets.py",
-        "    found = {}\n",
-        "    sums = all_reduce(sums, axes, scale=1.0)\n    found = {}\n",
-        "tests/training/test_step.py::test_equals_plain_jax_on_the_whole_batch",
-    ),
-    "two leaves of a bucket change places": (
-        "jdp/collectives/buckets.py",
-        "found.update(zip(bucket, values, strict=True))",
-        "found.update(zip(reversed(bucket), values, strict=True))",
-        "tests/reduction/test_gradients.py",
-    ),
-    "the last bucket is skipped": (
-        "jdp/collectives/buckets.py",
-        "    for bucket, values in zip(buckets, sums, strict=True):\n",
-        "    found = dict(enumerate(leaves))\n"
-        "    for bucket, values in zip(buckets[:-1], sums[:-1], strict=True):\n",
-        "tests/reduction/test_gradients.py",
-    ),
-    "the sampler is off by one": (
-        "jdp/data/sampler.py",
-        "np.divmod(positions, self.num_rows)",
-        "np.divmod(positions + 1, self.num_rows)",
-        "tests/data/test_sampler.py",
-    ),
-    "a native call may block a thread that a collective of XLA's needs": (
-        "jdp/collectives/beside_xla.py",
-        "return found.is_unknown or any(_pairs(found.native, found.xla))",
-        "return False",
-        "tests/collectives/test_beside_xla.py",
-    ),
-    "ranks take each other's slices": (
-        "jdp/collectives/cpu/calls.py",
-        "self._rank, self._group = lax.axis_index(axes), _group(axes)",
-        "self._rank, self._group = axis.size(axes) - 1 - lax.axis_index(axes), _group(axes)",
-        "tests/collectives/test_shards.py",
-    ),
-    "a gradient that stays whole is sent as a slice of another": (
-        "jdp/reduction/gradient_pieces.py",
-        "found = zip(chosen, parts, dims, strict=True)",
-        "found = zip(chosen, parts[::-1], dims, strict=True)",
-        "tests/reduction/test_gradient_pieces.py",
-    ),
-    "a scattered gradient is the sum, not the mean": (
-        "jdp/reduction/scattered_gradients.py",
-        "places, over, scale=scale, mesh=mesh)",
-        "places, over, scale=1.0, mesh=mesh)",
-        "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
-    ),
-    "parts are averaged over the inner axis alone": (
-        "jdp/reduction/scattered_gradients.py",
-        "    if others:\n",
-        "    if False:\n",
-        "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
-    ),
-    "a parameter is gathered from the slices of another": (
-        "jdp/reduction/gathered_in_time.py",
-        "self._gathered.update(zip(members, wholes, strict=True))",
-        "self._gathered.update(zip(members[::-1], wholes, strict=True))",
-        "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
-    ),
-    "the predicate of a cond counts as uniform": (
-        "jdp/analysis/rules/control_flow.py",
-        "index, operands = ins[0] & interp.lattice.varying, ins[1:]",
-        "index, operands = 0, ins[1:]",
-        "tests/analysis/test_wrong_programs.py",
-    ),
-}
+
+def room_of(file):
+    room, _, rest = file.partition("/")
+    return room if rest else "jdp"
+
+
+def test_each_room_is_broken_in_five_ways():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(ROOMS) == folders - {"error_codes"} | {"csrc", "jdp"} and len(ROOMS) == 12
+    for room, mutations in ROOMS.items():
+        assert [room_of(each.file) for each in mutations] == [room] * 5
+    assert len(MUTATIONS) == 60
+    for each in MUTATIONS.values():
+        count = (PACKAGE / each.file).read_text().count(each.text)
+        assert count == 1, f"say anew how to break {each.file}: {each.name}"
+
+
+def run(*command, folder):
+    env = {**os.environ, "PYTHONPATH": str(folder), "JDP_CUDA": "off"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a test starts up to eight processes
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run([sys.executable, *command], **options)
+
+
+@pytest.fixture(scope="module")
+def daily():
+    """The names of the daily tests, of the files in which a mutation must be seen."""
+    files = sorted({f"tests/{each.test.partition('::')[0]}" for each in MUTATIONS.values()})
+    collected = run("-m", "pytest", "-q", "--collect-only", *DAILY, *files, folder=ROOT)
+    assert collected.returncode == 0, collected.stdout + collected.stderr
+    return re.findall("^tests/.*::.*$", collected.stdout, re.MULTILINE)
+
+
+def chosen(daily, test):
+    name = f"tests/{test}"
+    found = [each for each in daily if each == name or each.startswith((f"{name}[", f"{name}::"))]
+    assert found, f"no daily test is {name}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("copy")
+
+
+@pytest.fixture
+def copy(folder):
+    """A copy of the code in the place of the one before, whose bytecode stays."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for each in ("jdp", "tests", "docs"):
+        shutil.copytree(ROOT / each, folder / each, ignore=ignored, dirs_exist_ok=True)
+    for each in ("conftest.py", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / each, folder)
+    return folder
+
+
+def tested(copy, *tests):
+    return run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, folder=copy)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
+def test_a_copy_that_is_not_broken_passes(daily, copy):
+    tests = {name for each in MUTATIONS.values() for name in chosen(daily, each.test)}
+    ended = tested(copy, *sorted(tests))
+    assert ended.returncode == 0 and " skipped" not in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_broken_copy_fails(name, tmp_path):
-    file, text, instead, tests = MUTATIONS[name]
-    for folder in ("jdp", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    for each in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / each, tmp_path)
-    broken = tmp_path / file
-    source = broken.read_text()
-    assert source.count(text) == 1, "the code has changed: say anew what to break"
-    broken.write_text(source.replace(text, instead))
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_a_broken_copy_fails(name, daily, copy):
+    mutation = MUTATIONS[name]
+    file = copy / "jdp" / mutation.file
+    source = file.read_text()
+    assert source.count(mutation.text) == 1
+    file.write_text(source.replace(mutation.text, mutation.instead))
+    if mutation.file.startswith(("csrc/common/", "csrc/cpu/")):  # else a test compiles it
+        built = run("setup.py", "-q", "build_native", folder=copy)
+        assert built.returncode == 0, built.stderr
+    ended = tested(copy, *chosen(daily, mutation.test))
     assert ended.returncode == 1 and "1 failed" in ended.stdout, ended.stdout + ended.stderr

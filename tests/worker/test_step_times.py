@@ -150,6 +150,7 @@ def test_steps_that_wait_in_xla_are_counted(clock):
     assert [window_of(1, [it]).knows_waits for it in (record, StepRecord(1, MS))] == [0, 1]
 
 
+@pytest.mark.all_sets
 @pytest.mark.parametrize(
     ("unusual", "counted"),
     [
