@@ -13,7 +13,7 @@ from repository.mutations import ROOMS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jdp"
 # Which tests are run for every change. They alone find each of the defects.
-DAILY = ["-m", "not thorough", "--sets", "1", "--skip-sets", "1", "--of-processes", "2"]
+DAILY = ["--daily=newest"]
 MUTATIONS = {each.name: each for mutations in ROOMS.values() for each in mutations}
 
 

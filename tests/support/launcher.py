@@ -20,8 +20,8 @@ WITH_JAX_S = 120.0
 
 # A host that is silent for so long is lost. Shorter, a busy machine loses hosts that live.
 HEARTBEAT_TIMEOUT_S = 1
-# Hosts that can not come are waited for.
-JOIN_TIMEOUT_S = 2.0
+# So long it waits for hosts that do not come: some rounds of an election.
+JOIN_TIMEOUT_S = 4 * HEARTBEAT_TIMEOUT_S
 
 MARK = "JDP_TEST_MARK"
 
@@ -98,7 +98,8 @@ class Launcher:
         path = folder / "train.py"
         path.write_text(script)
         changed = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
-        quick = [f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
+        heartbeats = f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}"
+        quick = [heartbeats, "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
