@@ -1,5 +1,6 @@
 """Optimizers for data-parallel training: optax transformations that reduce gradients first."""
 
+import inspect
 import sys
 from typing import Any
 
@@ -68,8 +69,8 @@ def replicated(
       TypeError: if `tx` is not an optax transformation or is wrapped already, `all_reduce` is not a
         function, or `bucket_bytes` is not an integer.
       ValueError: if `reduce_dtype` is not a real float of at least 16 bits;
-        from `update`, if a gradient's shape is not its parameter's, or another optax
-        transformation stands around this one.
+        from `update`, if the shape of a gradient or of an update is not its parameter's, or
+        another optax transformation stands around this one.
 
     >>> import optax, jax.numpy as jnp
     >>> tx = replicated(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
@@ -85,7 +86,7 @@ def replicated(
     _require_all_reduce(all_reduce)
     options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
     options |= dict(bucket_bytes=bucket_bytes, mean=mean, reduce_dtype=reduce_dtype)
-    wrapped = optax.with_extra_args_support(tx)
+    wrapped = with_extra_args(tx)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
@@ -102,12 +103,23 @@ def replicated(
             updates = gradients.sync_gradients(updates, **options)
         else:
             updates = _marked_as_synced(updates, axis.names(axis_name))
-        return wrapped.update(updates, state, params, **extra)
+        updates, state = wrapped.update(updates, state, params, **extra)
+        require_updates(updates, params)
+        return updates, state
 
     setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
     setattr(update, "reduce_dtype", reduce_dtype)  # noqa: B010
     setattr(update, "options", {"tx": tx, **options})  # noqa: B010
     return Replicated(wrapped.init, update)
+
+
+def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that takes any keyword, and ignores those that it does not read."""
+    if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
+        parameters = inspect.signature(tx.update).parameters.values()
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+            return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(tx)
 
 
 def _require_all_reduce(all_reduce: Any) -> None:
@@ -204,5 +216,34 @@ def require_shapes(grads: Any, params: Any) -> None:
                 f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, but "
                 f"the parameter is {list(jnp.shape(param))}. If these are gradients of single "
                 "rows, row i of one rank would be averaged with row i of another. Average them on "
-                "each rank first: grads.mean(0)."
+                "each rank first: grads.mean(0). For DP-SGD clip each row before that "
+                "(docs/steps.md)."
+            )
+
+
+def require_updates(updates: Any, params: Any) -> None:
+    """Refuse updates that cannot be added to their parameters element by element.
+
+    Raises:
+      ValueError: naming the update.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
+    param_leaves, param_tree = jax.tree.flatten(params)
+    if tree != param_tree:
+        return  # Without params, or such as optax.lookahead.
+    for (path, update), param in zip(leaves, param_leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        if jnp.shape(update) != jnp.shape(param):
+            raise ValueError(
+                f"the optimizer's update of `{name}` is {list(jnp.shape(update))}, but the "
+                f"parameter is {list(jnp.shape(param))}: adding them would broadcast. "
+                "optax.contrib.dpsgd and differentially_private_aggregate take the first dim of "
+                "a gradient for rows. Clip each row on its rank, average, and add the noise in "
+                "the optimizer (docs/steps.md, The optimizer)."
+            )
+        if jnp.iscomplexobj(update) and not jnp.iscomplexobj(param):
+            raise ValueError(
+                f"the optimizer's update of `{name}` is complex, but the parameter is "
+                f"{param.dtype}: adding them would drop the imaginary part. Hand over the real "
+                "part of the gradient: grads.real."
             )

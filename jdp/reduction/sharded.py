@@ -9,7 +9,7 @@ from jdp import axis, collectives
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
 from jdp.reduction import gradients, mixed_precision, split_updates
-from jdp.reduction.optimizer import replicated
+from jdp.reduction.optimizer import replicated, with_extra_args
 from jdp.reduction.sharding import MIN_SIZE, Sharded, Sharding
 from jdp.validation import int_at_least, integer
 
@@ -104,7 +104,7 @@ def sharded(
     options |= {"keep_gathered": keep_gathered, "gather_dtype": gather_dtype}
     del options["axis_name"]
     setattr(base.update, "sharding", Sharding(stage, min_size, axes, **options))  # noqa: B010
-    setattr(base.update, "wrapped", optax.with_extra_args_support(tx))  # noqa: B010
+    setattr(base.update, "wrapped", with_extra_args(tx))  # noqa: B010
     setattr(base.update, "on_parts", split_updates.updated)  # noqa: B010
     return Sharded(base.init, base.update)
 

@@ -13,7 +13,7 @@ from jdp.collectives import call_order, shards
 from jdp.reduction import known_shards, mixed_precision, step_context, tied
 from jdp.reduction.gradient_pieces import GradientPieces
 from jdp.reduction.known_shards import Shard
-from jdp.reduction.optimizer import Replicated, require_shapes
+from jdp.reduction.optimizer import Replicated, require_shapes, require_updates
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
 from jdp.reduction.sharding import Sharded, Sharding
 from jdp.reduction.tree_arrays import TreeArrays
@@ -99,6 +99,7 @@ class Update:
                 each.tree([next(left) for _ in each.arrays]) for each in given
             )
             new, new_state = self._tx.wrapped.update(grads, state, params, **options)
+            require_updates(new, params)
             new = optax.apply_updates(params, new) if self._applies else new
             returned[:] = [TreeArrays(new), TreeArrays(new_state)]
             return [x for each in returned for x in each.arrays]

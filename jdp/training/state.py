@@ -14,7 +14,14 @@ from jdp.analysis.marks import SOURCE, mark
 from jdp.reduction import mixed_precision, optimizer, sharded_update
 from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharding import Sharded, sharding_of
-from jdp.training import moment_digits, new_state, parameters, shared_variables, state_shards
+from jdp.training import (
+    moment_digits,
+    new_state,
+    parameters,
+    shared_variables,
+    state_keywords,
+    state_shards,
+)
 from jdp.validation import int_at_least
 
 
@@ -118,14 +125,18 @@ class TrainState:
           grads: tree like `params`: this rank's own gradient of its mean loss.
           synced: `grads` are means over ranks already, from `jdp.sync_gradients` or the
             gradient of a `jdp.global_mean` loss.
-          **extra: handed to the optimizer: `value=`, `value_fn=`, ...
+          **extra: new values of other fields of the state, such as `model_state=`; and what the
+            optimizer reads: `value=`, `value_fn=`, ...
 
         Returns:
           The next state.
 
         Raises:
+          TypeError: if a keyword is no such field, and the optimizer does not read it.
           ValueError: if `grads` is another tree than `params`, and the optimizer cannot use it.
         """
+        names = {field.name for field in dataclasses.fields(self)}
+        extra, fields = state_keywords.split(self.tx, names, extra)
         params = _select(self.params, self.trainable)
         if jax.tree.structure(grads) != jax.tree.structure(params):
             grads = _select(grads, self.trainable)
@@ -139,7 +150,7 @@ class TrainState:
                 raise
             raise ValueError(_other_tree(grads, params)) from error
         params = _merge(params, self.params, self.trainable)
-        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
         state_shards.claim(new)
         return new
 

@@ -200,6 +200,98 @@ def test_gradients_of_single_rows_are_refused():
         step(state(), batch())
 
 
+def first_row(updates, state, params=None):
+    return jax.tree.map(lambda x: x[:1], updates), state
+
+
+def as_complex(updates, state, params=None):
+    return jax.tree.map(lambda x: x + 1j, updates), state
+
+
+def transformation(update):
+    return optax.GradientTransformation(lambda p: optax.EmptyState(), update)
+
+
+def private(max_norm):
+    """DP-SGD of Optax without noise."""
+    rows = optax.contrib.differentially_private_aggregate(max_norm, 0.0, key=0)
+    return optax.chain(rows, optax.sgd(0.1))
+
+
+UNFIT = {
+    "broadcast": (transformation(first_row), r"`\['v'\]` is \[1, 1\].* \[4, 1\]"),
+    "complex": (transformation(as_complex), r"`\['b'\]` is complex.* float32"),
+}
+
+
+@pytest.mark.parametrize("wrap", ["replicated", 1, 3])
+@pytest.mark.parametrize("name", UNFIT)
+def test_updates_that_do_not_fit_their_parameters_are_refused(name, wrap):
+    tx, named = UNFIT[name]
+    if wrap == "replicated":
+        tx = jdp.replicated(tx)
+    else:
+        tx = jdp.sharded(tx, stage=wrap, min_size=1)
+    for n in (1, 2):
+        ranks(n)
+        with pytest.raises(ValueError, match=named):
+            jdp.train_step(plain_step)(state(tx), batch())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_dp_sgd_of_optax_refuses_mean_gradients_whose_first_dim_is_no_row(n):
+    ranks(n)
+    s = jdp.TrainState.create({"w": np.ones((5, 4), "f")}, jdp.replicated(private(1.0)))
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda p: (batch["x"] @ p["w"]).mean())(state.params)
+        return state.apply_gradients(grads), {}
+
+    with pytest.raises(ValueError, match=r"`\['w'\]` is \[4\].* \[5, 4\]"):
+        step(s, batch())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_dp_sgd_with_rows_clipped_on_their_rank_equals_that_of_optax_on_one_device(stage):
+    max_norm, num_rows = 0.3, len(batch()["x"])
+
+    def of_rows(params, batch):
+        def of_row(p, row):
+            return loss_fn(p, jax.tree.map(lambda x: x[None], row))
+
+        return jax.vmap(jax.grad(of_row), (None, 0))(params, batch)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = of_rows(state.params, batch)
+        sums, num_clipped = optax.per_example_global_norm_clip(grads, max_norm)
+        mean = jax.tree.map(lambda s, g: s / len(g), sums, grads)
+        return state.apply_gradients(mean), {"clipped": jdp.sum_over_ranks(num_clipped)}
+
+    def made(multiplier):
+        noise = optax.add_noise((max_norm * multiplier / num_rows) ** 2, 0.0, jax.random.key(1))
+        tx = optax.chain(noise, optax.sgd(0.1))
+        wrapped = jdp.sharded(tx, stage=stage, min_size=1) if stage else jdp.replicated(tx)
+        return state(wrapped)
+
+    ranks(3)
+    without, metrics = step(made(0.0), batch())
+    assert 0 < metrics["clipped"] < num_rows
+    tx = private(max_norm)
+    updates, _ = tx.update(of_rows(training.params(), batch()), tx.init(training.params()))
+    assert_close(without.params, optax.apply_updates(training.params(), updates), 1e-5)
+
+    def noise_of(n):
+        ranks(n)
+        pair = [step(made(multiplier), batch())[0].params for multiplier in (2.0, 0.0)]
+        return jax.tree.map(lambda a, b: np.subtract(a, b), *map(jax.device_get, pair))
+
+    assert_close(noise_of(3), noise_of(1), 1e-6)
+    numbers = np.concatenate([x.ravel() for x in jax.tree.leaves(noise_of(3))])
+    assert 0.5 < numbers.std() / (0.1 * max_norm * 2.0 / num_rows) < 1.5
+
+
 def test_mean_false_gives_the_sum():
     ranks(4)
     step = jdp.train_step(plain_step)

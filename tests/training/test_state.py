@@ -1,5 +1,7 @@
 import copy
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +194,63 @@ def test_outside_of_a_step_the_key_is_that_of_rank_0():
 def test_replace_changes_one_field():
     s = state().replace(model_state={"mean": np.zeros(2)})
     assert s.model_state["mean"].shape == (2,)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithAverage(jdp.TrainState):
+    average: Any = None
+
+
+jax.tree_util.register_dataclass(
+    WithAverage,
+    data_fields=["step", "params", "opt_state", "model_state", "seed", "average"],
+    meta_fields=["tx", "trainable"],
+)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_apply_gradients_replaces_other_fields_as_that_of_flax_does(stage):
+    ranks(2)
+    wrapped = jdp.sharded(optax.sgd(0.1), stage=3, min_size=1) if stage else sgd()
+    old = WithAverage.create(training.params(), wrapped, model_state=np.zeros(3))
+
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        mean = jdp.mean_over_ranks(batch["x"].mean(0))[:3]
+        return state.apply_gradients(grads, model_state=mean, average=state.params), {}
+
+    new, _ = jdp.train_step(step)(old, batch())
+    np.testing.assert_allclose(new.model_state, batch()["x"].mean(0)[:3], rtol=1e-5)
+    assert_close(jax.device_get(new.average), training.params(), tolerance=0)
+    grads = jax.grad(loss_fn)(training.params(), batch())
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, training.params(), grads)
+    assert_close(jax.device_get(new.params), want, tolerance=1e-6)
+
+
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+
+
+@pytest.mark.parametrize(
+    ("tx", "keyword", "named"),
+    [
+        (optax.sgd(0.1), "model_stats", "Write model_state="),
+        (optax.sgd(0.1), "value", "Leave it out"),
+        (optax.adam(0.1), "batch_stats", "model_state, seed"),
+        (optax.lbfgs(), "params", r"\.replace\(params="),
+        (PLATEAU, "step", r"\.replace\(step="),
+    ],
+)
+def test_a_keyword_of_apply_gradients_without_effect_is_refused(tx, keyword, named):
+    s = jdp.TrainState.create(training.params(), jdp.replicated(tx))
+    with pytest.raises(TypeError, match=f"apply_gradients got {keyword}=.*{named}"):
+        s.apply_gradients(training.params(), **{keyword: 1.0})
+
+
+@pytest.mark.parametrize("tx", [PLATEAU, optax.MultiSteps(PLATEAU, 2)], ids=["chain", "steps"])
+def test_a_keyword_that_an_optimizer_reads_is_handed_to_it(tx):
+    s = jdp.TrainState.create(training.params(), jdp.replicated(tx))
+    s = s.apply_gradients(training.params(), value=jnp.float32(1.0), model_state=3)
+    assert s.model_state == 3 and s.step == 1
 
 
 def test_apply_gradients_without_a_step_is_one_rank():
