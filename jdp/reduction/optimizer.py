@@ -82,8 +82,7 @@ def replicated(
     axis.names(axis_name)
     buckets.plan([], bucket_bytes)  # These complain here, not at the first step.
     reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
-    _require_transformation(tx)
-    _require_all_reduce(all_reduce)
+    _require_arguments(tx, all_reduce)
     options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
     options |= dict(bucket_bytes=bucket_bytes, mean=mean, reduce_dtype=reduce_dtype)
     wrapped = with_extra_args(tx)
@@ -122,7 +121,8 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
-def _require_all_reduce(all_reduce: Any) -> None:
+def _require_arguments(tx: Any, all_reduce: Any) -> None:
+    _require_transformation(tx)
     if not callable(all_reduce):
         raise TypeError(
             f"all_reduce={all_reduce!r} is not a function. Write all_reduce=jdp.collectives.auto, "
