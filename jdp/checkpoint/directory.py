@@ -6,12 +6,14 @@
     directory/1000-1/manifest      its contents, and the checksum of each of its files
 
 A checkpoint is written under a temporary name and renamed once all its files, the manifest last,
-are on disk. Its checksums detect later damage by a power cut or a bad disk.
+are on disk. Its checksums detect later damage by a power cut or a bad disk. Only what holds such a
+manifest, or has such a temporary name, is ever removed.
 """
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,9 +26,13 @@ import numpy as np
 from jdp.checkpoint import orbax_files
 from jdp.checkpoint.directory_lock import folder_path, locked
 
+_log = logging.getLogger("jdp")
+
 _NAME = re.compile(r"(\d+)-(\d+)")
-_NAME_OF_PART = re.compile(r"\d+-\d+(\.\d+)?")
-_UNFINISHED, _GATHERING = ".part", ".gathering"
+# Nobody else gives such names, so what has them may be removed.
+_UNFINISHED, _GATHERING = ".jdp-part", ".jdp-gathering"
+_NAME_OF_GATHERING = re.compile(rf"(\d+)-(\d+)-.*{re.escape(_GATHERING)}")
+_DAMAGED = ".damaged"
 
 
 class Checkpoint(NamedTuple):
@@ -47,6 +53,8 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = folder_path(path)
         self._lock: Any = None
+        self._foreign: set[str] = set()  # names that were logged
+        self._torn: set[Path] = set()
 
     def lock(self, *, resumes: bool = False, timeout_s: float | None = None) -> None:
         """Keep other runs out until `unlock`, as `locked` does; remove unfinished checkpoints."""
@@ -54,8 +62,7 @@ class Folder:
             return
         self._lock = locked(self.path, resumes=resumes, timeout_s=timeout_s)
         for left_over in self.path.glob(f"*{_UNFINISHED}"):
-            if _NAME_OF_PART.fullmatch(left_over.stem):  # otherwise it is not a file of jdp
-                shutil.rmtree(left_over, ignore_errors=True)
+            self.discard(left_over)
 
     def unlock(self) -> None:
         """Let other runs in."""
@@ -74,8 +81,15 @@ class Folder:
         """Return the checkpoints, latest first, damaged or not."""
         if not self.path.is_dir():
             return []
-        names = [(_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
-        found = [Checkpoint(int(m[2]), int(m[1]), path) for m, path in names if m]
+        found = []
+        for path in self.path.iterdir():
+            if (numbers := _NAME.fullmatch(path.name)) is None:
+                continue
+            if _is_checkpoint(path):
+                found.append(Checkpoint(int(numbers[2]), int(numbers[1]), path))
+            elif path.name not in self._foreign:
+                self._foreign.add(path.name)
+                _log.warning("jdp: %s is not a checkpoint of jdp and is left alone.", path)
         return sorted(found, reverse=True)
 
     def checkpoint(self, life: int, step: int) -> Checkpoint:
@@ -89,22 +103,13 @@ class Folder:
           TornError: if a byte differs from what was written, naming the file.
         """
         try:
-            document = json.loads((checkpoint.path / "manifest").read_bytes())
-            manifest, checksum = document["manifest"], document["sha256"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TornError(f"its manifest cannot be read ({error})") from error
-        if checksum != _checksum(manifest):
-            raise TornError("its manifest has another checksum than when it was written")
-        for name, (num_bytes, checksum) in manifest["files"].items():
-            file = checkpoint.path / name
-            try:
-                found = file.stat().st_size
-                if found != num_bytes:
-                    raise TornError(f"{name} has {found} bytes, not {num_bytes}")
-                if _file_checksum(file) != checksum:
+            manifest = _manifest_with_files(checkpoint.path)
+            for name, (_, checksum) in manifest["files"].items():
+                if _file_checksum(checkpoint.path / name) != checksum:
                     raise TornError(f"{name} has another checksum than when it was written")
-            except OSError as error:
-                raise TornError(f"{name} cannot be read ({error})") from error
+        except TornError:
+            self._torn.add(checkpoint.path)
+            raise
         return manifest["facts"]
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -143,8 +148,10 @@ class Folder:
         part.mkdir()
 
     def gathering(self, life: int, step: int, tag: str) -> Path:
-        """Return where hosts gather the parts of a commit that is to be a checkpoint."""
-        return self.path / f"{step}-{life}-{tag}{_GATHERING}"
+        """Return the folder in which hosts gather the parts of a commit, and make it if need be."""
+        path = self.path / f"{step}-{life}-{tag}{_GATHERING}"
+        path.mkdir(exist_ok=True)
+        return path
 
     def finish(
         self,
@@ -175,18 +182,33 @@ class Folder:
         shutil.rmtree(part, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Remove all but the latest `count` checkpoints, and incompletely gathered ones."""
+        """Remove what is older than the latest `count` intact checkpoints, and gathered parts.
+
+        A damaged one takes the place of none: known damage, a manifest or sizes that are wrong.
+        """
         self.discard_gathering()
-        for checkpoint in self.checkpoints()[count:]:
-            self.remove(checkpoint)
+        num_intact = 0
+        for checkpoint in self.checkpoints():
+            if num_intact >= count:
+                self.remove(checkpoint)
+            elif checkpoint.path not in self._torn:
+                with contextlib.suppress(TornError):
+                    _manifest_with_files(checkpoint.path)
+                    num_intact += 1
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint, if it is there and can be removed."""
+        """Remove a checkpoint, if it is there and can be removed.
+
+        One without a readable manifest is renamed: nothing proves that jdp wrote its files.
+        """
         # Renamed first, so that an interrupted removal does not look like a checkpoint.
-        part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)
+        is_own = _has_manifest(checkpoint.path)
+        end = _UNFINISHED if is_own else _DAMAGED
+        part = checkpoint.path.with_name(checkpoint.path.name + end)
         with contextlib.suppress(OSError):
             os.rename(checkpoint.path, part)
-            shutil.rmtree(part)
+            if is_own:
+                shutil.rmtree(part)
 
     def discard_gathering(self, up_to: tuple[int, int] | None = None) -> None:
         """Remove commits that were not gathered completely, since there is a later checkpoint.
@@ -195,8 +217,8 @@ class Folder:
           up_to: life and step of that checkpoint; commits after it are kept. None removes all.
         """
         for left_over in self.path.glob(f"*{_GATHERING}"):
-            step, life, *_ = left_over.name.split("-")
-            if up_to is None or (int(life), int(step)) <= up_to:
+            numbers = _NAME_OF_GATHERING.fullmatch(left_over.name)
+            if numbers and (up_to is None or (int(numbers[2]), int(numbers[1])) <= up_to):
                 self.discard(left_over)
 
     def failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
@@ -212,6 +234,43 @@ class Folder:
             f"more, and {free}. The last good checkpoint stays: {last}. What the disk said: "
             f"{type(error).__name__}: {error}"
         )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, perhaps a damaged one, rather than a folder of others."""
+    return path.is_dir() and ((path / "manifest").is_file() or any(path.glob("state*/")))
+
+
+def _manifest_with_files(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose files have the sizes that it says.
+
+    Raises:
+      TornError: naming the file that is missing or has another size.
+    """
+    try:
+        document = json.loads((path / "manifest").read_bytes())
+        manifest, checksum = document["manifest"], document["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TornError(f"its manifest cannot be read ({error})") from error
+    if checksum != _checksum(manifest):
+        raise TornError("its manifest has another checksum than when it was written")
+    for name, (num_bytes, _) in manifest["files"].items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            raise TornError(f"{name} cannot be read ({error})") from error
+        if found != num_bytes:
+            raise TornError(f"{name} has {found} bytes, not {num_bytes}")
+    return manifest
+
+
+def _has_manifest(path: Path) -> bool:
+    """Whether a folder has a manifest of jdp, whatever it says."""
+    try:
+        document = json.loads((path / "manifest").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and {*document} == {"sha256", "manifest"}
 
 
 def sealed(state: Path) -> dict[str, list[Any]]:
@@ -233,8 +292,11 @@ def _checksum(manifest: Any) -> str:
 
 
 def _file_checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TornError(f"{path.name} cannot be read ({error})") from error
 
 
 def _sync(path: Path) -> None:

@@ -40,7 +40,6 @@ def add(folder: Folder, found: Sequence[CommitPart]) -> int:
     """
     facts = found[0].facts
     gathering = folder.gathering(facts["life"], facts["step"], facts["tag"])
-    gathering.mkdir(exist_ok=True)
     readable, written = split_commit.CommitReader(found), _written(gathering)
     has = {n for each in written.values() for n in each["held"]}
     num = len(shards.pieces(facts))

@@ -1,6 +1,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,12 +153,82 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monke
     assert folder.path in synced
 
 
-def test_only_what_could_be_a_checkpoint_is_cleared_away(folder):
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def test_what_others_have_in_the_directory_is_never_touched_and_named_once(folder, caplog):
+    write(folder, 5)
+    shutil.copytree(
+        folder.path / "5-1", folder.path / "20-9.jdp-part"
+    )  # of a removal that was cut off
+    for name in ("2026-11", "30-1.part", "31-1.4.part", "a-b.gathering", "6-1-7f.gathering"):
+        (folder.path / name / "photos").mkdir(parents=True)
+        (folder.path / name / "photos" / "1.png").write_bytes(b"\x89PNG")
+    for name in ("9-9", "notes.gathering", "notes.part", "8-1.part", "7-1-0a.gathering"):
+        (folder.path / name).write_text("mine")
+    (folder.path / "3-3").mkdir()
+    before = contents(folder.path)
+    mine = [name for name in before if name.split("/")[0] not in ("lock", "5-1", "20-9.jdp-part")]
     folder.unlock()
-    for name in ("notes.part", "20-1.part"):
-        (folder.path / name).mkdir()
-    folder.lock()
-    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.part"]
+    again = Folder(folder.path)
+    again.lock()
+    for step in (10, 15, 20):
+        write(again, step)
+        again.keep(2)
+    assert steps(again) == [(1, 20), (1, 15)]
+    again.unlock()
+    after = contents(folder.path)
+    assert len(mine) > 20 and {name: after.get(name, "gone") for name in mine} == {
+        name: before[name] for name in mine
+    }
+    assert not (folder.path / "20-9.jdp-part").exists() and not (folder.path / "5-1").exists()
+    for name in ("2026-11", "9-9", "3-3"):
+        assert caplog.text.count(f"{name} is not a checkpoint") == 1
+
+
+def test_a_checkpoint_whose_place_is_taken_by_others_is_an_error_that_touches_nothing(folder):
+    (folder.path / "10-1").mkdir()
+    (folder.path / "10-1" / "mine").touch()
+    (folder.path / "20-1").touch()
+    for step in (10, 20):
+        with pytest.raises(OSError, match=f"step {step} could not be saved"):
+            write(folder, step)
+    assert (folder.path / "10-1" / "mine").exists() and (folder.path / "20-1").is_file()
+    write(folder, 30)
+    assert steps(folder) == [(1, 30)]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_damaged_checkpoints_take_the_place_of_no_intact_one(folder, known):
+    for step in (5, 10, 15, 20):
+        write(folder, step)
+    for step, damage in ((15, truncated), (20, flipped if known else grown)):
+        files = [f for f in (folder.path / f"{step}-1" / "state").rglob("*") if f.is_file()]
+        damage(max(files, key=lambda file: file.stat().st_size))
+    if known:
+        assert intact(folder) == [10, 5]
+    folder.keep(2)
+    assert steps(folder) == [(1, 20), (1, 15), (1, 10), (1, 5)]
+    write(folder, 25)
+    folder.keep(2)
+    assert steps(folder) == [(1, 25), (1, 20), (1, 15), (1, 10)]
+    for step in (30, 35):
+        write(folder, step)
+    folder.keep(2)
+    assert steps(folder) == [(1, 35), (1, 30)]
+
+
+def test_one_without_a_readable_manifest_is_set_aside_by_name(folder):
+    for step in (5, 10):
+        write(folder, step)
+    (folder.path / "5-1" / "manifest").write_text("no JSON")
+    folder.keep(1)
+    assert sorted(path.name for path in folder.path.iterdir()) == ["10-1", "5-1.damaged", "lock"]
+    assert any((folder.path / "5-1.damaged" / "state").iterdir())
 
 
 # In a mount namespace of its own, so that nothing is left however it ends; without root, files may
@@ -313,7 +384,5 @@ def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):
 
 def test_a_gathering_of_a_later_commit_outlives_one_that_is_complete(folder):
     kept, done = folder.gathering(1, 20, "b"), folder.gathering(1, 10, "a")
-    for each in (kept, done):
-        each.mkdir(parents=True)
     folder.discard_gathering(up_to=(1, 10))
     assert kept.is_dir() and not done.exists()

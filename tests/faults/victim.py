@@ -227,7 +227,7 @@ def be_slow(_: Path) -> None:
 # When Orbax has begun to write.
 def kill_in_checkpoint(folder: Path) -> None:
     def wait_and_kill() -> None:
-        while not any(folder.glob("checkpoints/*.part/*")):
+        while not any(folder.glob("checkpoints/*.jdp-part/*")):
             time.sleep(0.0005)
         kill()
 
