@@ -72,7 +72,7 @@ def copy(folder):
     return folder
 
 
-def tested(copy, *tests):
+def outcome_of(copy, *tests):
     return run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, folder=copy)
 
 
@@ -80,7 +80,7 @@ def tested(copy, *tests):
 @pytest.mark.thorough
 def test_a_copy_that_is_not_broken_passes(daily, copy):
     tests = {name for each in MUTATIONS.values() for name in chosen(daily, each.test)}
-    ended = tested(copy, *sorted(tests))
+    ended = outcome_of(copy, *sorted(tests))
     assert ended.returncode == 0 and " skipped" not in ended.stdout, ended.stdout + ended.stderr
 
 
@@ -96,5 +96,5 @@ def test_a_broken_copy_fails(name, daily, copy):
     if mutation.file.startswith(("csrc/common/", "csrc/cpu/")):  # else a test compiles it
         built = run("setup.py", "-q", "build_native", folder=copy)
         assert built.returncode == 0, built.stderr
-    ended = tested(copy, *chosen(daily, mutation.test))
+    ended = outcome_of(copy, *chosen(daily, mutation.test))
     assert ended.returncode == 1 and "1 failed" in ended.stdout, ended.stdout + ended.stderr
