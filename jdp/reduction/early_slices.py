@@ -13,6 +13,7 @@ import jax
 
 from jdp.reduction import flat_program, known_shards, parts
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
+from jdp.reduction.partition.rank_data import names_axes
 from jdp.reduction.partition.rules import elementwise
 
 
@@ -131,4 +132,6 @@ def _is_elementwise(operation: FlatOperation, axes: Sequence[str]) -> bool:
     shape = operation.outs[0].aval.shape
     if any(value.aval.shape not in ((), shape) for value in operation.ins):
         return False
-    return elementwise.is_elementwise(operation.eqn, len(shape), axes)
+    if names_axes(operation.eqn, axes):  # slices of other ranks are of other elements
+        return False
+    return elementwise.is_elementwise(operation.eqn, len(shape))

@@ -39,6 +39,9 @@ class _BatchRows(Ranks):
     def may_own(self) -> bool:
         return False
 
+    def communicate(self, eqn: Any) -> bool:
+        return False
+
     def bound_to_whole(self, program: Any) -> set[FlatValue]:
         return set()
 

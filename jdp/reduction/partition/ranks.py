@@ -13,7 +13,7 @@ from jdp.analysis.source_lines import source
 from jdp.collectives import call_order, shards, xla_shards
 from jdp.reduction import parts, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
-from jdp.reduction.partition.rank_data import bound_to_whole
+from jdp.reduction.partition.rank_data import bound_to_whole, names_axes
 
 # A `while` does not say how often it runs: so often, where its rounds cost something.
 ROUNDS_OF_WHILE = 10
@@ -103,6 +103,10 @@ class Ranks:
     def bound_to_whole(self, program: FlatProgram) -> set[FlatValue]:
         """Return the results of a program that must be computed from whole arrays."""
         return bound_to_whole(program, self.axes)
+
+    def communicate(self, eqn: Any) -> bool:
+        """Whether an equation combines values of several ranks."""
+        return names_axes(eqn, self.axes)
 
     def divide(self, size: int) -> bool:
         """Whether a dim of this size has equal slices."""

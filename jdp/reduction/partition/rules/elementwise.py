@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jdp.analysis import jaxprs
-from jdp.reduction.partition.rank_data import names_axes
 from jdp.reduction.partition.ranks import Dim, Ranks
 from jdp.reduction.partition.rules.plans import Plan, same
 
@@ -20,7 +18,9 @@ def plan(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     shapes = [atom.aval.shape for atom in eqn.invars]
     if not _fit(shapes, shape) or any(atom.aval.shape != shape for atom in eqn.outvars):
         return None
-    if shapes[position][dim] != shape[dim] or not is_elementwise(eqn, len(shape), ranks.axes):
+    if ranks.communicate(eqn):
+        return None
+    if shapes[position][dim] != shape[dim] or not is_elementwise(eqn, len(shape)):
         return None
     ins: list[Dim] = [dim if each and each[dim] == shape[dim] else None for each in shapes]
     return same(eqn, ins, [dim] * len(eqn.outvars))
@@ -35,15 +35,13 @@ def _fit(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> bool:
     )
 
 
-def is_elementwise(eqn: Any, num_dims: int, axes: Sequence[str]) -> bool:
+def is_elementwise(eqn: Any, num_dims: int) -> bool:
     """Whether each element of the results depends on the same element of the operands alone.
 
-    A collective over `axes` combines equal positions of several ranks, whose slices differ.
+    A collective is elementwise for one rank alone: the slices of others are of other elements.
     """
     if eqn.primitive.name == "jdp_mark":
         return True
-    if names_axes(eqn, axes):
-        return False
     try:
         params = tuple(sorted(eqn.params.items()))
         dtypes = tuple(atom.aval.dtype for atom in eqn.invars)
