@@ -253,7 +253,8 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_taken(tmp_path, caplog):
     assert "6-1" in record.message and file.name in record.message
     # What comes next is newer than the torn one.
     counted(tmp_path, 5, resume=True)
-    assert names(tmp_path) == ["4-1", "5-2", "6-1", "lock"]
+    # The torn one takes the place of none of the three that are kept.
+    assert names(tmp_path) == ["2-1", "4-1", "5-2", "6-1", "lock"]
     assert counted(tmp_path, 5, resume=True)["n"] == 5
 
 
