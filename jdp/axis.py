@@ -1,14 +1,19 @@
 """Which mesh axis is bound, and how JAX types a value over it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 AxisName = str | Sequence[str]
+
+_mesh: ContextVar[AbstractMesh | None] = ContextVar("jdp_mesh", default=None)
+_NO_MESH = AbstractMesh((), ())
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
@@ -41,7 +46,7 @@ def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
     only. Where the names are not all axes of a mesh (`vmap`, `pmap`), they are returned as given.
     """
     found = names(axis_name)
-    order = jax.sharding.get_abstract_mesh().axis_names
+    order = enclosing_mesh().axis_names
     return tuple(sorted(found, key=order.index)) if set(found) <= set(order) else found
 
 
@@ -67,7 +72,7 @@ def is_bound(axis_name: AxisName) -> bool:
         return True
     # A vmap's own axis is found only if it was asked for: no public name lists those.
     bound = [name for name in wanted if name not in unbound]
-    bound = bound or [*jax.sharding.get_abstract_mesh().manual_axes]
+    bound = bound or [*enclosing_mesh().manual_axes]
     if bound:
         raise ValueError(
             f"axis {unbound[0]!r} is not bound here, but {', '.join(map(repr, bound))} is: "
@@ -86,6 +91,35 @@ def size(axis_name: AxisName) -> int:
 def rank(axis_name: AxisName) -> jax.Array:
     """Return this rank's position on `axis_name`, int32 `[]`: 0 where nothing is bound."""
     return lax.axis_index(names(axis_name)) if is_bound(axis_name) else jnp.int32(0)
+
+
+def enclosing_mesh() -> AbstractMesh:
+    """Return the mesh of the code being traced, also in `without_mesh`; it may be empty."""
+    around = jax.sharding.get_abstract_mesh()
+    return around if around.axis_names else _mesh.get() or around
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Trace the body of the `with` without its mesh, which `enclosing_mesh` still returns.
+
+    Where axes of the mesh are left to the compiler, it needs the mesh, and nothing changes.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if not around.axis_names or set(around.axis_names) != set(around.manual_axes):
+        yield
+        return
+    token = _mesh.set(around)
+    try:
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            yield
+    finally:
+        _mesh.reset(token)
+
+
+def is_without_mesh() -> bool:
+    """Whether the code being traced runs in `without_mesh`."""
+    return _mesh.get() is not None and not jax.sharding.get_abstract_mesh().axis_names
 
 
 def platform(mesh: Mesh | None) -> str:
@@ -124,7 +158,7 @@ def aborts_in_bfloat16(platform: str) -> bool:
 
     Its CPU backend does, where a further axis of the mesh is left to the compiler.
     """
-    around = jax.sharding.get_abstract_mesh()
+    around = enclosing_mesh()
     return platform == "cpu" and set(around.axis_names) != set(around.manual_axes)
 
 

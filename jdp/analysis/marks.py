@@ -46,6 +46,9 @@ WHOLE = "whole"
 # A value that differs from rank to rank. Its path is the name for it in errors.
 SOURCE = "source"
 
+# A value whose type has lost the mesh.
+MESHLESS = "meshless"
+
 # The name scope of jdp's weighted sum over ranks. JAX keeps the name in the transposed sum, which
 # the analysis thereby distinguishes from a user's collective.
 WEIGHTED_SUM = "jdp_weighted_sum"
@@ -86,6 +89,11 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
     return _mark_p.bind(x, kind=kind, path=path, axes=tuple(axes))
 
 
+def without_mesh(x: jax.Array) -> jax.Array:
+    """Return `x` with a type that has no mesh, marked as `MESHLESS`."""
+    return _mark_p.bind(x, kind=MESHLESS, path="", axes=())
+
+
 _mark_p = jax.extend.core.Primitive("jdp_mark")
 
 
@@ -104,8 +112,14 @@ def _batch(
     return _mark_p.bind(*values, axes=remaining, **note), dims[0]
 
 
+def _type(x: Any, *, kind: str, **note: Any) -> Any:
+    if kind != MESHLESS:
+        return x
+    return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+
+
 _mark_p.def_impl(lambda x, **note: x)
-_mark_p.def_abstract_eval(lambda x, **note: x)
+_mark_p.def_abstract_eval(_type)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch

@@ -122,7 +122,7 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
     platform = _platform(mesh)
     if platform not in ("cpu", "gpu"):
         return f"the ranks are on {platform!r}, and it is written for CPUs and GPUs."
-    around = jax.sharding.get_abstract_mesh()
+    around = axis.enclosing_mesh()
     if not set(axes) <= set(around.manual_axes):
         return f"the axis {axes} is the axis of a vmap, and not of a mesh of ranks."
     automatic = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp.reduction import flat_program, known_shards, parts
+from jdp.reduction import flat_program, known_shards, parts, rank_trace
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
 from jdp.reduction.partition.rank_data import names_axes
 from jdp.reduction.partition.rules import elementwise
@@ -49,11 +49,11 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         setattr(recording, "__signature__", inspect.signature(fn))  # noqa: B010
         # Among the operations whose results are not used are marks for the proof.
-        program = flat_program.flatten(jax.make_jaxpr(recording)(*args), drops_dead=False)
+        program = flat_program.flatten(rank_trace.traced(recording, args)[0], drops_dead=False)
         end = len(program.outs) - 2 * len(cuts)
         wholes, own = program.outs[end : end + len(cuts)], program.outs[end + len(cuts) :]
         run_program = _SlicedProgram(program, dict(zip(wholes, cuts, strict=True)))
-        values = run_program(jax.tree.leaves(args), dict(zip(wholes, own, strict=True)))
+        values = run_program(rank_trace.leaves(args), dict(zip(wholes, own, strict=True)))
         return trees[0].unflatten([values[out] for out in program.outs[:end]])
 
     return run

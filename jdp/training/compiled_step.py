@@ -115,18 +115,22 @@ class CompiledStep:
             self._end_call(has_compiled=not is_compiled)
 
     def _run(self, *args: Any) -> Any:
-        if self._is_new:
-            self._build_first(args)
         try:
+            if self._is_new:
+                self._build_first(args)
             return self._jitted(*args)
         except ValueError as error:
             hints.add_hint_of_lowering(error, self.spec)
             raise
 
     def _traced(self, *args: Any) -> Any:
-        if self._is_new:
-            self._build_first(args)
-        return self._jitted.trace(*args)
+        try:
+            if self._is_new:
+                self._build_first(args)
+            return self._jitted.trace(*args)
+        except ValueError as error:
+            hints.add_hint_of_lowering(error, self.spec)
+            raise
 
     def _begin_call(self, args: tuple) -> None:
         self._args = args

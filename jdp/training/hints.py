@@ -13,6 +13,8 @@ from jdp.step_spec import StepSpec
 _UNBOUND = re.compile(r"unbound axis name: (\w+)")
 _CONSTRAINT = re.compile(
     r"manual axes .*with_sharding_constraint|with_sharding_constraint .*Auto axes"
+    r"|with_sharding_constraint requires a non-empty mesh"
+    r"|Mesh for all inputs should be equal"  # of a constraint with a mesh of its own
 )
 _SHAPES = re.compile(r"incompatible shapes|dot_general requires|Incompatible shapes")
 
@@ -49,12 +51,7 @@ def add_hint(
 
 
 def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
-    """Add a sentence to an error that JAX raises when it lowers a traced step, not before.
-
-    Args:
-      error: of JAX.
-      spec: the step.
-    """
+    """Add a sentence to an error that JAX raises when it maps or lowers a traced step."""
     text = str(error)
     _add(error, spec, _of_constraint(text, spec) if _CONSTRAINT.search(text) else None)
 
@@ -81,14 +78,14 @@ def _of_axis(text: str, spec: StepSpec) -> str | None:
 
 def _of_constraint(text: str, spec: StepSpec) -> str | None:
     named = [name for name in spec.axis_name if f"'{name}'" in text]
+    if "non-empty mesh" in text:  # JAX names no axis
+        named = [*spec.axis_name]
     if not named:
         return None
     return (
         f"the axis {named[0]!r} is split before the step begins: a rank sees its own rows, and "
         "whole parameters. Leave the constraint out; jdp.sharded(tx, stage=3) in the place of "
-        "jdp.replicated(tx) splits parameters. If a model of Flax asks for it "
-        f"(nn.with_partitioning(init, (..., {named[0]!r}))), unbox its parameters once, before the "
-        "state is made: params = flax.linen.unbox(params)."
+        "jdp.replicated(tx) splits parameters."
     )
 
 

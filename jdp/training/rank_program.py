@@ -16,7 +16,7 @@ from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
-from jdp.reduction import early_slices, optimizer, read_in_time, reported, step_context
+from jdp.reduction import early_slices, optimizer, rank_trace, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
@@ -105,6 +105,8 @@ class RankProgram:
             on_rank = wait_order.update_between(on_rank)
         if layout.adds_whole_updates:
             on_rank = early_slices.sliced_early(on_rank)
+        elif not choices.ready:
+            on_rank = rank_trace.evaluated(on_rank)
         axis_name = self.spec.axis_name
         rows: Any = P(axis_name)
         parts: Any = [*shard_layout.specs(axis_name, shard_axes or axis_name)]
@@ -200,7 +202,7 @@ class RankProgram:
         """Raise an error of jdp's where the author's functions ask for a value of an argument."""
         try:
             yield
-        except (NameError, ValueError) as error:
+        except (NameError, RuntimeError, ValueError) as error:
             hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
             raise
         except TypeError as error:

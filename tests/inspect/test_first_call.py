@@ -1,5 +1,7 @@
 """The first call of a step is found whatever the script does with the end of its run."""
 
+import threading
+
 import pytest
 
 from jdp.inspect.first_call import NeverCalledError, first_call
@@ -27,7 +29,10 @@ def called(tmp_path):
         path.write_text(STEP + lines, encoding="utf-8")
         return first_call(str(path), name, ["--lr", "1"])
 
-    return called
+    yield called
+    for thread in threading.enumerate():  # one that ends in a later test fails that
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(10)
 
 
 @pytest.mark.parametrize(

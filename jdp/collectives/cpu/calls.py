@@ -100,6 +100,6 @@ class Calls:
 
 def _group(axes: tuple[str, ...]) -> jax.Array:
     # Ranks that differ along another axis belong to another reduction.
-    around = jax.sharding.get_abstract_mesh()
+    around = axis.enclosing_mesh()
     others = tuple(n for n in around.axis_names if n in around.manual_axes and n not in axes)
     return lax.axis_index(others) if others else jnp.int32(0)

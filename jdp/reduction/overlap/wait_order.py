@@ -11,6 +11,7 @@ from jax import lax
 
 from jdp.analysis import jaxprs
 from jdp.collectives import call_order
+from jdp.reduction import rank_trace
 
 # Where a call that waits takes the token of the one before.
 _AFTER = 1
@@ -31,9 +32,9 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        closed, shapes = rank_trace.traced(fn, args)
         body = jaxprs.opened(closed)
-        given = [*closed.consts, *jax.tree.leaves(args)]
+        given = [*closed.consts, *rank_trace.leaves(args)]
         values = dict(zip([*body.constvars, *body.invars], given, strict=True))
         parts = _parts(body.eqns)
         last_use = {v: i for i, part in enumerate(parts) for v in _read(part)}
