@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.checkpoint import split_disk
-from jdp.checkpoint.directory import Checkpoint, Folder, TornError
+from jdp.checkpoint.directory import Checkpoint, Folder
 from jdp.checkpoint.fill import fill
+from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.restore_split import split_values
 from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, from_disk, is_split, leaves_of
 from jdp.checkpoint.shards import SplitValue

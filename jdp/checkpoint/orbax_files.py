@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jdp.checkpoint.saved_leaves import ArrayForm
+
 
 def write(state: Path, arrays: dict[str, Any]) -> None:
     """Write nonempty arrays to a new folder."""
@@ -27,6 +29,13 @@ def read(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     )
     with _orbax() as orbax:
         return orbax.restore(state, args=wanted)
+
+
+def forms(state: Path) -> dict[str, ArrayForm]:
+    """Return the shapes and dtypes of the arrays in a folder."""
+    with _orbax() as orbax:
+        tree = orbax.metadata(state).item_metadata.tree
+    return {name: (tuple(each.shape), np.dtype(each.dtype)) for name, each in tree.items()}
 
 
 def prepare() -> None:
