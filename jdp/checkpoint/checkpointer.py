@@ -117,10 +117,11 @@ class Checkpointer:
           ValueError: if the saved state is of a different model (naming the leaves), or has no data
             position although `batches` is given; if `batches` reads different data than the run
             began with (see `allow` of `jdp.batches`).
-          RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
-            run writes there, if all checkpoints there are damaged, if the script was edited since
-            the run wrote the state that it recovers, if `commit_every` differs between processes,
-            or if another process failed.
+          RuntimeError: if `directory` holds an earlier run and this does not resume it, if this
+            resumes and only Orbax or Flax has written there, if another run writes there, if all
+            checkpoints there are damaged, if the script was edited since the run wrote the state
+            that it recovers, if `commit_every` differs between processes, or if another process
+            failed.
           OSError: if `directory` cannot be written to; if the state is split over processes, and
             one of them sees another directory than process 0.
         """

@@ -12,7 +12,6 @@ manifest, or has such a temporary name, is ever removed.
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -23,8 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdp.checkpoint import orbax_files
+from jdp.checkpoint import manifest, orbax_files, part_files
 from jdp.checkpoint.directory_lock import folder_path, locked
+from jdp.checkpoint.manifest import TornError
+from jdp.checkpoint.saved_leaves import ArrayForm
 
 _log = logging.getLogger("jdp")
 
@@ -32,7 +33,7 @@ _NAME = re.compile(r"(\d+)-(\d+)")
 # Nobody else gives such names, so what has them may be removed.
 _UNFINISHED, _GATHERING = ".jdp-part", ".jdp-gathering"
 _NAME_OF_GATHERING = re.compile(rf"(\d+)-(\d+)-.*{re.escape(_GATHERING)}")
-_DAMAGED = ".damaged"
+_DAMAGED, _REMOVED = ".damaged", f".removed{_UNFINISHED}"
 
 
 class Checkpoint(NamedTuple):
@@ -43,17 +44,13 @@ class Checkpoint(NamedTuple):
     path: Path
 
 
-class TornError(Exception):
-    """A checkpoint is not as it was written."""
-
-
 class Folder:
     """The checkpoints of one run, in a folder that is made when it is locked."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = folder_path(path)
         self._lock: Any = None
-        self._foreign: set[str] = set()  # names that were logged
+        self._logged: set[str] = set()  # names of folders
         self._torn: set[Path] = set()
 
     def lock(self, *, resumes: bool = False, timeout_s: float | None = None) -> None:
@@ -78,7 +75,10 @@ class Folder:
             return ""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints, latest first, damaged or not."""
+        """Return the checkpoints, latest first, damaged or not.
+
+        The manifest says which one it is; where that is damaged, the name of the folder.
+        """
         if not self.path.is_dir():
             return []
         found = []
@@ -86,15 +86,19 @@ class Folder:
             if (numbers := _NAME.fullmatch(path.name)) is None:
                 continue
             if _is_checkpoint(path):
-                found.append(Checkpoint(int(numbers[2]), int(numbers[1]), path))
-            elif path.name not in self._foreign:
-                self._foreign.add(path.name)
-                _log.warning("jdp: %s is not a checkpoint of jdp and is left alone.", path)
+                found.append(self._identified(Checkpoint(int(numbers[2]), int(numbers[1]), path)))
+            else:
+                self._warn_once(path, "is not a checkpoint of jdp and is left alone.")
         return sorted(found, reverse=True)
 
     def checkpoint(self, life: int, step: int) -> Checkpoint:
         """Return a checkpoint, which may be on another host only."""
-        return Checkpoint(life, step, self.path / f"{step}-{life}")
+        place = Checkpoint(life, step, self.place(life, step))
+        return next((each for each in self.checkpoints() if each[:2] == place[:2]), place)
+
+    def place(self, life: int, step: int) -> Path:
+        """Return the folder to which a checkpoint is written."""
+        return self.path / f"{step}-{life}"
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return the facts written with a checkpoint.
@@ -103,14 +107,15 @@ class Folder:
           TornError: if a byte differs from what was written, naming the file.
         """
         try:
-            manifest = _manifest_with_files(checkpoint.path)
-            for name, (_, checksum) in manifest["files"].items():
+            found = _manifest_with_files(checkpoint.path)
+            for name, (_, checksum) in found["files"].items():
                 if _file_checksum(checkpoint.path / name) != checksum:
                     raise TornError(f"{name} has another checksum than when it was written")
+            _require_arrays(checkpoint.path, found)
         except TornError:
             self._torn.add(checkpoint.path)
             raise
-        return manifest["facts"]
+        return found["facts"]
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read the arrays with these names."""
@@ -169,12 +174,13 @@ class Folder:
           facts: JSON-serializable.
           sums: size and checksum of each file.
         """
-        manifest = {"facts": facts, "files": sums}
-        with open(part / "manifest", "w") as file:
-            json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
-        _sync(part / "manifest")
+        manifest.write(part, facts, sums)
         _sync(part)
-        os.rename(part, self.checkpoint(life, step).path)
+        place = self.place(life, step)
+        if self._is_damaged(place):  # as when the last commit of a run takes its place
+            self.remove(place)
+        os.rename(part, place)
+        self._torn.discard(place)
         _sync(self.path)
 
     def discard(self, part: Path) -> None:
@@ -184,29 +190,31 @@ class Folder:
     def keep(self, count: int) -> None:
         """Remove what is older than the latest `count` intact checkpoints, and gathered parts.
 
-        A damaged one takes the place of none: known damage, a manifest or sizes that are wrong.
+        A damaged one takes the place of none: known damage, a manifest or sizes that are wrong. One
+        in a folder that somebody has renamed is kept.
         """
         self.discard_gathering()
         num_intact = 0
         for checkpoint in self.checkpoints():
+            if checkpoint.path != self.place(*checkpoint[:2]):
+                continue
             if num_intact >= count:
-                self.remove(checkpoint)
-            elif checkpoint.path not in self._torn:
-                with contextlib.suppress(TornError):
-                    _manifest_with_files(checkpoint.path)
-                    num_intact += 1
+                self.remove(checkpoint.path)
+            elif self._seems_intact(checkpoint):
+                num_intact += 1
 
-    def remove(self, checkpoint: Checkpoint) -> None:
+    def remove(self, path: Path) -> None:
         """Remove a checkpoint, if it is there and can be removed.
 
         One without a readable manifest is renamed: nothing proves that jdp wrote its files.
         """
         # Renamed first, so that an interrupted removal does not look like a checkpoint.
-        is_own = _has_manifest(checkpoint.path)
-        end = _UNFINISHED if is_own else _DAMAGED
-        part = checkpoint.path.with_name(checkpoint.path.name + end)
+        is_own = manifest.exists(path)
+        part = path.with_name(path.name + (_REMOVED if is_own else _DAMAGED))
         with contextlib.suppress(OSError):
-            os.rename(checkpoint.path, part)
+            if is_own:
+                self.discard(part)
+            os.rename(path, part)
             if is_own:
                 shutil.rmtree(part)
 
@@ -228,17 +236,50 @@ class Folder:
             free = f"{shutil.disk_usage(self.path).free} bytes are free there"
         except OSError as missing:
             free = str(missing)
-        last = next((str(found.step) for found in self.checkpoints()), "none")
+        good = [each.step for each in self.checkpoints() if self._seems_intact(each)]
         return OSError(
             f"step {step} could not be saved to {self.path}: it takes {needed} bytes or a little "
-            f"more, and {free}. The last good checkpoint stays: {last}. What the disk said: "
-            f"{type(error).__name__}: {error}"
+            f"more, and {free}. The last good checkpoint stays: {[*good, 'none'][0]}. What the "
+            f"disk said: {type(error).__name__}: {error}"
         )
+
+    def _identified(self, named: Checkpoint) -> Checkpoint:
+        try:
+            facts = manifest.read(named.path)["facts"]
+        except TornError:
+            return named
+        found = Checkpoint(facts["life"], facts["step"], named.path)
+        if found != named:
+            what = f"holds step {found.step} of life {found.life} and counts as that."
+            self._warn_once(named.path, what)
+        return found
+
+    def _warn_once(self, path: Path, what: str) -> None:
+        if path.name not in self._logged:
+            self._logged.add(path.name)
+            _log.warning("jdp: %s %s", path, what)
+
+    def _seems_intact(self, checkpoint: Checkpoint) -> bool:
+        if checkpoint.path in self._torn:
+            return False
+        with contextlib.suppress(TornError):
+            return bool(_manifest_with_files(checkpoint.path))
+        return False
+
+    def _is_damaged(self, path: Path) -> bool:
+        if not _is_checkpoint(path):
+            return False
+        try:
+            self.facts(Checkpoint(0, 0, path))
+        except TornError:
+            return True
+        return False
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, perhaps a damaged one, rather than a folder of others."""
-    return path.is_dir() and ((path / "manifest").is_file() or any(path.glob("state*/")))
+    parts = (path / "state").is_dir() or any(path.glob("state-[0-9]*/"))
+    return path.is_dir() and (parts or (path / "manifest").is_file())
 
 
 def _manifest_with_files(path: Path) -> dict[str, Any]:
@@ -247,30 +288,33 @@ def _manifest_with_files(path: Path) -> dict[str, Any]:
     Raises:
       TornError: naming the file that is missing or has another size.
     """
-    try:
-        document = json.loads((path / "manifest").read_bytes())
-        manifest, checksum = document["manifest"], document["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TornError(f"its manifest cannot be read ({error})") from error
-    if checksum != _checksum(manifest):
-        raise TornError("its manifest has another checksum than when it was written")
-    for name, (num_bytes, _) in manifest["files"].items():
+    found = manifest.read(path)
+    for name, (num_bytes, _) in found["files"].items():
         try:
-            found = (path / name).stat().st_size
+            size = (path / name).stat().st_size
         except OSError as error:
             raise TornError(f"{name} cannot be read ({error})") from error
-        if found != num_bytes:
-            raise TornError(f"{name} has {found} bytes, not {num_bytes}")
-    return manifest
+        if size != num_bytes:
+            raise TornError(f"{name} has {size} bytes, not {num_bytes}")
+    return found
 
 
-def _has_manifest(path: Path) -> bool:
-    """Whether a folder has a manifest of jdp, whatever it says."""
-    try:
-        document = json.loads((path / "manifest").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and {*document} == {"sha256", "manifest"}
+def _require_arrays(path: Path, found: dict[str, Any]) -> None:
+    arrays = manifest.arrays(found["facts"])
+    for folder in sorted({Path(name).parts[0] for name in found["files"]}):
+        files, wanted = orbax_files if folder == "state" else part_files, arrays.get(folder, {})
+        try:
+            stored = files.forms(path / folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise TornError(f"{folder} cannot be read ({error})") from error
+        for name in {**wanted, **stored}:
+            if stored.get(name) != wanted.get(name):
+                held, said = _form(stored.get(name)), _form(wanted.get(name))
+                raise TornError(f"{folder} has {name} as {held}, and its manifest as {said}")
+
+
+def _form(form: ArrayForm | None) -> str:
+    return "nothing" if form is None else f"{form[1]}{[*form[0]]}"
 
 
 def sealed(state: Path) -> dict[str, list[Any]]:
@@ -285,10 +329,6 @@ def sealed(state: Path) -> dict[str, list[Any]]:
         str(file.relative_to(state.parent)): [file.stat().st_size, _file_checksum(file)]
         for file in files
     }
-
-
-def _checksum(manifest: Any) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _file_checksum(path: Path) -> str:

@@ -51,7 +51,7 @@ class Edits:
         if edit is None:
             return
         run, generation = _run()
-        if generation > 0 and facts["run"] == run and not self._allows:
+        if generation > 0 and facts.get("run") == run and not self._allows:
             raise RuntimeError(
                 f"the program was edited since it wrote step {facts['step']}: {edit}. This "
                 "recovery would train on with other code than the run began with. Undo the edit, "

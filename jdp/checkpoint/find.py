@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp.checkpoint import split_commit
+from jdp.checkpoint import other_tools, split_commit
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.edits import facts_of_script
@@ -98,7 +98,8 @@ def find(
         sources = Sources(folder, memory)
     mine: dict[str, Any] = sources.offer() | {"resumes": resumes, "splits": splits, "host": host}
     mine |= {"tag": secrets.token_hex(4), "owner": folder.owner() if is_first else ""}
-    mine |= {"commit_every": commit_every}
+    other = other_tools.find(folder.path) if is_first and not is_later else None
+    mine |= {"commit_every": commit_every, "other": other and [str(other), other.advice()]}
     offers = agree.all_gather(group, mine, what="what there is to restore")
     _require_equal_intervals(offers)
     owner = offers[0]["owner"]
@@ -131,8 +132,8 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
       directory: of the checkpoints, for errors.
 
     Raises:
-      RuntimeError: if all checkpoints are damaged and there is no commit, or if there is a state
-        but process 0 does not resume.
+      RuntimeError: if all checkpoints are damaged and there is no commit; if there is a state but
+        process 0 does not resume, or only one of another tool and it does.
 
     >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
     >>> found = latest(offers, "runs")
@@ -151,8 +152,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
                 f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them before "
                 "starting over, then move the directory away or give Checkpointer a new one."
             )
-        if offers[0]["resumes"] and jax.process_index() == 0:
-            _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
+        _require_own(directory, offers[0])
         return None
     if not offers[0]["resumes"]:
         raise RuntimeError(
@@ -169,6 +169,22 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     is_split = key in split or any(each.get("splits") for each in offers.values())
     is_split |= not key.is_commit and offers[0].get("is_split", False)
     return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
+
+
+# A run that recovers has begun there already.
+def _require_own(directory: str, offer: dict[str, Any]) -> None:
+    what, advice = offer.get("other") or ("", "")
+    if what and offer["resumes"]:
+        raise RuntimeError(
+            f"{what}, and no checkpoint of jdp, so the run would begin at step 0. Write {advice}, "
+            'and begin in another directory: jdp.Checkpointer("checkpoints").restore(state).'
+        )
+    if jax.process_index() != 0:
+        return
+    if what:
+        _log.warning("jdp: %s. This begins anew; to begin with that, write %s.", what, advice)
+    elif offer["resumes"]:
+        _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
 
 
 def _split_keys(offer: dict[str, Any]) -> list[Key]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jdp.checkpoint import part_files, shards, split_commit, split_disk
+from jdp.checkpoint import part_files, shards, split_commit
 from jdp.checkpoint.directory import Folder, sealed
 from jdp.checkpoint.saved_leaves import to_disk_named
 from jdp.checkpoint.split_commit import CommitPart
@@ -66,7 +66,7 @@ def _write(
     gathering: Path, facts: dict[str, Any], readable: split_commit.CommitReader, mine: list[int]
 ) -> dict[int, dict[str, Any]]:
     folder = len([*gathering.glob("state-*")])
-    names, state = shards.names(facts), gathering / split_disk.folder_name(folder)
+    names, state = shards.names(facts), gathering / shards.folder_name(folder)
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for n in mine:
@@ -88,8 +88,7 @@ def _finish(
     kept = shards.of_all_processes(facts) | {"parts": placed, "whole_in": whole_in}
     sums = {name: each for found in written.values() for name, each in found["files"].items()}
     life, step = facts["life"], facts["step"]
-    folder.remove(folder.checkpoint(life, step))  # a damaged one, or this would not be needed
     folder.finish(gathering, life, step, kept, sums)
-    for path in folder.checkpoint(life, step).path.glob("[0-9]*.json"):
+    for path in folder.place(life, step).glob("[0-9]*.json"):
         path.unlink()
     folder.discard_gathering(up_to=(life, step))

@@ -9,7 +9,8 @@ from typing import Any
 
 from jdp.checkpoint import gathered_commit, split_commit
 from jdp.checkpoint.commit_memory import Commit, CommitMemory
-from jdp.checkpoint.directory import Folder, TornError
+from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import is_split, leaves_of, to_disk, unpack
 
 Candidate = Commit | list[split_commit.CommitPart]

@@ -6,16 +6,17 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.checkpoint import split_disk
-from jdp.checkpoint.directory import Checkpoint, Folder, TornError
+from jdp.checkpoint import orbax_files, other_tools, split_disk
+from jdp.checkpoint.directory import Checkpoint, Folder
 from jdp.checkpoint.fill import fill
+from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.restore_split import split_values
 from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, from_disk, is_split, leaves_of
 from jdp.checkpoint.shards import SplitValue
@@ -45,7 +46,8 @@ def load(
     to the directory.
 
     Args:
-      directory: directory of the checkpoints, as given to `jdp.Checkpointer`.
+      directory: directory of the checkpoints, as given to `jdp.Checkpointer`; or of Orbax: of a
+        CheckpointManager, a step with one PyTree, or a PyTree. Texts in it are left out.
       step: step of the checkpoint. Default: the latest intact checkpoint.
       part: path of the part to read, such as `"params"` or `"opt_state[0].mu"`. Default: all.
       like: a tree with the structure of that part. Its leaves give shapes, dtypes and shardings;
@@ -58,7 +60,7 @@ def load(
     Raises:
       FileNotFoundError: if the directory holds no checkpoint.
       ValueError: if the directory lacks this step, the step lacks this part, or `like` has
-        different leaves, shapes or dtypes.
+        different leaves, shapes or dtypes; if it is of Flax, or a step has several PyTrees.
       RuntimeError: if the requested checkpoint is damaged, or all of them are.
 
     >>> import tempfile, jax.numpy as jnp, jdp
@@ -73,25 +75,61 @@ def load(
     if not isinstance(part, str | None):
         raise TypeError(f"part must be a path such as 'params', not {part!r}.")
     step = None if step is None else int_at_least("step", step, least=0)
-    checkpoint, facts = _intact(folder, step)
-    where = f"step {checkpoint.step} of {folder.path}"
-    leaves = leaves_of(facts)
+    where, leaves, read = _found(folder, step)
     paths = [parse(leaf.name) for leaf in leaves]
     wanted = [key for key, _ in parse(_path(part or ""))]
     begins = [[key for key, _ in path[: len(wanted)]] for path in paths]
-    inside = {i: None for i, begin in enumerate(begins) if begin == wanted}
+    inside = [i for i, begin in enumerate(begins) if begin == wanted]
     if wanted and not inside:
         parts = sorted({str(path[0][0]) for path in paths if path})
         raise ValueError(f"{where} has no {part!r}. Its parts are {parts}.")
-    saved = {name: leaf for i, (name, leaf) in enumerate(disk_names(leaves).items()) if i in inside}
-    values = _values(folder, checkpoint, facts, saved, like)
-    below = [paths[i][len(wanted) :] for i in inside]
+    saved, below = [leaves[i] for i in inside], [paths[i][len(wanted) :] for i in inside]
+    values = read(inside, like)
     if like is None:
-        found = zip(below, map(_as_key, saved.values(), values), strict=True)
+        found = zip(below, map(_as_key, saved, values), strict=True)
         return _nested({tuple(key for key, _ in path): value for path, value in found})
-    names = ["".join(text for _, text in path) for path in below]
-    renamed = [leaf._replace(name=name) for leaf, name in zip(saved.values(), names, strict=True)]
+    names = _named_as(like, below)
+    renamed = [leaf._replace(name=name) for leaf, name in zip(saved, names, strict=True)]
     return fill(like, renamed, values, f"{part or 'the state'} in {where}", instead=_INSTEAD)[0]
+
+
+_Path = list[tuple[str | int, str]]  # each key with its text
+
+
+# Orbax writes attributes as keys, and may write positions as texts.
+def _named_as(like: Any, paths: list[_Path]) -> list[str]:
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(like)]
+    by_keys = {_keys(parse(name)): name for name in names}
+    own = ["".join(text for _, text in path) for path in paths]
+    known = {*names}
+    pairs = zip(own, paths, strict=True)
+    return [name if name in known else by_keys.get(_keys(path), name) for name, path in pairs]
+
+
+def _keys(path: _Path) -> tuple[str, ...]:
+    return tuple(str(key) for key, _ in path)
+
+
+class _Found(NamedTuple):
+    where: str
+    leaves: list[SavedLeaf]
+    read: Callable[[list[int], Any], Sequence[np.ndarray | SplitValue]]  # those with these numbers
+
+
+def _found(folder: Folder, step: int | None) -> _Found:
+    checkpoints = folder.checkpoints()
+    if not checkpoints and (other := other_tools.find(folder.path)) is not None:
+        tree = other.tree(step)
+        leaves = orbax_files.tree_leaves(tree)
+        return _Found(str(tree), leaves, lambda inside, like: orbax_files.read_tree(tree, inside))
+    checkpoint, facts = _intact(folder, checkpoints, step)
+    leaves = leaves_of(facts)
+    named = [*disk_names(leaves).items()]
+
+    def read(inside: list[int], like: Any) -> Sequence[np.ndarray | SplitValue]:
+        return _values(folder, checkpoint, facts, dict(named[i] for i in inside), like)
+
+    return _Found(f"step {checkpoint.step} of {folder.path}", leaves, read)
 
 
 # Of a state that was written in parts each leaf is read when it is placed.
@@ -109,7 +147,7 @@ def _values(
     return [split[name] if like is not None else split[name][...] for name in saved]
 
 
-def parse(path: str) -> list[tuple[str | int, str]]:
+def parse(path: str) -> _Path:
     """Split a path as JAX writes it into its keys, each with its text.
 
     >>> parse(".params['w'][0]")
@@ -137,8 +175,9 @@ def _path(part: str) -> str:
     return part if not part or part[0] in ".[" else f".{part}"
 
 
-def _intact(folder: Folder, step: int | None) -> tuple[Checkpoint, dict[str, Any]]:
-    checkpoints = folder.checkpoints()
+def _intact(
+    folder: Folder, checkpoints: list[Checkpoint], step: int | None
+) -> tuple[Checkpoint, dict[str, Any]]:
     if not checkpoints:
         raise FileNotFoundError(
             f"{folder.path} holds no checkpoint. Give the directory that jdp.Checkpointer has."

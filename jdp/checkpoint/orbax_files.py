@@ -1,11 +1,14 @@
-"""The arrays of a checkpoint that one process writes alone, by Orbax."""
+"""Arrays in the format of Orbax: of a checkpoint that one process writes alone, and of others."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+
+from jdp.checkpoint.saved_leaves import ArrayForm, SavedLeaf
 
 
 def write(state: Path, arrays: dict[str, Any]) -> None:
@@ -29,6 +32,45 @@ def read(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
         return orbax.restore(state, args=wanted)
 
 
+def tree_leaves(tree: Path) -> list[SavedLeaf]:
+    """Describe the arrays and numbers in a PyTree that others wrote."""
+    with _orbax() as orbax:
+        found, _ = jax.tree.flatten_with_path(orbax.metadata(tree).item_metadata.tree)
+    return [
+        SavedLeaf(jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype), None)
+        for path, leaf in found
+        if _is_array(leaf)
+    ]
+
+
+def read_tree(tree: Path, numbers: Collection[int]) -> list[np.ndarray]:
+    """Read those of its `tree_leaves` with these numbers, in order."""
+    import orbax.checkpoint as ocp
+
+    with _orbax() as orbax:
+        leaves, form = jax.tree.flatten(orbax.metadata(tree).item_metadata.tree)
+        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        wanted = {places[n] for n in numbers}
+        args = ocp.args.PyTreeRestore(
+            item=form.unflatten(0 if i in wanted else ocp.PLACEHOLDER for i in range(len(leaves))),
+            restore_args=form.unflatten([ocp.RestoreArgs(restore_type=np.ndarray)] * len(leaves)),
+        )
+        values = form.flatten_up_to(orbax.restore(tree, args=args))
+    return [np.asarray(values[i]) for i in sorted(wanted)]
+
+
+# Texts have no shape.
+def _is_array(leaf: Any) -> bool:
+    return getattr(leaf, "shape", None) is not None
+
+
+def forms(state: Path) -> dict[str, ArrayForm]:
+    """Return the shapes and dtypes of the arrays in a folder."""
+    with _orbax() as orbax:
+        tree = orbax.metadata(state).item_metadata.tree
+    return {name: (tuple(each.shape), np.dtype(each.dtype)) for name, each in tree.items()}
+
+
 def prepare() -> None:
     """Import Orbax ahead of the first write."""
     import orbax.checkpoint  # noqa: F401
@@ -38,7 +80,6 @@ def prepare() -> None:
 # this, with unsharded host arrays.
 @contextlib.contextmanager
 def _orbax() -> Iterator[Any]:
-    import jax
     import orbax.checkpoint as ocp
 
     me = jax.process_index()

@@ -137,7 +137,7 @@ def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
     Raises:
       ValueError: if there is none, or one of other data or of other processes.
     """
-    if facts["position"] is None:
+    if facts.get("position") is None:
         raise ValueError(
             f"{where} was written without batches, so it is not known where the data stood. Write "
             "state = ckpt.restore(state), and set batches.position yourself."

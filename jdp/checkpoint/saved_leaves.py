@@ -13,6 +13,8 @@ from jdp.pytrees import is_array, is_key
 # Leaves start at multiples of this many bytes: JAX on CPUs needs no copy of memory that it aligns.
 _ALIGNMENT = 64
 
+ArrayForm = tuple[tuple[int, ...], np.dtype]  # shape and dtype
+
 
 class SavedLeaf(NamedTuple):
     """Description of one array of a state as it is written, unsharded."""
@@ -69,7 +71,7 @@ def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[s
 def to_disk_named(names: Iterable[str], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return nonempty values by these names."""
     named = zip(names, values, strict=True)
-    return {name: x.view(np.uint8) if _is_opaque(x) else x for name, x in named if x.size}
+    return {name: x.view(dtype_on_disk(x.dtype)) for name, x in named if x.size}
 
 
 def from_disk(
@@ -122,7 +124,7 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
         data = jax.eval_shape(jax.random.key_data, x)
         return SavedLeaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _is_known(dtype):
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not is_known(dtype):
         text = f"`{name}` is {x}" if dtype.hasobject else f"`{name}` is an array of {dtype}"
         raise TypeError(f"{text}, which no array of JAX can hold. Keep it outside the state.")
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
@@ -141,7 +143,8 @@ def _require_equal_copies(name: str, x: Any) -> None:
         )
 
 
-def _is_known(dtype: np.dtype) -> bool:
+def is_known(dtype: np.dtype) -> bool:
+    """Whether arrays of JAX may have a dtype."""
     try:
         jax.typeof(np.empty(0, dtype))
     except TypeError:
@@ -149,8 +152,9 @@ def _is_known(dtype: np.dtype) -> bool:
     return dtype != jax.dtypes.float0
 
 
-# Whether Orbax does not support the dtype. These are narrow types that NumPy stores in bytes.
-def _is_opaque(x: np.ndarray) -> bool:
-    return x.dtype.name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3") or (
-        x.dtype.name.startswith("float6_")
-    )
+def dtype_on_disk(dtype: Any) -> np.dtype:
+    """Return the dtype in which Orbax gets values: bytes, if it does not support theirs."""
+    name = jnp.dtype(dtype).name
+    is_narrow = name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3")
+    is_narrow |= name.startswith("float6_")
+    return np.dtype(np.uint8) if is_narrow else jnp.dtype(dtype)

@@ -94,6 +94,11 @@ def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key not in ("held", "has_whole")}
 
 
+def folder_name(writer: int) -> str:
+    """Return the folder of a checkpoint that a process writes its parts to."""
+    return f"state-{writer}"
+
+
 def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
     """Return the parts of all leaves: first of the split leaves, then of the others."""
     split = [

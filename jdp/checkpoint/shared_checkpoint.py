@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.checkpoint import part_files, shards, split_disk
+from jdp.checkpoint import part_files, shards
 from jdp.checkpoint.directory import Folder, sealed
 from jdp.checkpoint.saved_leaves import to_disk_named
 from jdp.distributed import agree, kv_store
@@ -46,7 +46,7 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
             store.put("begun", {"owner": folder.owner()})
         else:
             require_shared(folder, _right(store.get("begun", 0))["owner"])
-        state = part / split_disk.folder_name(me)
+        state = part / shards.folder_name(me)
         part_files.write(state, arrays.items())
         sums = sealed(state)
         store.put(f"{me}", {"files": sums})

@@ -11,7 +11,8 @@ import numpy as np
 
 from jdp.checkpoint import split_commit, split_disk
 from jdp.checkpoint.commit_memory import Commit, CommitMemory
-from jdp.checkpoint.directory import Checkpoint, Folder, TornError
+from jdp.checkpoint.directory import Checkpoint, Folder
+from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.restore_split import Readable
 from jdp.checkpoint.saved_leaves import disk_names, from_disk, is_split, leaves_of, unpack
 from jdp.checkpoint.split_commit import CommitPart

@@ -42,7 +42,7 @@ class CheckpointReader:
         """Read pieces from the disk."""
         of: dict[str, list[int]] = defaultdict(list)
         for n in numbers:
-            of[folder_name(self._pieces[n].writer)].append(n)
+            of[shards.folder_name(self._pieces[n].writer)].append(n)
         found: dict[int, np.ndarray] = {}
         for name, inside in of.items():
             wanted = {self._names[n]: self._described[n] for n in inside}
@@ -54,8 +54,3 @@ class CheckpointReader:
         if self._is_split:
             return part_files.read(self._checkpoint.path / name, names)
         return self._folder.read(self._checkpoint, names)
-
-
-def folder_name(writer: int) -> str:
-    """Return the folder of a checkpoint that a process writes its parts to."""
-    return f"state-{writer}"

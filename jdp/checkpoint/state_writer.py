@@ -154,7 +154,6 @@ class StateWriter:
         try:
             values = taken.fetch()
             if not steps.went_wrong():
-                metrics_log.flush()  # a run that continues from here does not repeat these steps
                 self._write(facts, values)
         except Exception as error:
             self._break_up(error)
@@ -181,6 +180,7 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
 
     def write(facts: dict[str, Any], draft: Draft) -> None:
         assert commits is not None
+        metrics_log.flush()  # a run that continues from here does not repeat these steps
         if not commits.finish(draft, facts):
             return
         if draft.form is None and is_split(facts):
@@ -206,6 +206,9 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
     number = itertools.count()
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
+        # A state is worth more than lines, which `log` keeps.
+        with contextlib.suppress(OSError):
+            metrics_log.flush()
         if is_split(facts):
             shared_checkpoint.write(folder, facts, values, next(number))
         else:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import queue
+import shutil
 import stat
 import threading
 import time
@@ -30,6 +31,8 @@ _log = logging.getLogger("jdp")
 # Metrics that wait for their steps. Steps in flight are few, so more wait only for a slow disk.
 _MAX_WAITING = 1000
 _END_S = 10.0
+# Between attempts to write a line that the disk refuses, and until that is an error.
+_RETRY_S, _PATIENCE_S = 0.2, 10.0
 # A process that was just killed may still be exiting.
 _LOCK_S = 5.0
 # Of file systems without locks, such as Lustre that was mounted without -o flock.
@@ -58,12 +61,17 @@ class MetricsFile:
         self._path = path
         self._file, self._last = _opened(path, first_step)
         self._error: BaseException | None = None
+        self._refusal: OSError | None = None  # of the line that is retried
+        self._refused_at = 0.0
+        self._is_over = threading.Event()
         self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
         self._thread.start()
 
     def put(self, step: int, scalars: dict[str, Any], hand_out: Callable[..., None]) -> None:
         """Have the thread write a line, unless the file has it; raise its error of earlier ones.
+
+        A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
 
         Args:
           step: of the values.
@@ -76,28 +84,53 @@ class MetricsFile:
         names = frozenset(scalars)
         if step <= self._last.get(names, -1):
             return
-        self._last[names] = step
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        self._lines.put((step, time.time(), scalars, hand_out))
+        line = (step, time.time(), scalars, hand_out)
+        self._last[names] = step
+        while not self._has_put(line):
+            try:
+                self._raise_refusal(_PATIENCE_S)
+            except OSError:
+                self._last[names] = step - 1
+                raise
+        self._raise_refusal(_PATIENCE_S)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the thread has written all lines, at most for `timeout_s`."""
+        """Wait until the thread has written all lines, at most for `timeout_s`.
+
+        Raises:
+          OSError: if the disk still refuses a line.
+        """
         end = time.monotonic() + timeout_s
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
                 self._lines.all_tasks_done.wait(left)
+        self._raise_refusal(0.0)
 
     def end_thread(self) -> None:
         """End the thread once it has written all lines; log an error that was not raised."""
-        self.flush(_END_S)
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)  # the thread then closes the file
-        if self._lines.unfinished_tasks <= 1:
+        with contextlib.suppress(OSError):
+            self.flush(_END_S)
+        hangs = self._lines.unfinished_tasks and self._refusal is None
+        self._is_over.set()  # a line is tried once more
+        self._has_put(None)  # the thread then closes the file
+        if not hangs:
             self._thread.join(_END_S)
         if self._error is not None:
             _log.error("jdp: lines of %s are missing: %s", self._path, self._error)
+
+    def _has_put(self, line: Any) -> bool:
+        with contextlib.suppress(queue.Full):
+            self._lines.put(line, timeout=_RETRY_S)
+            return True
+        return False
+
+    def _raise_refusal(self, after_s: float) -> None:
+        refusal = self._refusal
+        if refusal is not None and time.monotonic() - self._refused_at >= after_s:
+            raise refusal
 
     def _write_lines(self) -> None:
         try:
@@ -124,12 +157,28 @@ class MetricsFile:
             self._last[frozenset(scalars)] = step - 1
             return
         line = {"step": step, "time": round(at, 3)} | {k: _in_json(v) for k, v in values.items()}
-        if not _is_at(self._file, self._path):  # somebody has moved the file away
-            self._file.close()
-            self._file, _ = _opened(self._path, step)
-        _append(self._file, json.dumps(line).encode() + b"\n")
+        text = json.dumps(line).encode() + b"\n"
+        while not self._has_appended(step, text):
+            if self._is_over.is_set() and self._refusal is not None:
+                raise self._refusal
+            self._is_over.wait(_RETRY_S)
         _show_loss(step, values)
         hand_out(step, values)
+
+    def _has_appended(self, step: int, text: bytes) -> bool:
+        try:
+            if not _is_at(self._file, self._path):  # somebody has moved the file away
+                self._file.close()
+                self._file, _ = _opened(self._path, step)
+            _append(self._file, text)
+        except OSError as error:
+            if self._refusal is None:
+                self._refused_at = time.monotonic()
+                _log.warning("jdp: %s", _refused(self._path, error))
+            self._refusal = _refused(self._path, error)
+            return False
+        self._refusal = None
+        return True
 
 
 # The file, and the last step that it holds, by the names of the metrics.
@@ -215,6 +264,17 @@ def _is_at(file: io.FileIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _refused(path: Path, error: OSError) -> OSError:
+    try:
+        free = f"{shutil.disk_usage(path.parent).free} bytes are free there"
+    except OSError as missing:
+        free = str(missing)
+    return OSError(
+        f"a line of {path} cannot be written, and {free}. The disk said: {error}. Lines are kept "
+        "and retried until the process ends: free space, or write jdp.log(..., file=...) elsewhere."
+    )
 
 
 # Writes a line or, on a full disk, nothing: what follows a part of a line could not be read.

@@ -49,7 +49,8 @@ def log(
       ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
         "step", "time" or as another one; or if the file holds the steps of an earlier run.
       RuntimeError: before `jdp.init` in a process of `jdp run`.
-      OSError: if a line of an earlier call could not be written.
+      OSError: if `file` cannot be opened, or the disk has refused a line of an earlier call for 10
+        seconds. The lines are kept and retried, also that of this call while fewer than 1000 wait.
 
     >>> import json, tempfile, jdp
     >>> from jdp.distributed import metrics_log
@@ -77,9 +78,19 @@ def log(
 
 
 def flush(timeout_s: float = _FLUSH_S) -> None:
-    """Wait until all lines of earlier calls are written; at most `timeout_s` for each file."""
+    """Wait until all lines of earlier calls are written; at most `timeout_s` for each file.
+
+    Raises:
+      OSError: if the disk still refuses a line.
+    """
+    refusals = []
     for each in list(_open.files.values()):
-        each.flush(timeout_s)
+        try:
+            each.flush(timeout_s)
+        except OSError as error:  # the lines of the other files are not held up
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
 
 
 def end() -> None:

@@ -48,13 +48,19 @@ def intact(folder):
 
 
 def write(folder, step, life=1, arrays=None):
-    folder.write(life, step, {"step": step}, arrays or {"0": np.full(1000, step, np.float32)})
+    arrays = arrays or {"0": np.full(1000, step, np.float32)}
+    folder.write(life, step, facts(step, arrays, life), arrays)
+
+
+def facts(step, arrays, life=1):
+    leaves = [[name[1:], [*x.shape], str(x.dtype), None] for name, x in arrays.items()]
+    return {"life": life, "step": step, "position": 640, "leaves": leaves}
 
 
 def test_arrays_of_all_dtypes_come_back_with_equal_bits(folder):
-    folder.write(1, 20, {"step": 20, "position": 640}, ARRAYS)
+    folder.write(1, 20, facts(20, ARRAYS), ARRAYS)
     (checkpoint,) = folder.checkpoints()
-    assert folder.facts(checkpoint) == {"step": 20, "position": 640}
+    assert folder.facts(checkpoint) == facts(20, ARRAYS)
     found = folder.read(checkpoint, list(ARRAYS))
     for name, array in ARRAYS.items():
         assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
@@ -231,6 +237,40 @@ def test_one_without_a_readable_manifest_is_set_aside_by_name(folder):
     assert any((folder.path / "5-1.damaged" / "state").iterdir())
 
 
+def test_a_renamed_checkpoint_is_what_its_manifest_says_and_stays(folder, caplog):
+    for step in (10, 20):
+        write(folder, step)
+    (folder.path / "10-1").rename(folder.path / "30-2")
+    assert steps(folder) == [(1, 20), (1, 10)] and intact(folder) == [20, 10]
+    assert caplog.text.count("30-2 holds step 10 of life 1") == 1
+    assert folder.read(folder.checkpoint(1, 10), ["0"])["0"][0] == 10
+    with pytest.raises(OSError, match="step 30 could not be saved .*: 20"):
+        write(folder, 30, 2)
+    write(folder, 40)
+    folder.keep(1)
+    assert steps(folder) == [(1, 40), (1, 10)] and intact(folder) == [40, 10]
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_damaged_checkpoint_makes_room_for_the_same_step_and_an_intact_one_does_not(
+    folder, has_manifest
+):
+    write(folder, 10)
+    with pytest.raises(OSError, match="step 10 could not be saved"):
+        write(folder, 10, arrays={"0": np.zeros(3)})
+    assert folder.read(folder.checkpoint(1, 10), ["0"])["0"][0] == 10
+    path = folder.path / "10-1"
+    (truncated if has_manifest else Path.unlink)(path / "manifest")
+    (path / "state" / "_METADATA").unlink()
+    assert not intact(folder)
+    write(folder, 10)
+    assert intact(folder) == [10]
+    folder.keep(1)
+    write(folder, 20)
+    folder.keep(1)
+    assert steps(folder) == [(1, 20)]
+
+
 # In a mount namespace of its own, so that nothing is left however it ends; without root, files may
 # not be larger than the disk would be, which is nearly the same.
 ON_A_SMALL_DISK = """
@@ -246,14 +286,16 @@ import numpy as np
 from jdp.checkpoint.directory import Folder
 folder = Folder(sys.argv[1])
 folder.lock()
+def facts(step, num):
+    return {"life": 1, "step": step, "leaves": [["", [num], "float32", None]]}
 small, rng = {"0": np.ones(1000, np.float32)}, np.random.default_rng(0)
-folder.write(1, 10, {"step": 10}, small)
+folder.write(1, 10, facts(10, 1000), small)
 try:
-    folder.write(1, 20, {"step": 20}, {"0": rng.integers(0, 255, 1_000_000, np.uint8)})
+    folder.write(1, 20, facts(20, 250_000), {"0": rng.random(250_000, np.float32)})
 except OSError as error:
     print(error)
 print(sorted(path.name for path in folder.path.iterdir()))
-folder.write(1, 30, {"step": 30}, small)
+folder.write(1, 30, facts(30, 1000), small)
 print([folder.facts(each)["step"] for each in folder.checkpoints()])
 folder.unlock()
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

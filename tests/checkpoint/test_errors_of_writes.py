@@ -1,11 +1,13 @@
 """An error of a write, or a step that one process misses, never mixes two steps in a commit."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,7 +25,7 @@ from jdp.checkpoint.saved_leaves import leaves_of, unpack
 from jdp.checkpoint.session import Session
 from jdp.checkpoint.shares import Share
 from jdp.checkpoint.snapshot import Snapshots
-from jdp.checkpoint.state_writer import StateWriter, commit_writer
+from jdp.checkpoint.state_writer import StateWriter, checkpoint_writer, commit_writer
 from jdp.distributed import metrics_log
 
 HERE = "test_errors_of_writes"
@@ -118,6 +120,39 @@ def test_a_process_that_can_not_begin_its_share_tells_the_others_why(monkeypatch
     assert marks.reason(1).startswith("that with local rank 1 failed: OSError: [Errno 28] No space")
     written.end_thread()
     os.close(file)
+
+
+def test_a_commit_waits_for_the_lines_of_its_steps_and_a_checkpoint_does_not(
+    tmp_path, monkeypatch, file
+):
+    monkeypatch.setattr(metrics_log, "flush", functools.partial(metrics_log.flush, 0.3))
+    commits, folder = HostCommits(file, Share(0, 1)), Folder(tmp_path / "ckpt")
+    commits.begin_life("a")
+    committed, saved = commit_writer(commits), checkpoint_writer(folder, keep=1, is_here=True)
+    folder.lock()
+
+    def written(step):
+        facts = {"life": 1, "step": step, "num_calls": step, "tag": "a", "position": None}
+        for writer in (saved, committed):
+            writer.begin_write({"w": np.ones(3)}, facts)
+        saved.wait()
+        committed.wait()
+
+    with monkeypatch.context() as patch:
+        full = OSError(28, "No space left on device")
+        patch.setattr("jdp.distributed.metrics_file._append", mock.Mock(side_effect=full))
+        jdp.log({"loss": 1.0}, 1, file=tmp_path / "metrics.jsonl")
+        with pytest.raises(OSError, match="metrics.jsonl.*No space"):
+            written(1)
+        assert not list(commits.shared.intact())
+        assert [each.step for each in folder.checkpoints()] == [1]
+    written(2)
+    assert [commit.facts["step"] for commit in commits.shared.intact()] == [2]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    committed.end_thread()
+    saved.end_thread()
+    folder.unlock()
+    metrics_log.end()
 
 
 def add_one(state, batch):

@@ -1,5 +1,6 @@
 """The file of `jdp.log` stays whole, and its writer in nobody's way, whatever goes wrong."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -52,20 +53,82 @@ def test_a_file_system_without_locks_is_warned_about_once(path, monkeypatch, cap
     assert caplog.text.count(str(path)) == 1 and os.strerror(number) in caplog.text
 
 
-def test_lines_that_a_full_disk_refused_can_be_read_past(path):
-    jdp.log({"loss": 1.0}, 1, file=path)
-    metrics_log.flush()
+@contextlib.contextmanager
+def full_disk(path, num_free=9):
+    """Have no room behind a file but for a part of a line."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + num_free, hard))
     try:
-        jdp.log({"loss": 2.0}, 2, file=path)
-        metrics_log.flush()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    with pytest.raises(OSError, match="File too large"):
-        jdp.log({"loss": 3.0}, 3, file=path)
+
+
+def test_lines_that_a_full_disk_refuses_are_written_once_it_takes_them(path, caplog):
+    jdp.log({"loss": 1.0}, 1, file=path)
+    metrics_log.flush()
+    with full_disk(path):
+        for step in (2, 3):
+            jdp.log({"loss": float(step)}, step, file=path)
+        with pytest.raises(OSError, match=r"metrics.jsonl.* \d+ bytes are free.*File too large"):
+            metrics_log.flush(0.3)
+        assert path.read_text().count("\n") == 1 and path.read_text().endswith("\n")
     jdp.log({"loss": 4.0}, 4, file=path)
-    assert [line["step"] for line in lines(path)] == [1, 4]
+    assert [line["loss"] for line in lines(path)] == [1.0, 2.0, 3.0, 4.0]
+    assert caplog.text.count("cannot be written") == 1
+    jdp.log({"loss": 5.0}, 5, file=path)  # nothing is left to raise
+
+
+def test_a_disk_that_stays_full_is_an_error_of_each_call_and_no_line_is_lost(path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(metrics_file, "_MAX_WAITING", 2)
+    jdp.log({"loss": 1.0}, 1, file=path)
+    metrics_log.flush()
+    with full_disk(path):
+        jdp.log({"loss": 2.0}, 2, file=path)
+        with pytest.raises(OSError, match="metrics.jsonl"):
+            metrics_log.flush(0.1)
+        for step in (3, 4, 5, 5):  # there is no room for the last ones
+            with pytest.raises(OSError, match="metrics.jsonl"):
+                jdp.log({"loss": 1.0}, step, file=path)
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+    jdp.log({"loss": 1.0}, 5, file=path)
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
+
+
+def test_lines_that_wait_at_the_end_are_tried_once_more_and_named(path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics_file, "_END_S", 0.5)
+    monkeypatch.setattr(metrics_file, "_RETRY_S", 600)
+    jdp.log({"loss": 1.0}, 1, file=path)
+    metrics_log.flush()
+    for is_full in (True, False):
+        with full_disk(path, num_free=9):
+            jdp.log({"loss": 2.0}, 2, file=path)
+            with pytest.raises(OSError, match="metrics.jsonl"):
+                metrics_log.flush(0.1)
+            if is_full:
+                metrics_log.end()
+        if not is_full:
+            metrics_log.end()
+        assert len(path.read_text().splitlines()) == 2 - is_full
+        assert caplog.text.count("lines of") == 1
+
+
+def test_a_file_that_waits_for_its_disk_keeps_no_other_one_from_being_flushed(path, monkeypatch):
+    flushed = []
+
+    def flush(self, timeout_s):
+        flushed.append(self._path.name)
+        raise OSError(self._path.name)
+
+    files = [path, path.with_name("other.jsonl")]
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_file.MetricsFile, "flush", flush)
+        for each in files:
+            jdp.log({"loss": 1.0}, 1, file=each)
+        with pytest.raises(OSError, match="metrics.jsonl"):
+            metrics_log.flush()
+    assert flushed == [each.name for each in files]
 
 
 def test_the_error_of_the_last_line_is_logged_at_the_end(path, caplog):

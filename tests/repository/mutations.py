@@ -355,7 +355,7 @@ ROOMS = {
             "        if done:\n            file.truncate",
             "        if False:\n            file.truncate",
             "distributed/test_metrics_file.py::"
-            "test_lines_that_a_full_disk_refused_can_be_read_past",
+            "test_lines_that_a_full_disk_refuses_are_written_once_it_takes_them",
         ),
         Mutation(
             "jdp.log writes a later value of an array",
