@@ -14,7 +14,8 @@ from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
 from jdp.launch.options.options import Options
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Of these SIGINT alone reaches the processes as it is; the others reach them as SIGTERM.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(options: Options) -> int:
