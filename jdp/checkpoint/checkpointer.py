@@ -31,7 +31,8 @@ class Checkpointer:
     processes, each writes its own part; the next host keeps a copy of each part of a commit.
 
     At SIGTERM, SIGUSR1 or SIGUSR2 to any process all of them save after the same step, and `step`
-    ends the process with exit code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the save.
+    ends the process with exit code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the
+    save.
 
     Args:
       directory: directory for the checkpoints of this run only, on a disk that process 0 can

@@ -221,7 +221,7 @@ class Session:
         self.end_session()
         if self._process == 0:
             _log.warning(
-                "jdp: a signal came: step %d is saved in %s. Run again with %s to continue.",
+                "jdp: step %d is saved in %s, after a signal. Run again with %s to continue.",
                 self.steps,
                 self._folder.path,
                 "JDP_RESUME=1" if self._assigned is None else "--resume",

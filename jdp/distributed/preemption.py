@@ -24,12 +24,11 @@ class Preemption:
     """Listens for SIGTERM, SIGUSR1 and SIGUSR2 until `stop_listening`.
 
     With several processes, JAX listens for SIGTERM in each of them (it checks once a second), and
-    they agree on a step that none has started. The other signals are passed on to JAX. A check
-    takes less than a microsecond. With one process, a signal handler listens. Only the main thread
-    can install it; in another thread, a signal ends the process.
+    they agree on a step that none has started; the other signals become SIGTERM. A check takes less
+    than a microsecond. With one process, a signal handler listens. Only the main thread can install
+    it; in another thread, a signal ends the process.
 
-    SIGUSR1 and SIGUSR2 stay as they are if they are ignored or have a handler in C. An earlier
-    handler in Python runs after the save (`call_earlier_handlers`).
+    SIGUSR1 and SIGUSR2 stay as they are if they are ignored or have a handler in C.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def call_earlier_handlers(self) -> None:
-        """Send the signals of the user again, to the handlers that `stop_listening` restored."""
+        """Send SIGUSR1 and SIGUSR2 again, to the handlers that `stop_listening` restored."""
         for number in self._received.intersection(_USER):
             if callable(self._before[number]):
                 signal.raise_signal(number)

@@ -14,7 +14,7 @@ from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
 from jdp.launch.options.options import Options
 
-# Of these SIGINT alone reaches the processes as it is; the others reach them as SIGTERM.
+# The processes get SIGTERM in place of the last three, for which scripts have no handler.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

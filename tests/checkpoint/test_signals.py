@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import pytest
 from support.processes import environment, free_port

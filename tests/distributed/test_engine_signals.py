@@ -1,4 +1,4 @@
-"""The signal that each engine hands on makes its processes save. Skipped where it is not installed."""
+"""The signal that each engine hands on makes its processes save. Needs the engines."""
 
 import importlib
 import os

@@ -391,9 +391,7 @@ def test_who_crashes_after_another_has_saved_is_no_failure(jdp_run):
 
 
 @pytest.mark.all_sets
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_ends_the_processes_by_sigterm(jdp_run, number):
     run = jdp_run(
         "--nproc-per-node=2",

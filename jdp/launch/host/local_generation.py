@@ -157,10 +157,7 @@ class LocalGeneration:
     # --- commands to its processes ---
 
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, by a signal unless `number` is None, and kill them later.
-
-        A script saves at SIGTERM, and may have no handler for SIGHUP, SIGUSR1 and SIGUSR2.
-        """
+        """Ask its processes to end, by a signal unless `number` is None, and kill them later."""
         if self._state is State.RUNNING:
             self._state = State.STOPPING
             self._set_deadline(self._end_unless_saving)

@@ -21,7 +21,7 @@ from jdp.launch.options.flag_types import (
 WITHOUT_MEANING = {
     "--start-method": "each process is a program of its own",
     "--monitor-interval": "a process that ends is noticed at once",
-    "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, and SIGINT is passed on",
+    "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, SIGINT for an end",
     "--role": "all processes have the same role",
     "--event-log-handler": "what happens is printed",
     "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
