@@ -48,6 +48,7 @@ ON_OLDEST = (
     "tests/repository/test_environment.py",
     "tests/training/test_check_step.py",
     "tests/training/test_compiled_step.py",
+    "tests/training/test_donation.py",
     "tests/training/test_flax_stage_3.py",
     "tests/training/test_libraries.py",
     "tests/training/test_mixed_precision.py",

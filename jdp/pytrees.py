@@ -69,9 +69,7 @@ def is_deleted(leaf: Any) -> bool:
     """Whether a leaf was donated, or its memory given back otherwise."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
-    if jax_compat.DONATES_SOME_SHARDS and not leaf.is_deleted():
-        return any(shard.data.is_deleted() for shard in leaf.addressable_shards)
-    return leaf.is_deleted()
+    return jax_compat.is_deleted(leaf)
 
 
 def any_deleted(tree: Any) -> bool:

@@ -17,7 +17,7 @@ class Checkpointer:
 
     There are two tiers. A *commit*, every `commit_every` steps, goes to host memory owned by the
     launcher (there are no commits without `jdp run`); a run recovers from it when a process dies.
-    A *checkpoint*, every `save_every` steps, at the end and after SIGTERM, goes to disk. Both are
+    A *checkpoint*, every `save_every` steps, at the end and at a signal, goes to disk. Both are
     written in the background, from values copied before the next step can donate the state. A step
     waits only if the previous commit or checkpoint is still being written, so a crash loses
     at most the steps of two intervals. Commits occupy twice the memory of the state on each host,
@@ -30,8 +30,9 @@ class Checkpointer:
     sharded, and can be restored on any other number, in any placement. If it is split over
     processes, each writes its own part; the next host keeps a copy of each part of a commit.
 
-    After SIGTERM on any process all of them save after the same step, and `step` ends the process
-    with exit code 75.
+    At SIGTERM, SIGUSR1 or SIGUSR2 to any process all of them save after the same step, and `step`
+    ends the process with exit code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the
+    save.
 
     Args:
       directory: directory for the checkpoints of this run only, on a disk that process 0 can
@@ -155,7 +156,7 @@ class Checkpointer:
           batches: as for `restore`.
 
         Raises:
-          SystemExit: with code 75, after SIGTERM, when the state is saved.
+          SystemExit: with code 75, after a signal, when the state is saved.
           ValueError: if `state` was donated, or `batches` is given here and not to `restore`.
           OSError: if an earlier commit or checkpoint could not be written. This step counts, and is
             written if it is time.

@@ -221,11 +221,12 @@ class Session:
         self.end_session()
         if self._process == 0:
             _log.warning(
-                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to continue.",
+                "jdp: step %d is saved in %s, after a signal. Run again with %s to continue.",
                 self.steps,
                 self._folder.path,
                 "JDP_RESUME=1" if self._assigned is None else "--resume",
             )
+        self._preemption.call_earlier_handlers()
         raise SystemExit(SAVED)
 
     def _facts(self) -> dict[str, Any]:

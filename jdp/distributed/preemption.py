@@ -1,4 +1,7 @@
-"""SIGTERM, which announces that the machine is taken away: all processes stop after one step."""
+"""Signals that ask for an end: all processes save after the same step, and stop.
+
+A scheduler sends SIGTERM. Slurm, submitit and MPI hand SIGUSR1 or SIGUSR2 on to their processes.
+"""
 
 import functools
 import logging
@@ -10,48 +13,77 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from jdp.worker import signals
+
 _log = logging.getLogger("jdp")
+
+_USER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Preemption:
-    """Listens for SIGTERM until `stop_listening`.
+    """Listens for SIGTERM, SIGUSR1 and SIGUSR2 until `stop_listening`.
 
-    With several processes, JAX listens in each of them (it checks once a second), and they agree on
-    a step that none has started. A check takes less than a microsecond. With one process, a signal
-    handler listens. Only the main thread can install it; in another thread, SIGTERM ends the
-    process.
+    With several processes, JAX listens for SIGTERM in each of them (it checks once a second), and
+    they agree on a step that none has started; the other signals become SIGTERM. A check takes less
+    than a microsecond. With one process, a signal handler listens. Only the main thread can install
+    it; in another thread, a signal ends the process.
+
+    SIGUSR1 and SIGUSR2 stay as they are if they are ignored or have a handler in C.
     """
 
     def __init__(self) -> None:
-        self._got_sigterm = False
-        self._before: Any = None
-        self._is_mine = False
+        self._received: set[int] = set()
+        self._before: dict[int, Any] = {}  # handlers, by signal
+        self._pid = os.getpid()
         self._agrees = jax.process_count() > 1
         if self._agrees and not jax.config.jax_enable_preemption_service:
             _log.warning("jdp: nothing is saved at SIGTERM: jax_enable_preemption_service is off.")
             self._agrees = False
         let_children_end()
-        if not self._agrees and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._record)
-            self._is_mine = True
+        own = [number for number in _USER if not _is_taken(number)]
+        if threading.current_thread() is threading.main_thread():
+            for number in own if self._agrees else [signal.SIGTERM, *own]:
+                self._before[number] = signal.signal(number, self._record)
+        elif self._agrees:
+            for number in own:
+                if not callable(signal.getsignal(number)):
+                    signals.use_handler_of(signal.SIGTERM, number)
 
     def reached(self, step: int) -> bool:
         """Whether to stop after this step: the same on all processes, which ask after each step."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._agrees
-            else self._got_sigterm
+            else bool(self._received)
         )
 
     def stop_listening(self) -> None:
-        """Restore the previous handler of SIGTERM."""
-        if self._is_mine and threading.current_thread() is threading.main_thread():
-            self._is_mine = False
-            # None: a handler that Python did not install, and cannot install again.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        """Restore the previous handlers."""
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                # None: a handler that Python did not install, and cannot install again.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
 
-    def _record(self, *_: object) -> None:
-        self._got_sigterm = True
+    def call_earlier_handlers(self) -> None:
+        """Send SIGUSR1 and SIGUSR2 again, to the handlers that `stop_listening` restored."""
+        for number in self._received.intersection(_USER):
+            if callable(self._before[number]):
+                signal.raise_signal(number)
+
+    def _record(self, number: int, _: object) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked data loader, which the steps up to the save need
+        self._received.add(number)
+        if self._agrees:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _is_taken(number: int) -> bool:
+    """Whether a signal is ignored, or has a handler in C such as that of `faulthandler`."""
+    handler = signal.getsignal(number)
+    if callable(handler):
+        return False
+    return handler == signal.SIG_IGN or signals.catches(os.getpid(), number)
 
 
 @functools.cache
@@ -69,5 +101,5 @@ def _restore_handler() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     owner = getattr(handler, "__self__", None)
     if isinstance(owner, Preemption):
-        handler = owner._before
+        handler = owner._before[signal.SIGTERM]
     signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)

@@ -14,7 +14,8 @@ from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
 from jdp.launch.options.options import Options
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The processes get SIGTERM in place of the last three, for which scripts have no handler.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(options: Options) -> int:

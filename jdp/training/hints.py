@@ -53,7 +53,15 @@ def add_hint(
 def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
     """Add a sentence to an error that JAX raises when it maps or lowers a traced step."""
     text = str(error)
-    _add(error, spec, _of_constraint(text, spec) if _CONSTRAINT.search(text) else None)
+    hint = None
+    if _CONSTRAINT.search(text):
+        hint = _of_constraint(text, spec)
+    elif "ordered effects are not supported for more than 1 device" in text:
+        hint = (
+            "several ranks print in any order. Leave ordered=True out of jax.debug.print and "
+            "jax.debug.callback, or return the value: jdp.rows(x)."
+        )
+    _add(error, spec, hint)
 
 
 def _add(error: Exception, spec: StepSpec, hint: str | None) -> None:

@@ -7,12 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import jax_compat, pytrees
+from jdp import jax_compat
 from jdp.distributed.checks import known_leaves
-
-_is_deleted = (
-    pytrees.is_deleted if jax_compat.DONATES_SOME_SHARDS else operator.methodcaller("is_deleted")
-)
 
 
 class LatestCall(NamedTuple):
@@ -57,7 +53,7 @@ class LatestCall(NamedTuple):
             tree == self.tree
             and all(map(_lies, leaves, self.places))
             and {*map(id, leaves)}.isdisjoint(map(id, state))  # a donated array is copied
-            and not any(map(_is_deleted, may_be_gone))
+            and not any(map(jax_compat.is_deleted, may_be_gone))
         )
 
     def after(self, returned: list[weakref.ref]) -> "LatestCall":

@@ -1,6 +1,7 @@
 """Where the state and the further arguments of a step lie before it is called."""
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,14 @@ from jdp import pytrees
 from jdp.distributed import placement
 from jdp.step_spec import StepSpec
 from jdp.training import shard_layout, shared_variables
+
+_log = logging.getLogger("jdp")
+
+_VIEWED = (
+    "jdp: `%s` could not donate `%s` (%.1f MB), because a NumPy view of it is alive: the step takes "
+    "that much more memory. Write np.array(x) in place of np.asarray(x) and jax.device_get(x)."
+)
+_LARGE_BYTES = 1 << 16  # less memory is not worth a line
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
@@ -155,6 +164,24 @@ def _buffer(leaf: Any) -> Any:
         with contextlib.suppress(RuntimeError):  # the next line raises it, too
             first.block_until_ready()
     return first.unsafe_buffer_pointer()
+
+
+def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
+    """Log, once for a step, a large leaf that it could not donate because of a view on a CPU.
+
+    Args:
+      spec: the step.
+      where: the mesh.
+      state: which was given to a call that has begun.
+    """
+    if _VIEWED in spec.warned or where.devices.flat[0].platform != "cpu":
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.nbytes >= _LARGE_BYTES and not leaf.is_deleted():
+            spec.warned.add(_VIEWED)
+            name = f"{spec.argument(0)}{jax.tree_util.keystr(path)}"
+            _log.warning(_VIEWED, spec.name, name, leaf.nbytes / 1e6)
+            return
 
 
 def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:

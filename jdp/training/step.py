@@ -23,6 +23,9 @@ from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
 
+# The calls of a step after which the state that went in is looked at: one look takes longer.
+_LOOKS_FOR_VIEWS = frozenset([2, 3, 10, 30, 100, 300, 1000, 10_000, 100_000])
+
 
 class Step:
     """A decorated step: places its arguments, then runs the `CompiledStep` of the state's mesh."""
@@ -93,6 +96,8 @@ class Step:
             in_flight.add(
                 call._replace(waits_in_xla=compiled.waits_in_xla, reports=reports, weight=weight)
             )
+            if self.spec.donate and self._num_calls in _LOOKS_FOR_VIEWS:
+                placing.log_views(self.spec, compiled.mesh, args[0])
             if progress.own.is_first_step and self.spec.returns_state:
                 with progress.FIRST_STEP:  # others may still compile: as much time as for that
                     in_flight.drain()

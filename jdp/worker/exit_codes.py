@@ -2,7 +2,7 @@
 
 import signal
 
-# The run saved after SIGTERM; EX_TEMPFAIL: run it again.
+# The run saved after a signal; EX_TEMPFAIL: run it again.
 SAVED = 75
 # No step was finished for too long; as of timeout(1).
 STALLED = 124
@@ -24,7 +24,7 @@ def in_words(returncode: int) -> str:
         -signal.SIGSEGV: "a crash in compiled code",
         -signal.SIGBUS: "a crash in compiled code, or /dev/shm is full",
         -signal.SIGABRT: "compiled code gave up, see its message above",
-        SAVED: "it saved after SIGTERM; run it again with --resume",
+        SAVED: "it saved after a signal; run it again with --resume",
         STALLED: "the watchdog ended it",
     }
     if returncode < 0:

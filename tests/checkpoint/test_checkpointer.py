@@ -469,7 +469,7 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tmp_path, caplog):
     assert signal.getsignal(signal.SIGTERM) is before
     assert names(tmp_path) == ["5-1", "lock"]
     # Without a launcher there is no flag.
-    assert re.search(f"SIGTERM: step 5 .*{tmp_path}.*JDP_RESUME=1", caplog.text)
+    assert re.search(f"step 5 .*{tmp_path}.*JDP_RESUME=1", caplog.text)
 
 
 FORKS = """

@@ -580,6 +580,37 @@ def test_places_the_batches_of_grain(make_mesh):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def mixture_of_grain():
+    grain = pytest.importorskip("grain")
+    sources = [grain.MapDataset.source([i] * n) for i, n in enumerate((300, 50))]
+    return grain.MapDataset.mix([sources[0], sources[1].repeat(2)], weights=[0.75, 0.25])
+
+
+# The sources of the mixture alternate: 0 0 0 1. Within 6 standard deviations of a draw of n rows.
+def is_mixed(counts):
+    n = counts.sum()
+    return abs(counts[1] - n / 4) < 6 * np.sqrt(n * 3 / 16)
+
+
+@pytest.mark.all_sets
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_each_rank_sees_all_sources_of_a_mixture(make_mesh, num_ranks):
+    made = make_mesh(num_ranks)
+    by_rank = {device: np.zeros(2, int) for device in made.devices.flat}
+    for batch in batches(mixture_of_grain(), 2 * num_ranks, num_steps=150, mesh=made):
+        for shard in batch.addressable_shards:
+            by_rank[shard.device] += np.bincount(np.asarray(shard.data), minlength=2)
+    assert all(map(is_mixed, by_rank.values())), by_rank
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_each_slice_of_a_shuffled_mixture_has_all_sources(num_ranks):
+    shuffled = mixture_of_grain().seed(0).shuffle()
+    slices = [[*shuffled[rank::num_ranks]] for rank in range(num_ranks)]
+    counts = [np.bincount(each, minlength=2) for each in slices]
+    assert all(map(is_mixed, counts)) and np.sum(counts, axis=0).tolist() == [300, 100]
+
+
 def test_a_loader_may_use_its_memory_again(mesh):
     def loader():
         # As large and aligned as JAX needs to take it for a device's memory.

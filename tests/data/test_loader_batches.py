@@ -1,12 +1,15 @@
 """A loader that saves its own state continues exactly there, however far it was read ahead."""
 
 import json
+import subprocess
+import sys
 
 import grain
 import grain.python
 import jax
 import numpy as np
 import pytest
+from support.processes import environment
 
 import jdp
 from jdp.checkpoint.restore import set_position
@@ -218,3 +221,43 @@ def lives(path):
 def test_each_process_continues_its_own_loader(processes, tmp_path):
     found = processes(2).run(lives, str(tmp_path), timeout_s=120.0)
     assert found == [(ROWS + 1000 * process).tolist() for process in range(2)]
+
+
+WORKERS = """
+import sys
+import numpy as np
+
+class Rows:
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return np.full(2, i, np.float32)
+
+if __name__ == "__main__":
+    import absl.flags, grain, jdp
+    if "parsed" in sys.argv:
+        absl.flags.FLAGS.mark_as_parsed()
+    jdp.init()
+    stream = grain.MapDataset.source(Rows()).to_iter_dataset().batch(4)
+    stream = stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+    with jdp.shard_batches(iter(stream)) as batches:
+        print([batch[:, 0].tolist() for batch in batches])
+"""
+
+
+# If the first one passes one day, the page need not say so.
+@pytest.mark.processes
+@pytest.mark.xdist_group("processes")
+@pytest.mark.all_sets
+@pytest.mark.parametrize("how", ["unparsed", "parsed"])
+def test_workers_of_grain_need_the_flags_of_absl(tmp_path, how):
+    script = tmp_path / "train.py"
+    script.write_text(WORKERS)
+    command = [sys.executable, "-W", "ignore", script, how]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment(1), timeout=120, check=False
+    )
+    if how == "parsed":
+        assert ended.stdout.strip() == "[[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]", ended.stderr
+    else:
+        assert ended.returncode == 1 and "UnparsedFlagAccessError" in ended.stderr

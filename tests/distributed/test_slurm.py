@@ -10,6 +10,8 @@ import pytest
 from support.processes import free_port
 from support.slurm import NODES, Slurm, missing
 
+from jdp.checkpoint import directory
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
 STEPS = 12
@@ -187,6 +189,31 @@ def test_jobs_of_an_array_train_apart(slurm, folder, variables):
     outputs = [file.read_text() for file in sorted(folder.glob("output-*"))]
     assert ended.returncode == 0, outputs
     facts_of(folder, num_processes=2, num_jobs=2)
+
+
+# srun hands SIGUSR1 on; at SIGTERM it kills its tasks.
+HANDS_ON = """#!/bin/bash
+trap 'kill -USR1 $step' USR1
+srun --kill-on-bad-exit=0 {words} &
+step=$!
+wait $step  # until the signal
+wait $step
+"""
+
+
+@pytest.mark.parametrize("to", [(), ("--batch",)], ids=["tasks", "batch script"])
+def test_tasks_of_srun_save_at_sigusr1(slurm, folder, variables, to):
+    script = folder / "job.sh"
+    script.write_text(HANDS_ON.format(words=" ".join(map(str, command(folder, "slow")))))
+    arguments = ("sbatch", "--parsable", "-N2", "-n2", f"--output={folder}/output", script)
+    number = slurm.run(*arguments, variables=variables).stdout.strip()
+    wait_for(lambda: len([*folder.glob("stepped-*")]) == len(NODES), slurm)
+    slurm.run("scancel", "--signal=USR1", *to, number)
+    show = ("scontrol", "show", "job", number)
+    wait_for(lambda: "JobState=RUNNING" not in slurm.command(*show), slurm)
+    assert "ExitCode=75:0" in slurm.command(*show), (folder / "output").read_text()
+    (saved,) = directory.Folder(folder / "checkpoints").checkpoints()
+    assert 0 < saved.step < STEPS
 
 
 def test_the_example_is_requeued_after_sigterm_and_resumes(slurm, folder, variables):

@@ -87,12 +87,13 @@ def test_a_failure_ends_the_run_on_all_hosts_with_the_same_code(hosts):
     assert all("7 (jdp explain-error JDP301)" in host.output for host in (leader, other))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_signal_to_one_host_reaches_all(hosts, first):
+def test_a_signal_to_one_host_reaches_all(hosts, first, number):
     run = hosts("--nnodes=2", after="signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))")
     both = [run.add(0), run.add(1)]
     both[0].until("running", 2)
-    both[first].process.send_signal(signal.SIGTERM)
+    both[first].process.send_signal(number)
     assert [host.wait() for host in both] == [75, 75]
 
 

@@ -109,12 +109,12 @@ def test_a_process_whose_launcher_died_while_it_started_dies():
     assert (never.returncode, never.stdout) == (-signal.SIGKILL, b"")
 
 
-def test_the_guardian_hears_no_signal_of_the_terminal(guardian):
+def test_the_guardian_hears_no_signal_of_a_terminal_or_a_scheduler(guardian):
     pid = guardian._process.pid
     assert os.getsid(pid) == pid
-    until(lambda: ignores(pid, signal.SIGTERM))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        assert ignores(pid, number)
+    terminal = signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    for number in (*terminal, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        until(lambda number=number: ignores(pid, number))
 
 
 def ignores(pid, number):

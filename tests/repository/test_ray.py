@@ -124,11 +124,11 @@ class Run:
         folder = directory.Folder(self.checkpoints)
         return max((key.step for key in folder.checkpoints()), default=0)
 
-    def kill(self, process):
-        """Kill a process of the first generation, when that has saved a checkpoint."""
+    def signal(self, process, number):
+        """Signal a process of the first generation, when that has saved a checkpoint."""
         self._until(lambda: len(self.begins()) == 2 and self.saved())
         (pid,) = (pid for i, pid, *_ in self.begins() if i == process)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     def _until(self, condition):
         until(lambda: condition() or self.process.poll() is not None)
@@ -191,7 +191,7 @@ def test_a_run_with_a_killed_process_ends_with_the_bits_of_one_without(
     monkeypatch.syspath_prepend(ROOT / "examples")
     example = importlib.import_module("ray_train")
     with Run(cluster, tmp_path / "run") as run:
-        run.kill(0)  # which holds JAX's coordinator, and writes the checkpoints
+        run.signal(0, signal.SIGKILL)  # which holds JAX's coordinator, and writes the checkpoints
         found = run.finish()["params"]
     begins = run.begins()
     assert len({node for *_, node, _ in begins[:2]}) == 2
@@ -201,6 +201,15 @@ def test_a_run_with_a_killed_process_ends_with_the_bits_of_one_without(
     jax.tree.map(np.testing.assert_array_equal, found, without_ray)
     for name, values in on_one_device(example).items():
         np.testing.assert_allclose(found[name], values, atol=1e-5)
+
+
+def test_processes_save_at_sigusr1_to_one_and_continue_from_there(cluster, tmp_path):
+    with Run(cluster, tmp_path / "run") as run:
+        run.signal(1, signal.SIGUSR1)
+        run.finish()
+    steps = [step for *_, step in run.begins()]
+    assert steps[:2] == [0, 0] and steps[2] == steps[3] > 0, run.output()
+    assert f"step {steps[2]} is saved" in run.output()
 
 
 def test_a_wrong_number_ends_the_example_before_ray_starts(environment, tmp_path):

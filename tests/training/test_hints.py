@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from support.training import batch, loss_fn, params, plain_step, ranks, sgd, state
 
 import jdp
@@ -65,6 +66,35 @@ def constrained(x, axes, *, own_mesh):
     return lax.with_sharding_constraint(
         x, jax.sharding.NamedSharding(mesh, spec) if own_mesh else spec
     )
+
+
+@pytest.mark.parametrize("prints", [jax.debug.print, jax.debug.callback])
+def test_prints_of_ranks_in_order_have_a_note(prints):
+    def step(state, batch):
+        prints("{}" if prints is jax.debug.print else id, state.step, ordered=True)
+        return plain_step(state, batch)
+
+    ranks(2)
+    (note,) = notes(ValueError, jdp.train_step(step), state(), batch())
+    assert "ordered=True" in note and "jdp.rows" in note
+
+
+def test_each_rank_calls_ordered_callbacks_in_the_order_of_the_program():
+    calls = []
+
+    def step(state, batch):
+        rank = lax.axis_index("data")
+        for i in range(3):
+            io_callback(lambda *call: calls.append(call), None, rank, i, ordered=True)
+        return plain_step(state, batch)
+
+    ranks(2)
+    step, now = jdp.train_step(step), state()
+    for _ in range(3):
+        now, _ = step(now, batch())
+    jax.effects_barrier()
+    for rank in range(2):
+        assert [i for each, i in calls if each == rank] == [0, 1, 2] * 3
 
 
 @pytest.mark.parametrize("own_mesh", [True, False])

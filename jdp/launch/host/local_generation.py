@@ -28,6 +28,7 @@ from jdp.worker.hang_detector import Watch
 from jdp.worker.hang_report import in_seconds
 from jdp.worker.phases import SAVING
 from jdp.worker.process_status import ProcessStatus
+from jdp.worker.signals import catches
 from jdp.worker.step_times import window_of
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
@@ -163,7 +164,7 @@ class LocalGeneration:
         if self.is_stopping and number is not None:
             for process in self.processes:
                 if not process.has_ended:  # it may have no handler any more
-                    process.signal(number)
+                    process.signal(number if number == signal.SIGINT else signal.SIGTERM)
 
     def kill_processes(self) -> None:
         """Kill its processes; one that was dying before counts as ended by itself."""
@@ -194,7 +195,7 @@ class LocalGeneration:
                 process.reveal()
             # The handler is in C and needs no GIL. The signal would kill a process without one,
             # before `jdp.init()` or after its interpreter has ended.
-            if _handles(process.popen.pid, signal.SIGQUIT):
+            if catches(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 
     async def _ask_nccl(self) -> None:
@@ -237,9 +238,3 @@ class LocalGeneration:
         if call is not None:
             after_s = self._shutdown_timeout_s if after_s is None else after_s
             self._deadline = asyncio.get_running_loop().call_later(after_s, call)
-
-
-def _handles(pid: int, number: int) -> bool:
-    with open(f"/proc/{pid}/status") as file:
-        masks = dict(line.split(":", 1) for line in file)
-    return bool(int(masks["SigCgt"], 16) & 1 << number - 1)

@@ -90,8 +90,8 @@ class Guardian:
 
 def main() -> None:
     """Run as the guardian: read groups until the launcher is gone, then kill them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     mark = sys.argv[1].encode()
     groups: set[int] = set()
     for line in sys.stdin:

@@ -21,7 +21,7 @@ from jdp.launch.options.flag_types import (
 WITHOUT_MEANING = {
     "--start-method": "each process is a program of its own",
     "--monitor-interval": "a process that ends is noticed at once",
-    "--signals-to-handle": "SIGTERM, SIGINT and SIGHUP are passed on",
+    "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, SIGINT for an end",
     "--role": "all processes have the same role",
     "--event-log-handler": "what happens is printed",
     "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
@@ -55,7 +55,7 @@ Each flag has a variable: JDP_NPROC_PER_NODE=2, or PET_NPROC_PER_NODE=2 as for
 torchrun, whose flags are understood in both spellings, --nproc_per_node too.
 
 exit codes:
-  75 saved after SIGTERM: run it again with --resume   124 ended by the watchdog
+  75 saved after a signal: run it again with --resume   124 ended by the watchdog
   128 + n killed by signal n   130 Ctrl-C   else that of the first failed process"""
 
 
@@ -148,7 +148,7 @@ def _add_faults(parser: Parser) -> None:
     parser.flag(group, "--resume", text, action="store_true")
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
     parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")
-    text = "seconds from SIGTERM to SIGKILL, unless it is saving (default 30)"
+    text = "seconds from a signal to SIGKILL, unless it is saving (default 30)"
     # torchrun has it without the unit.
     names = "--shutdown-timeout --shutdown-timeout-s"
     parser.flag(group, names, text, type=read_seconds, metavar="S")
