@@ -193,8 +193,8 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
             "JDP113",
             f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
             f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
-            "abort the process on CPUs. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x), "
-            "which add up in float32, or cast to float32 around it. Where JAX made it, as the "
+            "abort the process on CPUs. Write jdp.mean_over_ranks(x), jdp.sum_over_ranks(x) or "
+            "jdp.max_over_ranks(x), or cast to float32 around it. Where JAX made it, as the "
             "gradient of an all_gather, cast what is gathered.",
         )
 

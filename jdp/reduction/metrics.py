@@ -1,10 +1,12 @@
-"""Means and sums over ranks, and outputs for each row, as an author writes them in a step."""
+"""Means, sums and extremes over ranks, and outputs for each row, as authors write them in steps."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdp import axis, pytrees
@@ -96,6 +98,123 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     return jax.tree.map(_float_like, wide, x)
 
 
+def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
+    """Return the elementwise maximum of a tree over ranks; a NaN of any rank is the result.
+
+    `lax.pmax` loses NaN on CPUs, and between processes returns another number for another rank of
+    the NaN. The gradient is exact, with the weights of the step, too: ranks that share the maximum
+    share the gradient.
+
+    Args:
+      x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
+        give padding the value -inf.
+      axis_name: the data axis.
+
+    Returns:
+      The tree of maxima, in the dtypes of `x`, the same on every rank; 0.0 is greater than -0.0.
+      Where no axis is bound, `x`.
+
+    Raises:
+      TypeError: if a leaf has no order: complex numbers, typed random keys.
+
+    >>> import jax, jdp
+    >>> jax.vmap(lambda x: max_over_ranks(x), axis_name="data")(jax.numpy.array([1, 3, 2]))
+    Array([3, 3, 3], dtype=int32)
+    """
+    return _extremes_of(x, axis_name, "max_over_ranks")
+
+
+def min_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
+    """Return the elementwise minimum of a tree over ranks, as `max_over_ranks` the maximum.
+
+    Args:
+      x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
+        give padding the value inf.
+      axis_name: the data axis.
+
+    Returns:
+      The tree of minima, in the dtypes of `x`, the same on every rank; -0.0 is less than 0.0. Where
+      no axis is bound, `x`.
+
+    Raises:
+      TypeError: if a leaf has no order: complex numbers, typed random keys.
+
+    >>> import jax, jdp
+    >>> x = jax.numpy.array([1.0, float("nan"), 2.0])
+    >>> jax.vmap(lambda x: min_over_ranks(x), axis_name="data")(x)
+    Array([nan, nan, nan], dtype=float32)
+    """
+    return _extremes_of(x, axis_name, "min_over_ranks")
+
+
+def _extremes_of(x: Any, axis_name: AxisName, caller: str) -> Any:
+    named, treedef = jax.tree_util.tree_flatten_with_path(x)
+    leaves = [jnp.asarray(leaf) for _, leaf in named]
+    for (path, _), leaf in zip(named, leaves, strict=True):
+        _require_order(caller, path, leaf)
+    if axis.is_bound(axis_name) and leaves:
+        leaves = _extremes(leaves, axis_name, caller == "max_over_ranks")
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extremes(leaves: list[jax.Array], axis_name: AxisName, is_max: bool) -> list[jax.Array]:
+    """Return the maxima or minima of arrays over ranks, in one collective for each integer type."""
+    extreme = lax.pmax if is_max else lax.pmin
+    integers = [_as_ordered_integers(leaf, is_max) for leaf in leaves]
+    extremes: list[Any] = [None] * len(leaves)
+    for dtype in dict.fromkeys(each.dtype for each in integers):
+        chosen = [i for i, each in enumerate(integers) if each.dtype == dtype]
+        flat = extreme(
+            jnp.concatenate([integers[i].ravel() for i in chosen]), axis.names(axis_name)
+        )
+        ends = np.cumsum([leaves[i].size for i in chosen])[:-1]
+        for i, part in zip(chosen, jnp.split(flat, ends), strict=True):
+            extremes[i] = _from_ordered(part.reshape(leaves[i].shape), leaves[i].dtype)
+    return extremes
+
+
+@_extremes.defjvp
+def _jvp_of_extremes(
+    axis_name: AxisName, is_max: bool, primals: tuple, tangents: tuple
+) -> tuple[list, list]:
+    (leaves,), (slopes,) = primals, tangents
+    extremes = _extremes(leaves, axis_name, is_max)
+    slopes = list(slopes)
+    floats = [i for i, each in enumerate(leaves) if jnp.issubdtype(each.dtype, jnp.inexact)]
+    chosen = [(leaves[i] == extremes[i]) | jnp.isnan(leaves[i]) for i in floats]
+    counts = sum_over_ranks(chosen, axis_name=axis_name)
+    shares = [
+        jnp.where(is_own, slopes[i] / count.astype(slopes[i].dtype), 0)
+        for i, is_own, count in zip(floats, chosen, counts, strict=True)
+    ]
+    for i, slope in zip(floats, sum_over_ranks(shares, axis_name=axis_name), strict=True):
+        slopes[i] = slope
+    return extremes, slopes
+
+
+def _as_ordered_integers(x: jax.Array, is_max: bool) -> jax.Array:
+    """Return integers in the order of the values; NaN is the greatest, or least for a minimum."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return _wide(x)
+    wide = x if pytrees.num_bits(x.dtype) >= 32 else x.astype(jnp.float32)
+    bits = _reordered(lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}"))
+    limits = jnp.iinfo(bits.dtype)
+    return jnp.where(jnp.isnan(wide), limits.max if is_max else limits.min, bits)
+
+
+def _from_ordered(x: jax.Array, dtype: Any) -> jax.Array:
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return x.astype(dtype)
+    return lax.bitcast_convert_type(_reordered(x), f"float{8 * x.dtype.itemsize}").astype(dtype)
+
+
+def _reordered(bits: jax.Array) -> jax.Array:
+    """Flip the bits of a negative float but for its sign; the same again undoes it."""
+    limits = jnp.iinfo(bits.dtype)
+    return jnp.where(bits < 0, bits ^ limits.max, bits)
+
+
 def _wide(leaf: Any) -> jax.Array:
     """Return a term of a sum in a dtype that holds the sum, or takes it with more digits."""
     dtype = jnp.result_type(leaf)
@@ -126,6 +245,15 @@ def _require_float(path: tuple, leaf: jax.Array) -> None:
         f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}{where}: the mean of integers is not "
         f"an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32.{of_tree}"
     )
+
+
+def _require_order(caller: str, path: tuple, leaf: jax.Array) -> None:
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating) or pytrees.is_key(leaf):
+        where = f", at x{jax.tree_util.keystr(path)}" if path else ""
+        raise TypeError(
+            f"{caller} of {leaf.dtype}{list(leaf.shape)}{where}: such values have no order.\n"
+            "Write jnp.abs(x) for complex numbers, jax.random.key_data(x) for keys."
+        )
 
 
 def _require_digits(caller: str, leaf: Any) -> None:

@@ -213,7 +213,7 @@ _CAUSES_OF_METRICS: _Causes = [
         _any,
         "Float scalars are averaged over ranks, and the mean of the ranks' values is not the value "
         "of the whole batch. For a norm of the gradient, grads = jdp.sync_gradients(grads) first, "
-        "and apply_gradients(grads, synced=True); for a maximum, jax.lax.pmax(x, 'data'); for a "
+        "and apply_gradients(grads, synced=True); for a maximum, jdp.max_over_ranks(x); for a "
         "ratio or masked mean, jdp.sum_over_ranks of both parts, or weight=; for a value for each "
         "row, jdp.rows(x).",
     ),
