@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -177,13 +178,19 @@ def is_literal(atom: Any) -> bool:
 
 
 def number(atom: Any) -> float | None:
-    """Return the number that a literal holds, None for a variable or for several numbers."""
+    """Return the number that a literal holds, 0 or one that can be divided by; otherwise None.
+
+    None is returned for a variable, several numbers, infinities, NaN, and denormal numbers whose
+    reciprocal is infinite.
+    """
     if type(atom) is not Literal or getattr(atom.val, "shape", ()):
         return None
     try:
-        return float(atom.val)
+        number = float(atom.val)
     except (TypeError, ValueError):
         return None
+    is_invertible = math.isfinite(number) and (number == 0 or math.isfinite(1 / number))
+    return number if is_invertible else None
 
 
 def captured_numbers(jaxpr: Any) -> dict[Any, float]:
