@@ -34,7 +34,7 @@ def bodies(eqn: Any) -> list[Any]:
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
-def _remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+def remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
     """Remember results for as long as the jaxpr lives: several questions about a program ask again.
 
     A result must not hold the jaxpr, and with it the constants of its program.
@@ -61,7 +61,7 @@ def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
     return _nested(opened(jaxpr))[1]
 
 
-@_remembered
+@remembered
 def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
     """Return all bodies in a jaxpr, and those of each equation by its id."""
     found: dict[int, Any] = {}
@@ -82,7 +82,7 @@ def primitive_names(jaxpr: Any) -> frozenset[str]:
     return _primitive_names(opened(jaxpr))
 
 
-@_remembered
+@remembered
 def _primitive_names(jaxpr: Any) -> frozenset[str]:
     return frozenset(eqn.primitive.name for body in with_bodies(jaxpr) for eqn in body.eqns)
 

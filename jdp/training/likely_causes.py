@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdp.analysis.own_gradients import CLIPPED
+from jdp.analysis.own_gradients import NONLINEAR
 from jdp.training.step_differences import LeafDifference, StepDifference, beyond
 
 
@@ -116,8 +116,8 @@ def _draw_alike(evidence: _Evidence) -> LeafDifference | None:
     return evidence.worst_if(bool(evidence.equal_draws))
 
 
-def _are_clipped(evidence: _Evidence) -> LeafDifference | None:
-    return evidence.worst_if(any(CLIPPED in warning for warning in evidence.warned))
+def _are_changed(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(any(NONLINEAR in warning for warning in evidence.warned))
 
 
 def _any(evidence: _Evidence) -> LeafDifference | None:
@@ -180,10 +180,10 @@ _CAUSES: _Causes = [
     (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
     (
-        _are_clipped,
-        "The changes have no common ratio, and each rank clips its own gradient: the mean of "
-        "clipped gradients is not the clipped mean. Clip inside "
-        "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
+        _are_changed,
+        "The changes have no common ratio, and each rank changes its own gradient by what is not "
+        "linear: the mean of clipped gradients, for instance, is not the clipped mean. Change it "
+        "inside jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
         "jdp.sync_gradients(grads), with apply_gradients(grads, synced=True).",
     ),
     (

@@ -71,16 +71,16 @@ def actor_and_critic(states, batch):
 
 @right()
 def two_losses_one_update(state, batch):
-    """The gradients of two tasks, made orthogonal on each rank and added."""
+    """The mean gradients of two tasks, made orthogonal and added."""
 
     def other(p):
         return jnp.mean(jnp.abs(predict(p, batch["rows"]) - batch["targets"]))
 
-    a = jax.grad(loss_fn)(state.params, batch)
-    b = jax.grad(other)(state.params)
+    a = jdp.sync_gradients(jax.grad(loss_fn)(state.params, batch))
+    b = jdp.sync_gradients(jax.grad(other)(state.params))
     overlap = jnp.minimum(optax.tree.vdot(a, b), 0) / optax.tree.vdot(b, b)
     grads = jax.tree.map(lambda a, b: a + b - overlap * b, a, b)
-    return state.apply_gradients(grads), {}
+    return state.apply_gradients(grads, synced=True), {}
 
 
 def flax_state():
