@@ -11,7 +11,7 @@ from jax import lax
 
 from jdp import axis, pytrees
 from jdp.axis import AxisName
-from jdp.reduction import row_weight, step_context, weighted_sum
+from jdp.reduction import integer_sums, row_weight, step_context, weighted_sum
 
 
 def mean_over_ranks(
@@ -24,7 +24,7 @@ def mean_over_ranks(
     `global_mean`, since each rank's gradient through this one is only its own.
 
     Args:
-      x: tree of float arrays, any shapes.
+      x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0: their share of the ranks.
       weight: `[]`, >= 0, how much this rank's value counts; a rank of weight 0 contributes
         nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else equal. A rank
         whose rows weigh nothing in the step has no gradient, whatever it weighs here. In a
@@ -33,10 +33,11 @@ def mean_over_ranks(
       axis_name: the data axis.
 
     Returns:
-      The tree of sum(w * x) / sum(w), in the dtypes of `x`. Where no axis is bound, `x`.
+      The tree of sum(w * x) / sum(w), in the dtypes of `x`, of booleans in float32. Where no axis
+      is bound, `x`.
 
     Raises:
-      TypeError: if a leaf is not a float: sum it (`sum_over_ranks`) or cast it.
+      TypeError: if a leaf is an integer: sum it (`sum_over_ranks`) or cast it.
       ValueError: if `axis_name` is a part of the axes of a step with a weight, and `weight` is not
         given.
 
@@ -45,7 +46,7 @@ def mean_over_ranks(
     Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(x)
-    leaves = [jnp.asarray(leaf) for _, leaf in named]
+    leaves = [_share(jnp.asarray(leaf)) for _, leaf in named]
     for (path, _), leaf in zip(named, leaves, strict=True):
         _require_float(path, leaf)
         _require_digits("mean_over_ranks", leaf)
@@ -84,6 +85,9 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
 
     Raises:
       TypeError: if a leaf is a float of 8 bits or fewer.
+      RuntimeError: by a later call of the step, if integers have a sum that their type cannot hold.
+        Under a scan, vmap or jit in the step, or in a `shard_map` of your own, such a sum wraps
+        around, as `jnp.sum` does.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: sum_over_ranks(x), axis_name="data")(jax.numpy.arange(3))
@@ -91,11 +95,23 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """
     for leaf in jax.tree.leaves(x):
         _require_digits("sum_over_ranks", leaf)
-    wide = jax.tree.map(_wide, x)
+    leaves, treedef = jax.tree.flatten(x)
+    sums = [*map(_wide, leaves)]
     if axis.is_bound(axis_name):
-        weights = weighted_sum.weighting(None, axis_name, mean=False)
-        wide = weighted_sum.summed(wide, axis_name, weights)
-    return jax.tree.map(_float_like, wide, x)
+        sums = _summed(leaves, sums, axis_name)
+    return treedef.unflatten(map(_float_like, sums, leaves))
+
+
+def _summed(leaves: list[Any], wide: list[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    step = integer_sums.checking_step(axis_name)
+    checked = [i for i, x in enumerate(leaves) if step and integer_sums.is_checked(step, x)]
+    weights = weighted_sum.weighting(None, axis_name, mean=False)
+    terms = [*wide, *(integer_sums.upper_half(wide[i]) for i in checked)]
+    sums = weighted_sum.summed(terms, axis_name, weights)
+    sums, uppers = sums[: len(leaves)], sums[len(leaves) :]
+    if step is not None:
+        integer_sums.report(step, [sums[i] for i in checked], uppers)
+    return sums
 
 
 def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
@@ -223,6 +239,10 @@ def _wide(leaf: Any) -> jax.Array:
     elif pytrees.num_bits(dtype) < 32:
         dtype = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
     return jnp.asarray(leaf).astype(dtype)
+
+
+def _share(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.float32) if leaf.dtype == jnp.bool_ else leaf
 
 
 def _float_like(total: jax.Array, leaf: Any) -> jax.Array:

@@ -76,7 +76,7 @@ class Step:
             SHIELD.donates(args[0] if self.spec.donate else None)
             try:
                 results = compiled(*args, is_returned=is_returned, given=checksums)
-                state, metrics, weight, reports, _ = results
+                state, metrics, weight, reports, found = results
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     placing.require_alive(compiled.spec, args)
@@ -91,7 +91,12 @@ class Step:
             else:
                 self._latest = None if kwargs else latest_call.of(compiled, given, args, state)
             in_flight.add(
-                call._replace(waits_in_xla=compiled.waits_in_xla, reports=reports, weight=weight)
+                call._replace(
+                    waits_in_xla=compiled.waits_in_xla,
+                    reports=reports,
+                    weight=weight,
+                    integer_sums=found.integer_sums,
+                )
             )
             if progress.own.is_first_step and self.spec.returns_state:
                 with progress.FIRST_STEP:  # others may still compile: as much time as for that
