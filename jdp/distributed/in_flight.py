@@ -151,8 +151,8 @@ def _error_of(call: StepCall) -> str | None:
     if lines := call.overflow():
         return with_code(
             "JDP215",
-            f"{call}: the integers that jdp.sum_over_ranks adds up at {lines} have a sum that their "
-            "type cannot hold.\nThe result is smaller by a multiple of 2**32, or of 2**64.\nWrite "
+            f"{call}: jdp.sum_over_ranks at {lines} adds up integers to a sum that their type "
+            "cannot hold.\nThe result is smaller by a multiple of 2**32, or of 2**64.\nWrite "
             "jdp.sum_over_ranks(x.astype(float)), or add up fewer.",
         )
     if why := call.weight_error():

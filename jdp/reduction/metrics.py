@@ -48,8 +48,8 @@ def mean_over_ranks(
     named, treedef = jax.tree_util.tree_flatten_with_path(x)
     leaves = [_share(jnp.asarray(leaf)) for _, leaf in named]
     for (path, _), leaf in zip(named, leaves, strict=True):
-        _require_float(path, leaf)
         _require_digits("mean_over_ranks", leaf)
+        _require_float(path, leaf)
     if weight is not None:
         weight = row_weight.valid(weight)
     if not axis.is_bound(axis_name) or not leaves:
@@ -84,7 +84,7 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       int32 or uint32. Where no axis is bound, `x`.
 
     Raises:
-      TypeError: if a leaf is a float of 8 bits or fewer.
+      TypeError: if a leaf is a float of 8 bits or fewer, or a random key.
       RuntimeError: by a later call of the step, if integers have a sum that their type cannot hold.
         Under a scan, vmap or jit in the step, or in a `shard_map` of your own, such a sum wraps
         around, as `jnp.sum` does.
@@ -278,6 +278,11 @@ def _require_order(caller: str, path: tuple, leaf: jax.Array) -> None:
 
 def _require_digits(caller: str, leaf: Any) -> None:
     dtype = jnp.result_type(leaf)
+    if pytrees.is_key(leaf):
+        raise TypeError(
+            f"{caller} of {dtype}{list(jnp.shape(leaf))}: random keys have no sum.\n"
+            "Write jax.lax.all_gather(jax.random.key_data(x), axis_name) for those of all ranks."
+        )
     if pytrees.is_tiny_float(dtype):
         raise TypeError(
             f"{caller} of {dtype}{list(jnp.shape(leaf))}: so few bits hold no sum of several "
