@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from jdp.reduction.batch_norm import batch_norm_statistics as batch_norm_statistics
     from jdp.reduction.global_mean import global_mean as global_mean
     from jdp.reduction.gradients import sync_gradients as sync_gradients
+    from jdp.reduction.metrics import max_over_ranks as max_over_ranks
     from jdp.reduction.metrics import mean_over_ranks as mean_over_ranks
+    from jdp.reduction.metrics import min_over_ranks as min_over_ranks
     from jdp.reduction.metrics import rows as rows
     from jdp.reduction.metrics import sum_over_ranks as sum_over_ranks
     from jdp.reduction.micro_batches import value_and_grad as value_and_grad
@@ -57,7 +59,9 @@ _MODULES = {
     "init": "distributed.mesh",
     "load": "checkpoint.load",
     "log": "distributed.metrics_log",
+    "max_over_ranks": "reduction.metrics",
     "mean_over_ranks": "reduction.metrics",
+    "min_over_ranks": "reduction.metrics",
     "per_rank": "rank_state",
     "phase": "worker.progress",
     "profile": "inspect.profiling.profile",

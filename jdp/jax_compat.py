@@ -35,6 +35,11 @@ CRASHES_ON_EMPTY_ARGUMENTS = jax.__version_info__ == (0, 11, 2)
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
+def trace_of(x: Any) -> Any:
+    """Return JAX's trace that a tracer belongs to, None for other values."""
+    return getattr(x, "_trace", None)
+
+
 def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
     """Return `jax.shard_map(f, ...)`, which also takes arrays without elements.
 

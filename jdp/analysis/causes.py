@@ -159,7 +159,8 @@ _DECISION = (
 )
 _METRIC = (
     "Only float scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
-    "jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value for each row."
+    "jdp.mean_over_ranks(x) for means, jdp.max_over_ranks(x) for maxima, jdp.rows(x) for a value "
+    "for each row."
 )
 _OTHER_AXIS = "The state is the same along that axis: reduce it there too."
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ def bodies(eqn: Any) -> list[Any]:
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
-def _remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+def remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
     """Remember results for as long as the jaxpr lives: several questions about a program ask again.
 
     A result must not hold the jaxpr, and with it the constants of its program.
@@ -60,7 +61,7 @@ def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
     return _nested(opened(jaxpr))[1]
 
 
-@_remembered
+@remembered
 def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
     """Return all bodies in a jaxpr, and those of each equation by its id."""
     found: dict[int, Any] = {}
@@ -81,7 +82,7 @@ def primitive_names(jaxpr: Any) -> frozenset[str]:
     return _primitive_names(opened(jaxpr))
 
 
-@_remembered
+@remembered
 def _primitive_names(jaxpr: Any) -> frozenset[str]:
     return frozenset(eqn.primitive.name for body in with_bodies(jaxpr) for eqn in body.eqns)
 
@@ -177,13 +178,19 @@ def is_literal(atom: Any) -> bool:
 
 
 def number(atom: Any) -> float | None:
-    """Return the number that a literal holds, None for a variable or for several numbers."""
+    """Return the number that a literal holds, 0 or one that can be divided by; otherwise None.
+
+    None is returned for a variable, several numbers, infinities, NaN, and denormal numbers whose
+    reciprocal is infinite.
+    """
     if type(atom) is not Literal or getattr(atom.val, "shape", ()):
         return None
     try:
-        return float(atom.val)
+        number = float(atom.val)
     except (TypeError, ValueError):
         return None
+    is_invertible = math.isfinite(number) and (number == 0 or math.isfinite(1 / number))
+    return number if is_invertible else None
 
 
 def captured_numbers(jaxpr: Any) -> dict[Any, float]:

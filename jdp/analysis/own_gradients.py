@@ -1,30 +1,58 @@
-"""Warn of norms of one rank's gradients, and of clipping them, before they are averaged."""
+"""Warn of nonlinear functions of one rank's gradients before the mean over the ranks.
 
-from collections.abc import Iterator
-from typing import Any
+The mean over ranks of linear functions is the function of the mean, as on one device. A function is
+linear here if all other values in it, such as factors and masks, do not depend on gradients.
+"""
 
-from jdp.analysis import jaxprs, scales
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jdp.analysis import jaxprs, kernels, scales
+from jdp.analysis.interpreter import move
 from jdp.analysis.marks import LOCAL
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
+from jdp.analysis.rules import RULES, collectives, control_flow
 from jdp.analysis.traced import Traced
 from jdp.analysis.way_back import Frame, Node
 from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 
-# A mean over ranks of one of these is that of the mean, if other operands are equal on all ranks.
+# Linear in all operands together; logic of booleans, which comparisons have made, is none of ours.
 _LINEAR = frozenset(
-    "add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum div "
-    "dot_general dynamic_slice gather jdp_mark mul neg reduce_sum reshape rev select_n slice "
-    "squeeze sub transpose".split()
+    "add add_any and broadcast_in_dim complex concatenate conj cumsum dynamic_slice "
+    "dynamic_update_slice fft gather imag jdp_mark jdp_weigh not or pad real reduce_and reduce_or "
+    "reduce_sum reduce_window_sum scatter scatter-add scatter-sub select_n stack sub xor".split()
 )
-_MOVES = frozenset("convert_element_type copy copy_p neg reshape squeeze".split())
-_BOUNDS = frozenset("clamp max min".split())
-_SCALES = frozenset("add add_any div mul select_n sub".split())
-# A warning that begins with it is about a change of gradients, not about a metric.
-CLIPPED = "the gradient of this rank's rows is clipped"
-# A search ends here without a warning: calls that each call the next twice have 2^depth values.
-_MOST_NODES = 10_000
+# Linear in each operand alone.
+_PRODUCTS = frozenset(
+    "conv_general_dilated dot_general mul ragged_dot ragged_dot_general scatter-mul".split()
+)
+# Linear in all operands but the one at this position.
+_DIVISORS = {"div": 1, "triangular_solve": 0}
+# Each result is one operand.
+_MOVES_EACH = frozenset(
+    "device_put jdp_local jdp_mean jdp_tied jdp_together optimization_barrier".split()
+)
+_SUMS = frozenset("dot_general reduce_sum".split())
+_LOOPS = frozenset("scan while".split())
+# Exchanges between ranks, and functions whose content jdp does not know.
+_UNKNOWN = (
+    frozenset(collectives.RULES) - {"jdp_mark"}
+    | control_flow.SOURCES
+    | kernels.JOINED
+    | kernels.SOURCES
+    | frozenset("buffer_callback call_exported debug_callback ffi_call pure_callback".split())
+)
+# A warning that contains it is about a change of gradients, not about a metric.
+NONLINEAR = "is not linear in the gradient of this rank's rows"
+# Beyond this number of values the calls of a body count as one, and beyond the second the rest is
+# linear: functions that each call the next one twice have 2^depth values.
+_MANY_NODES, _MOST_NODES = 10_000, 200_000
 
 
 def warnings(report: Report, traced: Traced) -> Iterator[str]:
@@ -38,30 +66,12 @@ def warnings(report: Report, traced: Traced) -> Iterator[str]:
     local = [each for each in report.marks if each.kind == LOCAL and each.value.axes & axes]
     if not local:
         return
-    gradients = _OwnGradients(report.back(axes))
-    for each in local:
-        gradients.add(each.eqn, each.path)
-    yield from _clipped(gradients)
-    yield from _measured(gradients, report, traced)
-
-
-def _clipped(gradients: "_OwnGradients") -> Iterator[str]:
-    for line, paths in gradients.clipped().items():
-        where = f" at {line}" if line else ""
-        yield with_code(
-            "JDP131",
-            f"{CLIPPED}{where}, or scaled by its own size "
-            f"({shown([f'`grads{path}`' for path in paths])}), and averaged over "
-            "the ranks afterwards: one device would clip the mean, so the result depends on the "
-            "number of ranks. Write jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), "
-            "tx)), or average first: grads = jdp.sync_gradients(grads), and "
-            "apply_gradients(grads, synced=True).",
-        )
-
-
-def _measured(gradients: "_OwnGradients", report: Report, traced: Traced) -> Iterator[str]:
+    back = report.back(axes)
+    updates = _Linearity(back, shapes={each.eqn.outvars[0].aval.shape for each in local})
+    yield from _changed(updates, [(each.path, back.of_mark(each.eqn)) for each in local])
+    metrics = _Linearity(back, updates.shapes, among=updates.gradients)
     for i, output in scales.metrics(traced).items():
-        if report.outputs[i].axes & frozenset(traced.spec.axis_name) and gradients.bent_into(i):
+        if report.outputs[i].axes & axes and metrics.bend(back.of_output(i)):
             yield with_code(
                 "JDP131",
                 f"`{output.path}` is computed from the gradient of this rank's rows, and averaged "
@@ -72,105 +82,151 @@ def _measured(gradients: "_OwnGradients", report: Report, traced: Traced) -> Ite
             )
 
 
-class _OwnGradients:
-    """The gradients of a step before they are averaged, as the author may have scaled them."""
+def _changed(updates: _Linearity, gradients: Iterable[tuple[str, Node | None]]) -> Iterator[str]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, node in gradients:
+        bend = None if node is None else updates.bend(node)
+        if bend is not None:
+            where = updates.line(bend)
+            paths = found.setdefault((bend.eqn.primitive.name, where), [])
+            paths.append(f"`grads{path}`")
+    for (name, line), paths in found.items():
+        yield with_code(
+            "JDP131",
+            f"`{name}`{f' at {line}' if line else ''} {NONLINEAR} ({shown([*dict.fromkeys(paths)])}"
+            "), which is averaged over the ranks afterwards: one device would change the mean, so "
+            "the result depends on the number of ranks. Write the change as an optimizer, "
+            "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), tx)), or average first: "
+            "grads = jdp.sync_gradients(grads), and apply_gradients(grads, synced=True).",
+        )
 
-    def __init__(self, back: Provenance):
-        self._back = back
-        # Each value that is a gradient, also before a factor or a bound was applied to it.
-        self._known: set[tuple[Any, ...]] = set()
-        # The path of a gradient, with the values that scale it and with the lines that bound it.
-        self._factors: list[tuple[str, Node, str]] = []
-        self._bounds: dict[str, dict[str, None]] = {}
-        self._first = len(back.body.eqns)
+
+class _Bend(NamedTuple):
+    """An operation that is not linear in gradients, with its place in the step."""
+
+    position: int
+    frame: Frame
+    eqn: Any
+
+
+class _Facts(NamedTuple):
+    """How a value depends on gradients of this rank's rows.
+
+    Attributes:
+      depends: whether it depends on such a gradient.
+      bend: the first operation on the way that is not linear; None if all are.
+      of_rows: whether it depends on gradients of single rows, which other functions may add up.
+    """
+
+    depends: bool = False
+    bend: _Bend | None = None
+    of_rows: bool = False
+
+
+class _Linearity:
+    """Whether values of a step are linear in gradients before the mean over the ranks.
+
+    Args:
+      back: the way back through the step.
+      shapes: those of the gradients of parameters.
+      among: keys of the gradients that count; None: all.
+    """
+
+    def __init__(
+        self, back: Provenance, shapes: set[tuple[int, ...]], among: set[Any] | None = None
+    ):
+        self._back, self.shapes, self._among = back, shapes, among
+        self.gradients: set[Any] = set()  # keys of those that were met
+        self._facts: dict[Any, _Facts] = {}
+        self._operands: dict[Any, list[Node]] = {}
         self._place = {v: i for i, eqn in enumerate(back.body.eqns) for v in eqn.outvars}
+        derived = (i for i, eqn in enumerate(back.body.eqns) if _holds_transposed(eqn))
+        self._first = next(derived, len(back.body.eqns))
 
-    def add(self, eqn: Any, path: str) -> None:
-        """Add the gradient that a mark `eqn` is about."""
-        node = self._back.of_mark(eqn)
-        waiting = [] if node is None else [node]
+    def bend(self, node: Node) -> _Bend | None:
+        """Return the first operation before a value that is not linear, None if all are."""
+        waiting, key = [node], None
         while waiting:
-            each = waiting.pop()
-            if each.key() not in self._known and self._back.differs(each):
-                self._known.add(each.key())
-                self._first = min(self._first, self._position(each))
-                waiting += self._unscaled(each, path)
+            each = waiting[-1]
+            key = self._key(each)
+            if key in self._facts:
+                waiting.pop()
+            elif key in self._operands or len(self._facts) > _MOST_NODES:
+                waiting.pop()
+                self._facts[key] = self._combined(each, self._operands.get(key, []))
+            else:  # values of a loop that are met again while they wait count as constants
+                self._operands[key] = self._before(each)
+                waiting += [x for x in self._operands[key] if self._key(x) not in self._operands]
+        return self._facts[key].bend
 
-    def clipped(self) -> dict[str, list[str]]:
-        """Return the gradients that are clipped by themselves, by the line that does it."""
-        found = {line: list(paths) for line, paths in self._bounds.items()}
-        for path, factor, line in self._factors:
-            if path not in found.get(line, ()) and self._reaches(factor, bends=False):
-                found.setdefault(line, []).append(path)
-        return found
+    def line(self, bend: _Bend) -> str:
+        """Return the author's line of an operation."""
+        return self._back.line(bend.frame, bend.eqn)
 
-    def bent_into(self, i: int) -> bool:
-        """Whether an output of the step is a function of gradients that is not linear."""
-        return self._reaches(self._back.of_output(i), bends=True)
+    def _key(self, node: Node) -> tuple[Any, ...]:
+        return node.key() if len(self._facts) < _MANY_NODES else node.shared_key()
 
-    def _unscaled(self, node: Node, path: str) -> list[Node]:
-        """Return the gradients that a gradient was computed from by the author, not by JAX."""
-        back, (frame, variable) = self._back, node
-        eqn = back.maker(node)
-        if eqn is None:
-            is_called = frame.eqn is not None and frame.eqn.primitive.name in jaxprs.CALLS
-            return [*back.varying_before(node)] if is_called else []
-        if frame.record.calls(eqn):
-            return [*back.varying_before(node)] if eqn.primitive.name in jaxprs.CALLS else []
-        name = eqn.primitive.name
-        if jaxprs.is_transposed(eqn) or name not in _MOVES | _BOUNDS | _SCALES:
+    def _before(self, node: Node) -> list[Node]:
+        """Return the operands of a value that may depend on gradients."""
+        eqn = self._back.maker(node)
+        if self._position(node) < self._first or eqn is not None and self._ends(eqn):
             return []
-        operands = [Node(frame, atom) for atom in eqn.invars]
-        factors = [each for each in operands if self._is_factor(each, variable)]
-        if name == "select_n":
-            operands = operands[1:]
-        rest = [each for each in operands if each not in factors and back.differs(each)]
-        line = back.line(frame, eqn)
-        self._factors += [(path, each, line) for each in factors if back.differs(each)]
-        if name in _BOUNDS and len(rest) == 1:
-            self._bounds.setdefault(line, {})[path] = None
-        return rest if len(rest) == 1 or name == "select_n" else []
+        if eqn is not None and eqn.primitive.name in _MOVES_EACH:
+            same = Node(node.frame, eqn.invars[eqn.outvars.index(node.variable)])
+            return [same] if self._back.differs(same) else []
+        return list(self._back.varying_before(node))
 
-    def _is_factor(self, node: Node, variable: Any) -> bool:
-        """Whether an operand of what made `variable` is one number for all of its elements."""
-        if jaxprs.is_literal(node.variable) or not variable.aval.shape:
-            return False
-        eqn = self._back.plain(node)
-        if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
-            return not eqn.invars[0].aval.shape
-        return not node.variable.aval.shape
-
-    def _reaches(self, node: Node, *, bends: bool) -> bool:
-        """Whether a value depends on a gradient before its mean; `bends`: by more than a sum."""
-        seen: set[Any] = set()
-        waiting = [(node, not bends)]
-        while waiting and len(seen) < _MOST_NODES:
-            each, is_bent = waiting.pop()
-            key = each.key(), is_bent
-            if key in seen or not self._back.differs(each):
-                continue
-            seen.add(key)
-            if each.key() in self._known:
-                if is_bent:
-                    return True
-                continue
-            if self._position(each) < self._first:
-                continue  # computed before any gradient
-            bent = is_bent or self._bends(each)
-            waiting += [(before, bent) for before in self._back.varying_before(each)]
-        return False
-
-    def _bends(self, node: Node) -> bool:
-        eqn = self._back.plain(node)
-        if eqn is None:
-            return False
+    def _ends(self, eqn: Any) -> bool:
+        """Whether the operands of what made a value say nothing about it."""
         name = eqn.primitive.name
-        if name not in _LINEAR:
-            return True
-        differing = [self._back.differs(Node(node.frame, atom)) for atom in eqn.invars]
-        if name in ("mul", "dot_general"):
-            return sum(differing) > 1
-        return name in ("div", "select_n") and differing[1 if name == "div" else 0]
+        return jaxprs.is_transposed(eqn) or name in _UNKNOWN or _tests_for_finite(eqn)
+
+    def _combined(self, node: Node, operands: list[Node]) -> _Facts:
+        eqn = self._back.maker(node)
+        if eqn is not None and jaxprs.is_transposed(eqn):
+            return self._of_gradient(node)
+        facts = [self._facts.get(self._key(each), _Facts()) for each in operands]
+        bends = [each.bend for each in facts if each.bend is not None]
+        bend = min(bends, key=lambda each: each.position, default=None)
+        depends, of_rows = (any(each[i] for each in facts) for i in (0, 2))
+        if eqn is not None and eqn.primitive.name in _LOOPS and _holds_transposed(eqn):
+            # Its rounds differentiate micro-batches or single rows.
+            return self._of_gradient(node) if depends or of_rows else _Facts()
+        if eqn is not None and not node.frame.record.calls(eqn):
+            if depends and bend is None and self._bends(node.frame, eqn):
+                bend = _Bend(self._position(node), node.frame, eqn)
+            if of_rows and eqn.primitive.name in _SUMS and self._has_shape(node):
+                depends, of_rows = True, False
+        return _Facts(depends, bend, of_rows)
+
+    def _of_gradient(self, node: Node) -> _Facts:
+        if not self._has_shape(node):
+            return _Facts(of_rows=True)
+        if self._among is None:
+            self.gradients.add(node.key())
+        return _Facts(depends=self._among is None or node.key() in self._among)
+
+    def _has_shape(self, node: Node) -> bool:
+        return node.variable.aval.shape in self.shapes
+
+    def _bends(self, frame: Frame, eqn: Any) -> bool:
+        """Whether an operation is not linear in those of its operands that depend on gradients."""
+        name = eqn.primitive.name
+        nodes = [Node(frame, atom) for atom in eqn.invars]
+        depending = [
+            not jaxprs.is_literal(each.variable)
+            and self._facts.get(self._key(each), _Facts()).depends
+            for each in nodes
+        ]
+        if name in _PRODUCTS:
+            return sum(depending) > 1
+        if name in _DIVISORS:
+            return depending[_DIVISORS[name]]
+        if name == "convert_element_type":
+            before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+            return jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact)
+        rule = RULES.get(name)
+        return name not in _LINEAR | _MOVES_EACH and rule is not None and rule is not move
 
     def _position(self, node: Node) -> int:
         """Return the place in the step of the equation that computed a value, or contains it."""
@@ -180,3 +236,34 @@ class _OwnGradients:
             eqn, frame = frame.eqn, frame.around
         variable = node.variable if eqn is None else eqn.outvars[0] if eqn.outvars else None
         return self._place.get(variable, -1)
+
+
+def _holds_transposed(eqn: Any) -> bool:
+    """Whether JAX computes a gradient in an equation or its bodies."""
+    if jaxprs.is_transposed(eqn):
+        return True
+    return any(map(_body_is_derived, jaxprs.bodies(eqn)))
+
+
+@jaxprs.remembered
+def _body_is_derived(body: Any) -> bool:
+    return any(map(_holds_transposed, body.eqns))
+
+
+def _tests_for_finite(eqn: Any) -> bool:
+    """Whether an equation asks for NaN or infinities, which change nothing where there are none."""
+    if eqn.primitive.name == "is_finite":
+        return True
+    if eqn.primitive.name not in ("eq", "ne"):
+        return False
+    a, b = eqn.invars
+    return a is b or any(map(_is_infinite, (a, b)))
+
+
+def _is_infinite(atom: Any) -> bool:
+    is_scalar = jaxprs.is_literal(atom) and not getattr(atom.val, "shape", ())
+    return (
+        is_scalar
+        and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+        and bool(abs(atom.val) == jnp.inf)
+    )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jdp import jax_compat, pytrees
 from jdp.analysis import (
@@ -106,6 +107,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *causes.refusals(report, traced),
         *padding.refusals(step, report, traced),
         *_wrong_gather(step, traced),
+        *_gathered_keys(step),
         *transposed.refusals(step, report, traced),
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
@@ -143,6 +145,21 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.',
             )
+
+
+def _gathered_keys(step: Any) -> Iterator[str]:
+    """Yield a text for gathers of typed keys into a new dim, which JAX lowers wrongly."""
+    for eqn in jaxprs.equations(step.params["jaxpr"]):
+        if eqn.primitive.name == "all_gather" and not eqn.params["tiled"]:
+            aval = eqn.invars[0].aval
+            if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+                line = source_of(eqn)
+                yield (
+                    f"`all_gather`{f' at {line}' if line else ''} gathers typed keys, "
+                    f"{aval.dtype}{list(aval.shape)}, into a new dim, which JAX cannot lower. "
+                    'Write jax.random.wrap_key_data(jax.lax.all_gather(jax.random.key_data(keys), "'
+                    f'{eqn.params["axis_name"][0]}")).'
+                )
 
 
 def _primitives(step: Any) -> frozenset[str]:
@@ -193,8 +210,8 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
             "JDP113",
             f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
             f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
-            "abort the process on CPUs. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x), "
-            "which add up in float32, or cast to float32 around it. Where JAX made it, as the "
+            "abort the process on CPUs. Write jdp.mean_over_ranks(x), jdp.sum_over_ranks(x) or "
+            "jdp.max_over_ranks(x), or cast to float32 around it. Where JAX made it, as the "
             "gradient of an all_gather, cast what is gathered.",
         )
 

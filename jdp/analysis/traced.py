@@ -76,6 +76,7 @@ class TraceFindings:
       owned: a text for each kind of matrix that such an update computes on one rank each.
       gather_dtype: in which losses see parameters that an optimizer updates in more bits; empty if
         the step updates none.
+      integer_sums: the author's line of each sum of integers whose overflow is reported.
       group_bytes: bytes of the parameters that are gathered together before use; 0 if none are.
     """
 
@@ -87,6 +88,7 @@ class TraceFindings:
     owned: tuple[str, ...] = ()
     gather_dtype: str = ""
     group_bytes: int = 0
+    integer_sums: tuple[str, ...] = ()
     averaged: frozenset[str] = frozenset()
 
 

@@ -91,8 +91,8 @@ class Unchecked:
         self._calls = [call for call in _calls if call.spec.returns_state and call.is_checked()]
 
     def went_wrong(self) -> bool:
-        """Whether a call differed between processes or got an invalid weight; in any thread."""
-        return any(call.differs() or call.weight_error() for call in self._calls)
+        """Whether a call differed between processes or computed wrong values; in any thread."""
+        return any(call.differs() or call.overflow() or call.weight_error() for call in self._calls)
 
     def require_right(self) -> None:
         """Wait for these steps, and raise their errors or those of earlier steps."""
@@ -148,6 +148,13 @@ def _error_of(call: StepCall) -> str | None:
     if call.differs():
         assert call.arguments is not None and call.given is not None
         return call.arguments.explained(call.given, str(call))
+    if lines := call.overflow():
+        return with_code(
+            "JDP215",
+            f"{call}: jdp.sum_over_ranks at {lines} adds up integers to a sum that their type "
+            "cannot hold.\nThe result is smaller by a multiple of 2**32, or of 2**64.\nWrite "
+            "jdp.sum_over_ranks(x.astype(float)), or add up fewer.",
+        )
     if why := call.weight_error():
         returned = "it and later calls" if call.spec.returns_state else "it"
         return with_code("JDP212", f"{call}: {why} What {returned} returned is NaN.")

@@ -38,7 +38,9 @@ class StepCall(NamedTuple):
       jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
       waits_in_xla: whether its ranks may wait for each other in collectives of XLA's.
       reports: the reports of the ranks; None while the call is being dispatched.
-      weight: the weight of the batch, `[]` float. It is ready when the call has run.
+      weight: the weight of the batch, `[]` float; -inf if one of `integer_sums` has overflowed. It
+        is ready when the call has run.
+      integer_sums: the author's lines of sums of integers over ranks.
     """
 
     spec: StepSpec
@@ -51,13 +53,15 @@ class StepCall(NamedTuple):
     waits_in_xla: bool = False
     reports: RankReports | None = None
     weight: Any = None
+    integer_sums: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"call {self.number} of `{self.spec.name}`"
 
     def is_checked(self) -> bool:
         """Whether its ranks report anything."""
-        return self.reports is not None and any(report is not None for report in self.reports)
+        reports = (*(self.reports or ()), self.integer_sums or None)
+        return any(report is not None for report in reports)
 
     def differs(self) -> bool:
         """Wait for the call, and return whether its arguments differ between processes."""
@@ -69,6 +73,12 @@ class StepCall(NamedTuple):
         """Wait for the call, and return the error for its weights, None if they are valid."""
         given = None if self.reports is None else self.reports.weight
         return None if given is None else self.why_invalid(self.weight, given)
+
+    def overflow(self) -> str | None:
+        """Wait for the call, and return the lines of sums of which one overflowed, or None."""
+        if not self.integer_sums or not np.isneginf(self.weight.addressable_data(0)):
+            return None
+        return " or ".join(line or "a line of a library" for line in self.integer_sums)
 
     def is_deleted(self) -> bool:
         """Whether the arrays that are needed to check the call were deleted."""

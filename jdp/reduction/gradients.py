@@ -234,9 +234,10 @@ def require_float(path: str, leaf: Any) -> jax.Array:
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{found}, and JAX's gradient of a complex parameter is the conjugate of the direction "
-            "of descent, which is easy to get wrong. Keep the real and imaginary parts as two "
-            "float parameters."
+            f"{found}, and Optax descends along the conjugate of JAX's gradient.\nWrite grads = "
+            "jdp.mean_over_ranks(jax.tree.map(jnp.conj, jax.grad(loss_fn)(params, batch))), and "
+            "apply_gradients(grads, synced=True).\nFreeze what does not train: "
+            "TrainState.create(trainable=...)."
         )
     if jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

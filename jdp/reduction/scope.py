@@ -62,6 +62,8 @@ class Scope:
       weighed: names of the functions of jdp that gave ranks different weights.
       choices: how this program differs from others of the step.
       trace: JAX's trace in which the step begins.
+      batch_trace: JAX's trace of the batch; None if that holds no tracer.
+      integer_sums: whether a sum of integers over ranks has overflowed, and the author's line.
       split: paths of the gradients that go through `collectives.split`.
       marked: paths of the gradients that were marked for reduction in this trace.
       reductions: how gradients were reduced in this trace, one after the other.
@@ -93,6 +95,8 @@ class Scope:
     why_no_gradient: str = ""
     choices: Choices = PLAIN
     trace: Any = None
+    batch_trace: Any = None
+    integer_sums: list[tuple[jax.Array, str]] = field(default_factory=list)
     weighed: set[str] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
@@ -117,6 +121,7 @@ class Scope:
             marked=frozenset(self.marked),
             averaged=frozenset(self.averaged),
             split=frozenset(self.split),
+            integer_sums=tuple(dict.fromkeys(line for _, line in self.integer_sums)),
             weighed=frozenset(self.weighed),
             gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),
             gathers=tuple(self.gathers),

@@ -11,7 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp import axis
+from jdp import axis, jax_compat
 from jdp.analysis.marks import SHARE, WEIGHED, mark
 from jdp.axis import AxisName
 from jdp.reduction import row_weight
@@ -130,6 +130,7 @@ def entered(
         why_no_gradient=why_no_gradient,
         choices=choices,
         trace=jax.extend.core.get_opaque_trace_state(),
+        batch_trace=jax_compat.trace_of(leaves[0]) if leaves else None,
         reduce_dtype=reduce_dtype,
         **_shared_with(around, mesh),
     )

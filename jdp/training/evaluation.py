@@ -34,8 +34,9 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
 
     Returns:
       The metrics of the step, as numpy: floats averaged by weight over all batches (in float64,
-      complex ones in complex128), also those of `jdp.sum_over_ranks`; whole numbers and booleans
-      summed; `jdp.rows` joined in the order of the batches, without the rows that pad.
+      complex ones in complex128), also those of `jdp.sum_over_ranks` and `jdp.max_over_ranks`;
+      whole numbers and booleans summed; `jdp.rows` joined in the order of the batches, without
+      the rows that pad.
 
     Raises:
       ValueError: if there are no batches.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdp.analysis.own_gradients import CLIPPED
+from jdp.analysis.own_gradients import NONLINEAR
 from jdp.training.step_differences import LeafDifference, StepDifference, beyond
 
 
@@ -116,8 +116,8 @@ def _draw_alike(evidence: _Evidence) -> LeafDifference | None:
     return evidence.worst_if(bool(evidence.equal_draws))
 
 
-def _are_clipped(evidence: _Evidence) -> LeafDifference | None:
-    return evidence.worst_if(any(CLIPPED in warning for warning in evidence.warned))
+def _are_changed(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(any(NONLINEAR in warning for warning in evidence.warned))
 
 
 def _any(evidence: _Evidence) -> LeafDifference | None:
@@ -180,10 +180,10 @@ _CAUSES: _Causes = [
     (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
     (
-        _are_clipped,
-        "The changes have no common ratio, and each rank clips its own gradient: the mean of "
-        "clipped gradients is not the clipped mean. Clip inside "
-        "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
+        _are_changed,
+        "The changes have no common ratio, and each rank changes its own gradient by what is not "
+        "linear: the mean of clipped gradients, for instance, is not the clipped mean. Change it "
+        "inside jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
         "jdp.sync_gradients(grads), with apply_gradients(grads, synced=True).",
     ),
     (
@@ -213,7 +213,7 @@ _CAUSES_OF_METRICS: _Causes = [
         _any,
         "Float scalars are averaged over ranks, and the mean of the ranks' values is not the value "
         "of the whole batch. For a norm of the gradient, grads = jdp.sync_gradients(grads) first, "
-        "and apply_gradients(grads, synced=True); for a maximum, jax.lax.pmax(x, 'data'); for a "
+        "and apply_gradients(grads, synced=True); for a maximum, jdp.max_over_ranks(x); for a "
         "ratio or masked mean, jdp.sum_over_ranks of both parts, or weight=; for a value for each "
         "row, jdp.rows(x).",
     ),

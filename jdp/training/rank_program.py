@@ -16,7 +16,15 @@ from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
-from jdp.reduction import early_slices, optimizer, rank_trace, read_in_time, reported, step_context
+from jdp.reduction import (
+    early_slices,
+    integer_sums,
+    optimizer,
+    rank_trace,
+    read_in_time,
+    reported,
+    step_context,
+)
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
@@ -191,9 +199,10 @@ class RankProgram:
 
     def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""
-        if scope.total is not None:
-            return scope.total
-        return jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
+        total = scope.total
+        if total is None:
+            total = jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
+        return integer_sums.marked(total, scope)
 
     @contextlib.contextmanager
     def _explaining(

@@ -79,7 +79,7 @@ class Step:
             SHIELD.donates(args[0] if self.spec.donate else None)
             try:
                 results = compiled(*args, is_returned=is_returned, given=checksums)
-                state, metrics, weight, reports, _ = results
+                state, metrics, weight, reports, found = results
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     placing.require_alive(compiled.spec, args)
@@ -94,7 +94,12 @@ class Step:
             else:
                 self._latest = None if kwargs else latest_call.of(compiled, given, args, state)
             in_flight.add(
-                call._replace(waits_in_xla=compiled.waits_in_xla, reports=reports, weight=weight)
+                call._replace(
+                    waits_in_xla=compiled.waits_in_xla,
+                    reports=reports,
+                    weight=weight,
+                    integer_sums=found.integer_sums,
+                )
             )
             if self.spec.donate and self._num_calls in _LOOKS_FOR_VIEWS:
                 placing.log_views(self.spec, compiled.mesh, args[0])

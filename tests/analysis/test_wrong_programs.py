@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from corpus.wrong import KINDS, RIGHT, TWICE, WRONG, corpus, deadlocks, kept, scale
+from corpus.wrong import BENT, KINDS, RIGHT, TWICE, WRONG, corpus, deadlocks, kept, scale
 from corpus.wrong.calls import CALLS
 from corpus.wrong.own_loops import LOOPS
 from jax import lax
@@ -95,6 +95,47 @@ def test_warns_of_what_is_sent_twice(program):
     assert set(re.findall("`([^`]+)`", message)) == set(program.blames)
 
 
+@pytest.mark.parametrize("program", BENT, ids=name_of)
+def test_warns_of_gradients_that_are_bent_before_their_mean(program):
+    with pytest.warns(UserWarning, match="JDP131") as caught:
+        lower(program)
+    (message,) = {str(each.message) for each in caught}
+    assert program.line() in message, message
+    assert set(re.findall(r"`(grads.*?\])`", message)) == set(program.blames)
+
+
+def trained_on_one_and_four(program):
+    for n in (1, 4):
+        jdp.init(devices=jax.devices()[:n])
+        state, _ = jdp.train_step(program.step, **program.options)(*program.make())
+        yield jax.tree.leaves(jax.device_get(state.params))
+
+
+@pytest.mark.few_sets(6)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*JDP131")
+@pytest.mark.parametrize("program", BENT, ids=name_of)
+def test_what_is_bent_before_the_mean_is_wrong_in_numbers(program):
+    one, four = trained_on_one_and_four(program)
+    assert not all(np.allclose(a, b, rtol=1e-3) for a, b in zip(one, four, strict=True))
+
+
+# These change the gradient by what belongs to a rank.
+OF_A_RANK = {"at_a_point_uphill_of_this_rank", "weighed_by_the_rows_of_this_rank"}
+UNBENT = [each for each in RIGHT_HERE if each.step.__module__.endswith(".bent")]
+
+
+@pytest.mark.few_sets(6)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", [each for each in UNBENT if name_of(each) not in OF_A_RANK], ids=name_of
+)
+def test_its_right_twin_has_the_numbers_of_one_rank(program):
+    one, four = trained_on_one_and_four(program)
+    for a, b in zip(one, four, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-5)
+
+
 SCALED = [
     program for program in WRONG_HERE if program.step.__module__.endswith((".scaled", ".changed"))
 ]
@@ -126,7 +167,7 @@ def test_refuses_the_call(refused):
 
 
 def test_is_a_corpus():
-    names = [name_of(program) for program in WRONG + TWICE + RIGHT]
+    names = [name_of(program) for program in WRONG + TWICE + BENT + RIGHT]
     assert len(set(names)) == len(names)
     assert len(WRONG_HERE) >= 200 and len(RIGHT_HERE) >= 50
 

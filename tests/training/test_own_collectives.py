@@ -55,6 +55,8 @@ COLLECTIVES = {
     "psum_scatter": scattered_and_gathered,
     "mean_over_ranks": jdp.mean_over_ranks,
     "sum_over_ranks": lambda x: jdp.sum_over_ranks(x) / lax.axis_size("data"),
+    "max_over_ranks": jdp.max_over_ranks,
+    "min_over_ranks": jdp.min_over_ranks,
     "nested": jax.jit(lambda x: lax.pmean(x * 2, "data") / 2),
     "remat": jax.checkpoint(lambda x: lax.pmean(x, "data")),
     "scan": in_a_loop,
@@ -189,3 +191,43 @@ def test_collectives_of_the_author_have_whole_arrays(kind, name, stage, n):
         return
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def own_keys():
+    return jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("data")), 2)
+
+
+GATHERED_KEYS = {
+    "stacked": lambda keys: lax.all_gather(keys, "data", axis=1),
+    "one": lambda keys: lax.all_gather(keys[0], "data"),
+    "tiled": lambda keys: lax.all_gather(keys, "data", tiled=True),
+    "key_data": lambda keys: jax.random.wrap_key_data(
+        lax.all_gather(jax.random.key_data(keys), "data")
+    ),
+}
+
+
+@pytest.mark.all_sets
+@pytest.mark.parametrize("kind", GATHERED_KEYS)
+def test_typed_keys_are_gathered_or_refused_with_the_line(kind):
+    ranks(3)
+
+    @jdp.eval_step
+    def measure(state, batch):
+        keys = GATHERED_KEYS[kind](own_keys())
+        return {"first": jax.random.normal(keys.ravel()[0])}
+
+    args = jnp.ones(2), np.ones(3, np.float32)
+    if kind in ("stacked", "one"):
+        named = r"`all_gather` at test_own_collectives\.py:\d+ .*wrap_key_data.*key_data"
+        with pytest.raises(ValueError, match=named):
+            measure(*args)
+    else:
+        want = jax.random.normal(jax.random.split(jax.random.fold_in(jax.random.key(0), 0), 2)[0])
+        assert measure(*args)["first"] == want
+
+
+@pytest.mark.parametrize("reduce", [jdp.sum_over_ranks, jdp.mean_over_ranks])
+def test_a_sum_of_random_keys_is_refused(reduce):
+    with pytest.raises(TypeError, match=r"_over_ranks of key<fry>\[\].*(?s:.*)key_data"):
+        reduce({"key": jax.random.key(0)})

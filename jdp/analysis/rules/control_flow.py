@@ -185,7 +185,7 @@ _JOINED = frozenset(
 )
 
 # Primitives that read the device, its host or its memory.
-_SOURCES = frozenset(
+SOURCES = frozenset(
     "box_get box_set create_linear custom_lin empty global_array_to_host_local_array "
     "host_local_array_to_global_array infeed io_callback log_extend log_read new_box new_log "
     "rng_uniform".split()
@@ -193,7 +193,7 @@ _SOURCES = frozenset(
 
 RULES = {
     **dict.fromkeys(_JOINED | kernels.JOINED, joined),
-    **dict.fromkeys(_SOURCES | kernels.SOURCES, _source),
+    **dict.fromkeys(SOURCES | kernels.SOURCES, _source),
     **dict.fromkeys(jaxprs.CALLS, _call),
     "call_hi_primitive": _high_level,
     "call_hi_primitive_linearized": _closed,

@@ -71,16 +71,16 @@ def actor_and_critic(states, batch):
 
 @right()
 def two_losses_one_update(state, batch):
-    """The gradients of two tasks, made orthogonal on each rank and added."""
+    """The mean gradients of two tasks, made orthogonal and added."""
 
     def other(p):
         return jnp.mean(jnp.abs(predict(p, batch["rows"]) - batch["targets"]))
 
-    a = jax.grad(loss_fn)(state.params, batch)
-    b = jax.grad(other)(state.params)
+    a = jdp.sync_gradients(jax.grad(loss_fn)(state.params, batch))
+    b = jdp.sync_gradients(jax.grad(other)(state.params))
     overlap = jnp.minimum(optax.tree.vdot(a, b), 0) / optax.tree.vdot(b, b)
     grads = jax.tree.map(lambda a, b: a + b - overlap * b, a, b)
-    return state.apply_gradients(grads), {}
+    return state.apply_gradients(grads, synced=True), {}
 
 
 def flax_state():
@@ -211,3 +211,17 @@ def logged_from_every_rank(state, batch):
     io_callback(lambda loss: None, None, metrics["loss"])
     jax.debug.print("loss {loss}", loss=metrics["loss"], ordered=True)
     return new, metrics
+
+
+@right(runs=True)
+def masks_by_infinity(state, batch):
+    """Constants without a reciprocal, among them a factor that removes what is not chosen."""
+
+    def masked_loss(p):
+        chosen = jnp.tril(jnp.ones((3, 3), bool))[batch["labels"]]
+        logits = predict(p, batch["rows"]) + jnp.where(chosen, 0.0, -jnp.inf)
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    grads = jax.grad(masked_loss)(state.params)
+    reach = (batch["targets"] * jnp.inf).max()
+    return state.apply_gradients(grads), {"reach": jdp.max_over_ranks(reach)}

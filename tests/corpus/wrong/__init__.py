@@ -1,6 +1,7 @@
 """Train steps that are not the same training on every rank, and right ones that look like them."""
 
 from corpus.wrong import (  # noqa: F401 - imported for what they note in the corpus
+    bent,
     changed,
     choices,
     deadlocks,
@@ -17,6 +18,6 @@ from corpus.wrong import (  # noqa: F401 - imported for what they note in the co
     scaled,
     sources,
 )
-from corpus.wrong.corpus import KINDS, RIGHT, TWICE, WRONG, Program
+from corpus.wrong.corpus import BENT, KINDS, RIGHT, TWICE, WRONG, Program
 
-__all__ = ["KINDS", "RIGHT", "TWICE", "WRONG", "Program"]
+__all__ = ["BENT", "KINDS", "RIGHT", "TWICE", "WRONG", "Program"]

@@ -64,7 +64,7 @@ class Program(NamedTuple):
 
     def line(self) -> str:
         """Where the comment stands, as in "refs.py:41"; empty without one."""
-        lines, first = inspect.getsourcelines(self.step)
+        lines, first = inspect.getsourcelines(getattr(self.step, "written_as", self.step))
         for number, text in enumerate(lines, first):
             if "# <- here" in text:
                 return f"{Path(inspect.getsourcefile(self.step)).name}:{number}"
@@ -73,6 +73,7 @@ class Program(NamedTuple):
 
 WRONG: list[Program] = []
 TWICE: list[Program] = []
+BENT: list[Program] = []
 RIGHT: list[Program] = []
 
 
@@ -86,6 +87,11 @@ def wrong(
 def twice(*blames: str, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:
     """Record a step that is right, and sends the gradients `blames` twice."""
     return _noted(TWICE, "", blames, make, options)
+
+
+def bent(*blames: str, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:
+    """Record a step that bends the gradients `blames` before their mean, and must be warned of."""
+    return _noted(BENT, "", blames, make, options)
 
 
 def right(*, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:

@@ -1,0 +1,95 @@
+"""Complex parameters: frozen ones are carried along, others train by conjugated mean gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.training import assert_close, ranks
+
+import jdp
+
+PARAMS = {
+    "w": np.linspace(-1, 1, 12, dtype=np.float32),
+    "z": np.exp(1j * np.arange(12)).astype(np.complex64),
+}
+ROWS = {
+    "x": np.sin(np.arange(6 * 12, dtype=np.float32)).reshape(6, 12),
+    "mask": np.array([1, 1, 1, 0, 1, 1], np.float32),
+}
+WEIGHT = {"weight": lambda batch: batch["mask"].sum()}
+
+
+def loss_fn(p, rows):
+    found = rows["x"] @ (p["w"] * p["z"]) - 1j
+    return (jnp.abs(found) ** 2 * rows["mask"]).sum() / rows["mask"].sum()
+
+
+def conjugated(params, rows):
+    # What the error of sync_gradients says to write.
+    return jdp.mean_over_ranks(jax.tree.map(jnp.conj, jax.grad(loss_fn)(params, rows)))
+
+
+def optimizer(stage):
+    if not stage:
+        return jdp.replicated(optax.adam(0.1))
+    return jdp.sharded(optax.adam(0.1), stage=stage, min_size=1)
+
+
+def alone(trains):
+    """The parameters after two steps of plain JAX and Optax on one device."""
+    p = {k: jnp.asarray(PARAMS[k]) for k in trains}
+    tx = optax.adam(0.1)
+    opt_state = tx.init(p)
+    for _ in range(2):
+        grads = jax.grad(lambda p: loss_fn({**PARAMS, **p}, ROWS))(p)
+        updates, opt_state = tx.update(jax.tree.map(jnp.conj, grads), opt_state, p)
+        p = optax.apply_updates(p, updates)
+    return {**PARAMS, **p}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trains_as_optax_does_on_one_device(stage, num_ranks):
+    ranks(num_ranks)
+
+    @jdp.train_step(**WEIGHT)
+    def step(state, rows):
+        return state.apply_gradients(conjugated(state.params, rows), synced=True), {}
+
+    state = jdp.TrainState.create(PARAMS, optimizer(stage))
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+    assert_close(state.params, alone(["w", "z"]))
+
+
+@pytest.mark.parametrize("value_and_grad", [jax.value_and_grad, jdp.value_and_grad])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_ones_are_carried_along(stage, value_and_grad):
+    ranks(3)
+
+    @jdp.train_step(**WEIGHT)
+    def step(state, rows):
+        loss, grads = value_and_grad(loss_fn)(state.params, rows)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    trainable = {"w": True, "z": False}
+    state = jdp.TrainState.create(PARAMS, optimizer(stage), trainable=trainable)
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+    np.testing.assert_array_equal(state.params["z"], PARAMS["z"])
+    assert_close(state.params, alone(["w"]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_complex_gradient_is_refused_with_what_to_write(stage):
+    ranks(3)
+
+    @jdp.train_step
+    def step(state, rows):
+        _, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
+        return state.apply_gradients(grads), {}
+
+    advice = r"(?s)`grads\['z'\]` is complex64\[\d+\].*mean_over_ranks.*jnp\.conj.*trainable="
+    with pytest.raises(TypeError, match=advice):
+        step.lower(jdp.TrainState.create(PARAMS, optimizer(stage)), ROWS)
