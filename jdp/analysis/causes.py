@@ -122,8 +122,15 @@ def _is_key(output: Output) -> bool:
 def _advice(output: Output) -> str:
     if _is_key(output):
         return _KEY
+    if "_overwrite_with_gradient" in output.path:
+        return _OVERWRITTEN
+    if _METRICS.search(output.path):
+        return _KEPT_METRIC
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
+
+# Metrics of nnx that a state keeps.
+_METRICS = re.compile(r"metric", re.IGNORECASE)
 
 # The states of Flax linen and nnx, of Haiku, and those of Equinox, whose paths in JAX are numbers.
 _MODEL_STATE = re.compile(
@@ -137,6 +144,14 @@ _STATE = (
     "jdp.replicated(...), or jdp.sync_gradients(grads) first. Of a loss take "
     "jdp.mean_over_ranks(loss), of a value_fn= jdp.global_mean(value_fn). State that belongs to a "
     "rank or to its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
+)
+_OVERWRITTEN = (
+    "Ranks would drift apart silently. Its gradient is a maximum of this rank's rows. Write "
+    "jdp.value_and_grad(loss_fn) in place of jax.value_and_grad: it takes the maximum of all ranks."
+)
+_KEPT_METRIC = (
+    "Ranks would keep different metrics. Return the value as a metric of the step, which averages "
+    "it, or update the metric with jdp.mean_over_ranks(x), or jdp.sum_over_ranks(x) for counts."
 )
 _STATISTICS = (
     "Ranks would drift apart silently, and normalise differently if these are batch statistics. "

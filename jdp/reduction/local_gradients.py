@@ -16,12 +16,11 @@ class LeafGradients(NamedTuple):
     """The gradients of a tree of parameters.
 
     Attributes:
-      local: this rank's own gradients; for `ShardGradients` a list of leaves, None for those in
-        `means`.
+      local: this rank's own gradients, a list of leaves; None for those in `means`.
       means: position of a leaf -> this rank's shard of the mean over all ranks, or all of it.
     """
 
-    local: Any
+    local: list[Any]
     means: Mapping[int, jax.Array] = MappingProxyType({})
 
 
@@ -83,12 +82,10 @@ class WholeGradients:
         value, grads = self._value_and_grad(self._seen, *args)
         if self._seen is not self._params:
             grads = mixed_precision.like_masters(grads, self._params)
-        return value, LeafGradients(grads)
+        return value, LeafGradients(jax.tree.leaves(grads))
 
     def whole(self, grads: LeafGradients) -> Any:
         """Return the tree of gradients, like the parameters."""
-        if not self._wholes.owners:
-            return grads.local
-        leaves, tree = jax.tree.flatten(grads.local)
-        means = self._wholes.means(leaves, {})
-        return tree.unflatten([means.get(i, leaf) for i, leaf in enumerate(leaves)])
+        means = self._wholes.means(grads.local, {}) if self._wholes.owners else {}
+        leaves = [means.get(i, leaf) for i, leaf in enumerate(grads.local)]
+        return jax.tree.structure(self._params).unflatten(leaves)

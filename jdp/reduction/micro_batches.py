@@ -1,7 +1,7 @@
 """Gradients of one rank's rows, in micro-batches."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jdp.analysis.marks import MICRO_BATCH
 from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.reduction import (
+    declared_reductions,
     integer_parameters,
     loss_means,
     mixed_precision,
@@ -54,6 +55,7 @@ def value_and_grad(
     has_aux: bool = False,
     weight: Callable[[Any], Any] | None = None,
     allow_int: bool = False,
+    reductions: Mapping[str, str] | None = None,
     axis_name: AxisName = "data",
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
@@ -90,6 +92,9 @@ def value_and_grad(
         ranks inside the loss cannot be differentiated.
       allow_int: let parameters be integers, too, with gradients of zeros in the dtype float0, as
         `jax.value_and_grad` does.
+      reductions: key in `params` -> "max", "min" or "sum": the gradients of the leaves below it are
+        statistics that a `jax.custom_vjp` returns. They are combined by that operation over
+        micro-batches and ranks, without weights. Flax's `_overwrite_with_gradient` is "max".
       axis_name: the data axis.
 
     Returns:
@@ -98,7 +103,8 @@ def value_and_grad(
 
     Raises:
       ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
-        than the first; if both `accumulate` and `micro_batch_rows` are given.
+        than the first; if both `accumulate` and `micro_batch_rows` are given; if `reductions`
+        has another operation, or a key that is not in `params`.
       TypeError: if `aux` holds a leaf of which no mean is defined; a parameter is not a float,
         without `allow_int`; the loss draws from a raw `jax.random.PRNGKey` of `rest`; a number of
         micro-batches or rows is not an integer; or there are several, and no batch is given.
@@ -113,6 +119,7 @@ def value_and_grad(
     if allow_int:
         options: Any = {"has_aux": has_aux, "weight": weight, "axis_name": axis_name}
         options |= {"accumulate": accumulate, "micro_batch_rows": micro_batch_rows}
+        options["reductions"] = reductions
         return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
 
     loss = _MicroBatchedLoss(loss_fn, has_aux, weight, axis_name)
@@ -123,12 +130,13 @@ def value_and_grad(
             raise TypeError(_NO_ROWS)
         with mixed_precision.named_loss(params):
             k = num_micro_batches(args[0], accumulate, micro_batch_rows) if args else 1
-            derivative = loss.derivative(params, k)
+            chosen = declared_reductions.operations(params, reductions)
+            derivative = loss.derivative(params, k, chosen)
             if k > 1:
-                return loss.accumulate(derivative, args[0], args[1:], k)
+                return loss.accumulate(derivative, args[0], args[1:], k, chosen)
             value, local = derivative.differentiate(loss_fn, has_aux, args)
             loss_means.offer(step_context.current(axis_name), value)
-            return value, derivative.whole(local)
+            return value, loss.whole(derivative, local, chosen)
 
     return named
 
@@ -141,14 +149,30 @@ class _MicroBatchedLoss(NamedTuple):
     weight: Callable[[Any], Any] | None
     axis_name: AxisName
 
-    def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
-        """Return the derivative with respect to parameters, for k micro-batches."""
+    def derivative(
+        self, params: Any, k: int, chosen: Mapping[int, str]
+    ) -> WholeGradients | ShardGradients:
+        """Return the derivative with respect to parameters, for k micro-batches.
+
+        Args:
+          params: tree of parameters.
+          k: number of micro-batches.
+          chosen: position of a leaf whose gradient is a statistic -> its operation.
+        """
         is_sent = k == 1 or not self._weights()[1]
-        wholes = WholeMeans(params, self.axis_name, is_sent=is_sent, is_at_once=k == 1)
+        options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": chosen}
+        wholes = WholeMeans(params, self.axis_name, **options)
         # Here, not in the jitted part: only here it shows whether the values are typed.
-        return shard_gradients.of(params, self.axis_name, wholes) or WholeGradients(
+        return shard_gradients.of(params, self.axis_name, wholes, chosen) or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes
         )
+
+    def whole(
+        self, derivative: WholeGradients | ShardGradients, grads: LeafGradients, chosen: Any
+    ) -> Any:
+        """Return the tree of gradients, like the parameters."""
+        leaves, tree = jax.tree.flatten(derivative.whole(grads))
+        return tree.unflatten(declared_reductions.over_ranks(leaves, chosen, self.axis_name))
 
     def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:
         """Return the weight of rows, and whether it is another one than that of the step."""
@@ -158,7 +182,12 @@ class _MicroBatchedLoss(NamedTuple):
         return self.weight or of_step, is_own
 
     def accumulate(
-        self, derivative: WholeGradients | ShardGradients, batch: Any, rest: tuple, k: int
+        self,
+        derivative: WholeGradients | ShardGradients,
+        batch: Any,
+        rest: tuple,
+        k: int,
+        chosen: Mapping[int, str],
     ) -> tuple[Any, Any]:
         """Return the value of the loss, and this rank's gradient, in k > 1 micro-batches."""
         weight_fn, is_own = self._weights()
@@ -173,7 +202,11 @@ class _MicroBatchedLoss(NamedTuple):
             return step_context.entered(self.axis_name, batch, weight_fn, **options)
 
         part = self._part(
-            derivative, join, entered, lambda batch: full * num_rows(batch) / rows_of_loop
+            derivative,
+            join,
+            entered,
+            lambda batch: full * num_rows(batch) / rows_of_loop,
+            chosen,
         )
         token = call_order.first_token() if derivative.sends else None
         require_typed_keys(part, token, looped, rest)
@@ -182,9 +215,13 @@ class _MicroBatchedLoss(NamedTuple):
         )
         if token is not None:
             call_order.passed(token)
-        value = pytrees.put_nodes(means, rows)
+        num_rows_leaves = len(rows) - len(chosen)
+        value = pytrees.put_nodes(means, rows[:num_rows_leaves])
         loss_means.offer(step_context.current(self.axis_name), value)
-        return value, derivative.whole(LeafGradients(grads, *reduced))
+        statistics = dict(zip(chosen, rows[num_rows_leaves:], strict=True))
+        for i, statistic in declared_reductions.over_rounds(statistics, chosen).items():
+            grads[i] = statistic
+        return value, self.whole(derivative, LeafGradients(grads, *reduced), chosen)
 
     def _part(
         self,
@@ -192,6 +229,7 @@ class _MicroBatchedLoss(NamedTuple):
         join: Callable[[dict], tuple],
         entered: Callable[[Any], AbstractContextManager[Scope]],
         count: Callable[[Any], float],
+        chosen: Mapping[int, str],
     ) -> Callable[[Any, Any], Any]:
         """Return the jitted function of one micro-batch, as `accumulated` calls it.
 
@@ -201,6 +239,7 @@ class _MicroBatchedLoss(NamedTuple):
           entered: the scope of a micro-batch.
           count: how much a micro-batch counts where nothing weighs its rows: 1, or 1 / k, but for
             a last one that is smaller.
+          chosen: position of a leaf whose gradient is a statistic -> its operation.
         """
 
         def part(micro_batch: Any) -> Any:
@@ -210,6 +249,9 @@ class _MicroBatchedLoss(NamedTuple):
                 value, grads = derivative.differentiate(self.loss_fn, self.has_aux, args)
             means, rows = take_rows(value)
             means = _require_means(means)
+            rows = [*rows, *(grads.local[i][None] for i in chosen)]
+            for i in chosen:
+                grads.local[i] = None
             rows_count = jnp.asarray(count(batch), float)
             own = rows_count if micro.weight is None else micro.weight
             if not grads.means:

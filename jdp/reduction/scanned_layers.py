@@ -12,7 +12,7 @@ from jdp.analysis import jaxprs
 from jdp.analysis.marks import LATE_ELSEWHERE, LATE_HERE, LATE_ON_MORE_RANKS, SHARED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.reduction import sharded_layers, step_context, whole_layers
+from jdp.reduction import declared_reductions, sharded_layers, step_context, whole_layers
 from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
 
 NAME = "jdp.scan_layers"
@@ -67,12 +67,14 @@ def scan_layers(
       and on one rank.
 
     Raises:
-      ValueError: from `train_step`, if `params` may differ from rank to rank.
+      ValueError: from `train_step`, if `params` may differ from rank to rank; if `params` have
+        Flax's `_overwrite_with_gradient`, whose gradients are maxima.
 
     >>> import jax.numpy as jnp, jdp
     >>> jdp.scan_layers(lambda x, w: (w * x, x), jnp.float32(1), jnp.array([2.0, 3.0, 4.0]))
     (Array(24., dtype=float32), Array([1., 2., 6.], dtype=float32))
     """
+    declared_reductions.require_none(params, NAME)
     axes = axis.in_mesh_order(axis_name)
     step = step_context.innermost()
     if late is not False and not _is_inside.get() and step is not None and step.shards:

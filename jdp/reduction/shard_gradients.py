@@ -1,6 +1,6 @@
 """Gradients that are split over the ranks: sent when ready, of parameters gathered where used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,9 @@ from jdp.reduction.local_gradients import LeafGradients
 from jdp.reduction.whole_means import WholeMeans
 
 
-def of(params: Any, axis_name: AxisName, wholes: WholeMeans) -> "ShardGradients | None":
+def of(
+    params: Any, axis_name: AxisName, wholes: WholeMeans, besides: Container[int] = ()
+) -> "ShardGradients | None":
     """Return the object that differentiates in some parameters; None where JAX does.
 
     It does where no gradient is split, and no parameter gathered where it is used.
@@ -35,13 +37,14 @@ def of(params: Any, axis_name: AxisName, wholes: WholeMeans) -> "ShardGradients 
       params: tree of parameters.
       axis_name: the data axis of the caller.
       wholes: the gradients of leaves that stay whole.
+      besides: positions of leaves whose gradients are not averaged.
     """
     if step_context.current(axis_name) is None:
         return None
     shards: dict[int, Shard] = {}
     for i, leaf in enumerate(jax.tree.leaves(params)):
         shard = known_shards.known(leaf)
-        if shard is not None and shard.owner is not None:
+        if shard is not None and shard.owner is not None and i not in besides:
             shards[i] = shard
     trained = [i for i, it in shards.items() if it.trains and it.owner.sharding.mean]
     sent = trained if wholes.are_sent else []

@@ -4,7 +4,7 @@ They are means also where no gradient is large enough to be split: what a step d
 gradients must not depend on their sizes, or on the number of ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ class WholeMeans:
       axis_name: the data axis of the caller.
       is_sent: whether gradients may be averaged over the ranks where they are computed.
       is_at_once: whether the gradients are those of all rows of this rank.
+      besides: positions of leaves whose gradients are not averaged.
 
     Attributes:
       are_sent: whether gradients are averaged over the ranks where they are computed.
@@ -30,14 +31,26 @@ class WholeMeans:
       owners: position of a leaf that stays whole -> its optimizer.
     """
 
-    def __init__(self, params: Any, axis_name: AxisName, *, is_sent: bool, is_at_once: bool):
+    def __init__(
+        self,
+        params: Any,
+        axis_name: AxisName,
+        *,
+        is_sent: bool,
+        is_at_once: bool,
+        besides: Container[int] = (),
+    ):
         step = step_context.current(axis_name)
         # Under a vmap of the author's, gradients are those of single rows, which are not averaged.
         is_here = step is not None and step.trace == jax.extend.core.get_opaque_trace_state()
         self.are_sent, self.is_at_once = is_sent and is_here, is_at_once
         named = jax.tree_util.tree_leaves_with_path(params) if self.are_sent else []
         found = [known_shards.owner_of_whole(leaf) for _, leaf in named]
-        self.owners = {i: it for i, it in enumerate(found) if it is not None and it.sharding.mean}
+        self.owners = {
+            i: it
+            for i, it in enumerate(found)
+            if it is not None and it.sharding.mean and i not in besides
+        }
         self._leaves = {i: jnp.asarray(named[i][1]) for i in self.owners}
         self._paths = {i: jax.tree_util.keystr(named[i][0]) for i in self.owners}
 

@@ -19,7 +19,8 @@ _log = logging.getLogger("jdp")
 
 _VIEWED = (
     "jdp: `%s` could not donate `%s` (%.1f MB), because a NumPy view of it is alive: the step "
-    "takes that much more memory. Write np.array(x) in place of np.asarray(x) and jax.device_get(x)."
+    "takes that much more memory. Write np.array(x) in place of np.asarray(x) and "
+    "jax.device_get(x)."
 )
 _LARGE_BYTES = 1 << 16  # less memory is not worth a line
 

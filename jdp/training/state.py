@@ -11,7 +11,7 @@ import optax
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
-from jdp.reduction import mixed_precision, optimizer, sharded_update
+from jdp.reduction import declared_reductions, mixed_precision, optimizer, sharded_update
 from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharding import Sharded, sharding_of
 from jdp.training import (
@@ -138,6 +138,7 @@ class TrainState:
         names = {field.name for field in dataclasses.fields(self)}
         extra, fields = state_keywords.split(self.tx, names, extra)
         params = _select(self.params, self.trainable)
+        all_grads, axis_name = grads, self.tx.axis_name
         if jax.tree.structure(grads) != jax.tree.structure(params):
             grads = _select(grads, self.trainable)
         try:
@@ -150,6 +151,7 @@ class TrainState:
                 raise
             raise ValueError(_other_tree(grads, params)) from error
         params = _merge(params, self.params, self.trainable)
+        params = declared_reductions.overwrite(params, all_grads, axis_name, synced=synced)
         new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
         state_shards.claim(new)
         return new

@@ -320,3 +320,17 @@ def test_number_of_an_equinox_module_that_is_not_trained_stays():
     only_layer = Scaled(layer=True, scale=False)
     (model, _), _ = scaled_step(tx, only_layer)(scaled_state(tx), batch())
     assert model.scale == 2.0
+
+
+def test_a_metric_of_nnx_that_a_state_keeps_is_refused_with_words_of_metrics():
+    ranks(2)
+    graph, kept = nnx.split(nnx.metrics.Average("values"))
+
+    @jdp.train_step
+    def step(state, batch):
+        average = nnx.merge(graph, state["metrics"])
+        average.update(values=batch["y"][:, 0])
+        return {"metrics": nnx.state(average)}, {}
+
+    with pytest.raises(ValueError, match=r"Return the value as a metric of the step.*JDP101"):
+        step({"metrics": kept}, batch())
