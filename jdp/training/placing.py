@@ -18,9 +18,8 @@ from jdp.training import shard_layout, shared_variables
 _log = logging.getLogger("jdp")
 
 _VIEWED = (
-    "jdp: `%s` could not donate `%s` (%.1f MB), because a NumPy view of it is alive: the step "
-    "takes that much more memory. Write np.array(x) in place of np.asarray(x) and "
-    "jax.device_get(x)."
+    "jdp: `%s` could not donate `%s`, because a NumPy view of it is alive: the step takes %.1f MB "
+    "more. Write np.array(x) in place of np.asarray(x) and jax.device_get(x), or drop the view."
 )
 _LARGE_BYTES = 1 << 16  # less memory is not worth a line
 

@@ -101,12 +101,15 @@ class Step:
                     integer_sums=found.integer_sums,
                 )
             )
-            if self.spec.donate and self._num_calls in _LOOKS_FOR_VIEWS:
-                placing.log_views(self.spec, compiled.mesh, args[0])
-            if progress.own.is_first_step and self.spec.returns_state:
-                with progress.FIRST_STEP:  # others may still compile: as much time as for that
-                    in_flight.drain()
+            self._look_at_some_calls(compiled.mesh, args[0])
         return pytrees.restore(state), metrics, weight
+
+    def _look_at_some_calls(self, where: Mesh, state: Any) -> None:
+        if self.spec.donate and self._num_calls in _LOOKS_FOR_VIEWS:
+            placing.log_views(self.spec, where, state)
+        if progress.own.is_first_step and self.spec.returns_state:
+            with progress.FIRST_STEP:  # others may still compile: as much time as for that
+                in_flight.drain()
 
     def __reduce__(self) -> tuple[type["Step"], tuple[StepSpec]]:
         """Return its options alone: programs and devices are of this process."""
