@@ -91,12 +91,7 @@ class Step:
             else:
                 self._latest = None if kwargs else latest_call.of(compiled, given, args, state)
             in_flight.add(
-                call._replace(
-                    waits_in_xla=compiled.waits_in_xla,
-                    reports=reports,
-                    weight=weight,
-                    integer_sums=found.integer_sums,
-                )
+                call.dispatched(weight, reports, found.integer_sums, compiled.waits_in_xla)
             )
             if progress.own.is_first_step and self.spec.returns_state:
                 with progress.FIRST_STEP:  # others may still compile: as much time as for that
