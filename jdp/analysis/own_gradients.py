@@ -109,7 +109,7 @@ class _Bend(NamedTuple):
     eqn: Any
 
 
-class _Facts(NamedTuple):
+class _Dependence(NamedTuple):
     """How a value depends on gradients of this rank's rows.
 
     Attributes:
@@ -137,7 +137,7 @@ class _Linearity:
     ):
         self._back, self.shapes, self._among = back, shapes, among
         self.gradients: set[Any] = set()  # keys of those that were met
-        self._facts: dict[Any, _Facts] = {}
+        self._found: dict[Any, _Dependence] = {}
         self._operands: dict[Any, list[Node]] = {}
         self._place = {v: i for i, eqn in enumerate(back.body.eqns) for v in eqn.outvars}
         derived = (i for i, eqn in enumerate(back.body.eqns) if _holds_transposed(eqn))
@@ -149,22 +149,22 @@ class _Linearity:
         while waiting:
             each = waiting[-1]
             key = self._key(each)
-            if key in self._facts:
+            if key in self._found:
                 waiting.pop()
-            elif key in self._operands or len(self._facts) > _MOST_NODES:
+            elif key in self._operands or len(self._found) > _MOST_NODES:
                 waiting.pop()
-                self._facts[key] = self._combined(each, self._operands.get(key, []))
+                self._found[key] = self._combined(each, self._operands.get(key, []))
             else:  # values of a loop that are met again while they wait count as constants
                 self._operands[key] = self._before(each)
                 waiting += [x for x in self._operands[key] if self._key(x) not in self._operands]
-        return self._facts[key].bend
+        return self._found[key].bend
 
     def line(self, bend: _Bend) -> str:
         """Return the author's line of an operation."""
         return self._back.line(bend.frame, bend.eqn)
 
     def _key(self, node: Node) -> tuple[Any, ...]:
-        return node.key() if len(self._facts) < _MANY_NODES else node.shared_key()
+        return node.key() if len(self._found) < _MANY_NODES else node.shared_key()
 
     def _before(self, node: Node) -> list[Node]:
         """Return the operands of a value that may depend on gradients."""
@@ -181,30 +181,30 @@ class _Linearity:
         name = eqn.primitive.name
         return jaxprs.is_transposed(eqn) or name in _UNKNOWN or _tests_for_finite(eqn)
 
-    def _combined(self, node: Node, operands: list[Node]) -> _Facts:
+    def _combined(self, node: Node, operands: list[Node]) -> _Dependence:
         eqn = self._back.maker(node)
         if eqn is not None and jaxprs.is_transposed(eqn):
             return self._of_gradient(node)
-        facts = [self._facts.get(self._key(each), _Facts()) for each in operands]
-        bends = [each.bend for each in facts if each.bend is not None]
+        found = [self._found.get(self._key(each), _Dependence()) for each in operands]
+        bends = [each.bend for each in found if each.bend is not None]
         bend = min(bends, key=lambda each: each.position, default=None)
-        depends, of_rows = (any(each[i] for each in facts) for i in (0, 2))
+        depends, of_rows = (any(each[i] for each in found) for i in (0, 2))
         if eqn is not None and eqn.primitive.name in _LOOPS and _holds_transposed(eqn):
             # Its rounds differentiate micro-batches or single rows.
-            return self._of_gradient(node) if depends or of_rows else _Facts()
+            return self._of_gradient(node) if depends or of_rows else _Dependence()
         if eqn is not None and not node.frame.record.calls(eqn):
             if depends and bend is None and self._bends(node.frame, eqn):
                 bend = _Bend(self._position(node), node.frame, eqn)
             if of_rows and eqn.primitive.name in _SUMS and self._has_shape(node):
                 depends, of_rows = True, False
-        return _Facts(depends, bend, of_rows)
+        return _Dependence(depends, bend, of_rows)
 
-    def _of_gradient(self, node: Node) -> _Facts:
+    def _of_gradient(self, node: Node) -> _Dependence:
         if not self._has_shape(node):
-            return _Facts(of_rows=True)
+            return _Dependence(of_rows=True)
         if self._among is None:
             self.gradients.add(node.key())
-        return _Facts(depends=self._among is None or node.key() in self._among)
+        return _Dependence(depends=self._among is None or node.key() in self._among)
 
     def _has_shape(self, node: Node) -> bool:
         return node.variable.aval.shape in self.shapes
@@ -215,7 +215,7 @@ class _Linearity:
         nodes = [Node(frame, atom) for atom in eqn.invars]
         depending = [
             not jaxprs.is_literal(each.variable)
-            and self._facts.get(self._key(each), _Facts()).depends
+            and self._found.get(self._key(each), _Dependence()).depends
             for each in nodes
         ]
         if name in _PRODUCTS:

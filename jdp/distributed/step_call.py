@@ -58,6 +58,21 @@ class StepCall(NamedTuple):
     def __str__(self) -> str:
         return f"call {self.number} of `{self.spec.name}`"
 
+    def dispatched(
+        self,
+        weight: Any,
+        reports: RankReports,
+        integer_sums: tuple[str, ...],
+        waits_in_xla: bool,
+    ) -> "StepCall":
+        """Return the call with its results, see the fields."""
+        return self._replace(
+            weight=weight,
+            reports=reports,
+            integer_sums=integer_sums,
+            waits_in_xla=waits_in_xla,
+        )
+
     def is_checked(self) -> bool:
         """Whether its ranks report anything."""
         reports = (*(self.reports or ()), self.integer_sums or None)

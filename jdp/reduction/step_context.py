@@ -135,8 +135,7 @@ def entered(
         **_shared_with(around, mesh),
     )
     if weight is not None:
-        function = "jdp.value_and_grad" if nested else "jdp.train_step"
-        (scope if around is None else around).weighed.add(function)
+        (around or scope).weighed.add("jdp.value_and_grad" if nested else "jdp.train_step")
     token = _scope.set(scope)
     try:
         with _traced_apart(scope):

@@ -94,12 +94,7 @@ class Step:
             else:
                 self._latest = None if kwargs else latest_call.of(compiled, given, args, state)
             in_flight.add(
-                call._replace(
-                    waits_in_xla=compiled.waits_in_xla,
-                    reports=reports,
-                    weight=weight,
-                    integer_sums=found.integer_sums,
-                )
+                call.dispatched(weight, reports, found.integer_sums, compiled.waits_in_xla)
             )
             self._look_at_some_calls(compiled.mesh, args[0])
         return pytrees.restore(state), metrics, weight

@@ -72,28 +72,6 @@ def test_equal_one_process(processes, function):
         np.testing.assert_allclose(other_found["loss"], found["loss"], rtol=1e-5)
 
 
-def extremes_with_a_nan():
-    """The maxima and minima of 1 to 4 with a NaN on one rank, for each rank."""
-    jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
-
-    @jdp.eval_step
-    def measure(state, batch):
-        x = batch["x"].astype(jnp.bfloat16)[0]
-        return {"extremes": [jdp.max_over_ranks(x), jdp.min_over_ranks(batch["x"][0])]}
-
-    found = []
-    for rank in [*range(4), None]:
-        x = np.array([np.nan if i == rank else i + 1 for i in range(4)], np.float32)
-        [batch] = jdp.shard_batches([own_rows(x)])
-        found.append([float(extreme) for extreme in measure(0.0, batch)["extremes"]])
-    return found
-
-
-def test_a_nan_of_any_rank_is_the_maximum_over_processes(processes):
-    for found in processes(2).run(extremes_with_a_nan):
-        np.testing.assert_array_equal(found, [[np.nan, np.nan]] * 4 + [[4, 1]])
-
-
 # Sizes that end within a bucket, a round and a chunk, whatever these are. All numbers are small and
 # whole, so that every rank's parameters must have exactly the oracle's bits.
 

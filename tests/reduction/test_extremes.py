@@ -181,3 +181,26 @@ def test_the_weight_of_the_step_plays_no_part(make_mesh):
             return jdp.min_over_ranks(x)
 
     np.testing.assert_array_equal(per_rank(make_mesh(3), fn, np.float32([3, 5, 6])), [3, 3, 3])
+
+
+def extremes_with_a_nan():
+    """The maxima and minima of 1 to 4 with a NaN on one rank, for each rank."""
+    jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
+
+    @jdp.eval_step
+    def measure(state, batch):
+        x = batch["x"].astype(jnp.bfloat16)[0]
+        return {"extremes": [jdp.max_over_ranks(x), jdp.min_over_ranks(batch["x"][0])]}
+
+    found = []
+    for rank in [*range(4), None]:
+        x = np.array([np.nan if i == rank else i + 1 for i in range(4)], np.float32)
+        mine = np.split(x, jax.process_count())[jax.process_index()]
+        [batch] = jdp.shard_batches([{"x": mine}])
+        found.append([float(extreme) for extreme in measure(0.0, batch)["extremes"]])
+    return found
+
+
+def test_a_nan_of_any_rank_is_the_maximum_over_processes(processes):
+    for found in processes(2).run(extremes_with_a_nan):
+        np.testing.assert_array_equal(found, [[np.nan, np.nan]] * 4 + [[4, 1]])

@@ -169,9 +169,8 @@ def sum_of_two_tasks(state, batch):
 @corpus.bent(*ALL, make=matrices)
 def clipped_after_micro_batches(state, batch):
     _, grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, batch)
-    return state.apply_gradients(
-        jax.tree.map(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)
-    ), {}  # <- here
+    grads = jax.tree.map(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)  # <- here
+    return state.apply_gradients(grads), {}
 
 
 @corpus.right(make=matrices)
@@ -190,9 +189,8 @@ def of_rows(state, batch):
 @corpus.bent(*ALL, make=matrices)
 def clipped_after_rows_were_added(state, batch):
     grads = jax.tree.map(lambda g: g.mean(0), of_rows(state, batch))
-    return state.apply_gradients(
-        jax.tree.map(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)
-    ), {}  # <- here
+    grads = jax.tree.map(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)  # <- here
+    return state.apply_gradients(grads), {}
 
 
 @corpus.right(make=matrices)
