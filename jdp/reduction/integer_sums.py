@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import jax_compat, pytrees
+from jdp import axis, jax_compat, pytrees
 from jdp.analysis import source_lines
 from jdp.axis import AxisName
 from jdp.reduction import step_context
@@ -33,21 +33,28 @@ def upper_half(term: jax.Array) -> jax.Array:
     return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
 
 
-def report(step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array]) -> None:
+def report(
+    step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array], axis_name: AxisName
+) -> None:
     """Let a step report whether one of some sums has overflowed, with the author's line.
 
     Args:
       step: of `checking_step`.
       totals: sums over ranks, modulo the limits of their types.
       uppers: the sums of `upper_half`.
+      axis_name: of the ranks that are summed over.
     """
+    others = [name for name in step.axis_name if name not in axis.names(axis_name)]
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     line = source_lines.innermost(frames)
     for total, upper in zip(totals, uppers, strict=True):
         bits = pytrees.num_bits(total.dtype)
         # Without an overflow the difference is the sum of the lower halves.
         difference = upper.astype(float) * 2.0 ** (bits // 2) - total.astype(float)
-        step.integer_sums.append((jnp.any(jnp.abs(difference) > 2.0 ** (bits - 1)), line))
+        overflows = jnp.any(jnp.abs(difference) > 2.0 ** (bits - 1))
+        if others:  # ranks along other axes have other sums
+            overflows = lax.pmax(overflows.astype(jnp.int32), others) > 0
+        step.integer_sums.append((overflows, line))
 
 
 def marked(weight: jax.Array, step: Scope) -> jax.Array:

@@ -110,7 +110,7 @@ def _summed(leaves: list[Any], wide: list[jax.Array], axis_name: AxisName) -> li
     sums = weighted_sum.summed(terms, axis_name, weights)
     sums, uppers = sums[: len(leaves)], sums[len(leaves) :]
     if step is not None:
-        integer_sums.report(step, [sums[i] for i in checked], uppers)
+        integer_sums.report(step, [sums[i] for i in checked], uppers, axis_name)
     return sums
 
 

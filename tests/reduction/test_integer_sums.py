@@ -94,3 +94,19 @@ def test_under_a_scan_or_vmap_a_sum_stays_what_it_was():
 
     for found in measure(state(), np.arange(4, dtype=np.int32)):
         np.testing.assert_array_equal(found, [6])
+
+
+def test_a_sum_over_one_of_two_axes_is_checked_on_all_ranks():
+    mesh = jax.make_mesh((2, 2), ("one", "other"))
+    jdp.init(mesh, axis_name=("one", "other"))
+
+    @jdp.eval_step(axis_name=("one", "other"))
+    def measure(state, batch):
+        total = jdp.sum_over_ranks(batch[0], axis_name="other")
+        return {"n": jdp.sum_over_ranks(total % 7, axis_name="one")}
+
+    assert measure(state(), np.array([1, 2, 3, 4], np.int32))["n"] == 3 + 0
+    with pytest.raises(RuntimeError, match="JDP215"):
+        for _ in range(2):  # only the ranks of one row overflow
+            measure(state(), np.array([2**30, 2**30, 1, 2], np.int32))
+        in_flight.drain()
