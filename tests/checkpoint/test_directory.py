@@ -329,6 +329,18 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
         Folder(tmp_path / "file" / "run").lock()
 
 
+def test_a_lock_of_others_is_refused_and_kept(tmp_path):
+    (tmp_path / "lock").write_bytes(mine := b"\xff mine")
+    with pytest.raises(OSError, match="`lock`.*Checkpointer"):
+        Folder(tmp_path).lock()
+    assert (tmp_path / "lock").read_bytes() == mine
+    (tmp_path / "lock").write_bytes(b"proc")  # the disk was full
+    folder = Folder(tmp_path)
+    folder.lock()
+    assert folder.owner().startswith("process ")
+    folder.unlock()
+
+
 def test_a_url_is_no_folder():
     with pytest.raises(ValueError, match="^gs://bucket/run "):
         Folder("gs://bucket/run")
