@@ -200,10 +200,12 @@ def test_a_checkpoint_whose_place_is_taken_by_others_is_an_error_that_touches_no
     (folder.path / "10-1").mkdir()
     (folder.path / "10-1" / "mine").touch()
     (folder.path / "20-1").touch()
-    for step in (10, 20):
+    (folder.path / "25-1").mkdir()
+    for step in (10, 20, 25):
         with pytest.raises(OSError, match=f"step {step} could not be saved"):
             write(folder, step)
     assert (folder.path / "10-1" / "mine").exists() and (folder.path / "20-1").is_file()
+    assert not [*(folder.path / "25-1").iterdir()]
     write(folder, 30)
     assert steps(folder) == [(1, 30)]
 

@@ -151,8 +151,9 @@ class Directory:
             self.require("No space" in str(error) or not is_free, str(error))
         except Died:
             outcome = "died"
-        if place not in before and is_free and is_intact(place):
+        if place not in before and self.holds(value):  # perhaps in place of a damaged one
             self.good[place] = (self.life, self.step), value
+            self.hidden.discard(place)
         self.require(outcome != "saved" or place in self.good, "a saved one is not intact")
         self.require(all(map(is_intact, before)), f"{outcome}, and lost one")
         if outcome == "saved":
@@ -168,6 +169,16 @@ class Directory:
         self.accident.left = None
         if outcome not in ("kept", "failed"):
             self.start()
+
+    def holds(self, value):
+        """Whether the checkpoint that is written now is there, with its value."""
+        folder = Folder(self.path)
+        checkpoint = folder.checkpoint(self.life, self.step)
+        try:
+            folder.facts(checkpoint)
+        except TornError:
+            return False
+        return folder.read(checkpoint, ["0['w']"])["0['w']"][0] == value
 
     def require_kept(self, count, *, all_done):
         proper = {
