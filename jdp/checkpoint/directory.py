@@ -179,6 +179,8 @@ class Folder:
         place = self.place(life, step)
         if self._is_damaged(place):  # as when the last commit of a run takes its place
             self.remove(place)
+        if os.path.lexists(place):  # a rename would replace an empty folder
+            raise FileExistsError(f"{place} is there already")
         os.rename(part, place)
         self._torn.discard(place)
         _sync(self.path)

@@ -64,6 +64,9 @@ def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> Bina
             file = stack.enter_context(open(path / "lock", "ab+", buffering=0))
             default_s = _LOST_TIMEOUT_S if resumes else _TIMEOUT_S
             _lock(file, path, default_s if timeout_s is None else timeout_s)
+            file.seek(0)
+            if not b"process ".startswith(file.read(8)):  # a write that failed leaves its beginning
+                raise FileExistsError("the file `lock` there is not of jdp")
             file.truncate(0)
             now = datetime.datetime.now(datetime.UTC)
             owner = f"process {os.getpid()} on {socket.gethostname()} since {now:%F %T.%f} UTC"
@@ -95,7 +98,7 @@ def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.seek(0)
-                owner = file.read().decode().strip()
+                owner = file.read().decode(errors="replace").strip()
                 raise RuntimeError(
                     f"{path} is in use by another run ({owner}). Two runs in one directory would "
                     "mix their checkpoints: end the other one, or give this one a directory of "

@@ -110,18 +110,20 @@ def _keys(path: _Path) -> tuple[str, ...]:
     return tuple(str(key) for key, _ in path)
 
 
-class _Found(NamedTuple):
+class _SavedState(NamedTuple):
     where: str
     leaves: list[SavedLeaf]
     read: Callable[[list[int], Any], Sequence[np.ndarray | SplitValue]]  # those with these numbers
 
 
-def _found(folder: Folder, step: int | None) -> _Found:
+def _found(folder: Folder, step: int | None) -> _SavedState:
     checkpoints = folder.checkpoints()
     if not checkpoints and (other := other_tools.find(folder.path)) is not None:
         tree = other.tree(step)
         leaves = orbax_files.tree_leaves(tree)
-        return _Found(str(tree), leaves, lambda inside, like: orbax_files.read_tree(tree, inside))
+        return _SavedState(
+            str(tree), leaves, lambda inside, like: orbax_files.read_tree(tree, inside)
+        )
     checkpoint, facts = _intact(folder, checkpoints, step)
     leaves = leaves_of(facts)
     named = [*disk_names(leaves).items()]
@@ -129,7 +131,7 @@ def _found(folder: Folder, step: int | None) -> _Found:
     def read(inside: list[int], like: Any) -> Sequence[np.ndarray | SplitValue]:
         return _values(folder, checkpoint, facts, dict(named[i] for i in inside), like)
 
-    return _Found(f"step {checkpoint.step} of {folder.path}", leaves, read)
+    return _SavedState(f"step {checkpoint.step} of {folder.path}", leaves, read)
 
 
 # Of a state that was written in parts each leaf is read when it is placed.

@@ -11,7 +11,7 @@ _STEP = re.compile(r"(?:.*_)?(\d+)")
 _TREE, _STEP_OF_MANAGER = "_METADATA", "_CHECKPOINT_METADATA"
 
 
-class Found(NamedTuple):
+class ForeignCheckpoints(NamedTuple):
     """The checkpoints of another tool in a directory."""
 
     path: Path
@@ -58,14 +58,14 @@ class Found(NamedTuple):
         return self.steps[step][0]
 
 
-def find(path: Path) -> Found | None:
+def find(path: Path) -> ForeignCheckpoints | None:
     """Return the checkpoints of another tool in a directory, if that is what it holds."""
     if not path.is_dir() or manifest.exists(path) or manifest.exists(path.parent):
         return None
     if (path / _TREE).is_file():
-        return Found(path, "a PyTree of Orbax", {None: [path]})
+        return ForeignCheckpoints(path, "a PyTree of Orbax", {None: [path]})
     if (path / _STEP_OF_MANAGER).is_file():
-        return Found(path, "a step of Orbax", {None: _trees(path)})
+        return ForeignCheckpoints(path, "a step of Orbax", {None: _trees(path)})
     steps, flax = {}, {}
     for each in path.iterdir():
         if (number := _STEP.fullmatch(each.name)) is None:
@@ -75,8 +75,8 @@ def find(path: Path) -> Found | None:
         elif each.name.startswith("checkpoint_") and _is_map_of_msgpack(each):
             flax[int(number[1])] = list[Path]()
     if steps:
-        return Found(path, "checkpoints of Orbax", steps)
-    return Found(path, "Flax's files of checkpoints", flax) if flax else None
+        return ForeignCheckpoints(path, "checkpoints of Orbax", steps)
+    return ForeignCheckpoints(path, "Flax's files of checkpoints", flax) if flax else None
 
 
 def _trees(step: Path) -> list[Path]:

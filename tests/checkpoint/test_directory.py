@@ -200,10 +200,12 @@ def test_a_checkpoint_whose_place_is_taken_by_others_is_an_error_that_touches_no
     (folder.path / "10-1").mkdir()
     (folder.path / "10-1" / "mine").touch()
     (folder.path / "20-1").touch()
-    for step in (10, 20):
+    (folder.path / "25-1").mkdir()
+    for step in (10, 20, 25):
         with pytest.raises(OSError, match=f"step {step} could not be saved"):
             write(folder, step)
     assert (folder.path / "10-1" / "mine").exists() and (folder.path / "20-1").is_file()
+    assert not [*(folder.path / "25-1").iterdir()]
     write(folder, 30)
     assert steps(folder) == [(1, 30)]
 
@@ -327,6 +329,18 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file/run: .*Checkpointer"):
         Folder(tmp_path / "file" / "run").lock()
+
+
+def test_a_lock_of_others_is_refused_and_kept(tmp_path):
+    (tmp_path / "lock").write_bytes(mine := b"\xff mine")
+    with pytest.raises(OSError, match="`lock`.*Checkpointer"):
+        Folder(tmp_path).lock()
+    assert (tmp_path / "lock").read_bytes() == mine
+    (tmp_path / "lock").write_bytes(b"proc")  # the disk was full
+    folder = Folder(tmp_path)
+    folder.lock()
+    assert folder.owner().startswith("process ")
+    folder.unlock()
 
 
 def test_a_url_is_no_folder():
