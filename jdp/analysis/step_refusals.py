@@ -30,6 +30,8 @@ from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.analysis.traced import Traced
 from jdp.error_codes import with_code
 
+# Their result is their first operand.
+_SAME = frozenset("copy copy_p jdp_mark jdp_tied".split())
 _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
@@ -72,6 +74,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         )
     for warning in (
         *_unused(report),
+        *_untouched(step, report, traced),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
         *padding.warnings(step, report, traced),
@@ -229,6 +232,35 @@ def _unused(report: Report) -> Iterator[str]:
             f"the loss does not depend on {shown(_quoted(unused))}: their gradients are zero, as "
             "on one device (weight decay and momentum still move them). Leave them out with "
             "TrainState.create(trainable=...) if that is meant."
+        )
+
+
+def _untouched(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for parameters that a step returns unchanged, but reduces gradients of."""
+    body = jaxprs.mapped_body(step)
+    first = report.num_inputs - len(traced.inputs)
+    names = {v: name for v, name in zip(body.invars[first:], traced.inputs, strict=True)}
+    for eqn in body.eqns:
+        if eqn.primitive.name in _SAME and not jaxprs.is_literal(eqn.invars[0]):
+            if eqn.invars[0] in names:
+                names[eqn.outvars[0]] = names[eqn.invars[0]]
+    found = []
+    for path in sorted(traced.found.marked):
+        # Each of several models may have such a leaf, and a step may train one of them.
+        leaves = [
+            (v, output)
+            for v, output in zip(body.outvars, traced.outputs, strict=True)
+            if output.kind == "state"
+            and output.path.removesuffix(".value").endswith(path)  # of a variable of nnx
+            and "opt_state" not in output.path
+        ]
+        if path and leaves and all(not jaxprs.is_literal(v) and v in names for v, _ in leaves):
+            found += [f"`{names[v]}`" for v, _ in leaves]
+    if found:
+        yield (
+            f"the step reduces gradients, and returns {shown(found)} unchanged: it does not "
+            "train. Return what apply_gradients returns: state = state.apply_gradients(grads). "
+            "With nnx the model comes first: optimizer.update(model, grads)."
         )
 
 

@@ -118,8 +118,9 @@ def shard_batches(
     Use it for loaders that read and shuffle by themselves: a PyTorch DataLoader, grain, a
     generator. The loader must select this process's rows, and return equally many batches on every
     process. If one process ends or leaves its loop after another number, all processes get an
-    error. The first batches of all processes are compared once, and every later batch with the
-    first. Values are copied, so that the loader may reuse its memory.
+    error. Processes compare the shapes of their first batches, and again whenever they change: a
+    step is compiled for each set of shapes. Values are copied, so that the loader may reuse its
+    memory.
 
     Args:
       loader: this process's host batches: trees of arrays, or of values that convert to NumPy (a
@@ -141,7 +142,7 @@ def shard_batches(
       TypeError: if `loader` is an array or a dict, whose items are not batches.
       TypeError, ValueError: in the loop, before the batch is placed: if a leaf is a scalar or does
         not hold numbers; if numbers of rows differ between leaves or processes, or the process's
-        ranks do not divide them; if a later batch differs from the first; if processes return
+        ranks do not divide them; if a later batch has other keys or dtypes; if processes return
         different numbers of batches.
       RuntimeError: if the loader of another process raised an error, or hangs.
 

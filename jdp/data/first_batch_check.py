@@ -1,4 +1,4 @@
-"""Check before a loop that the batches of all processes are consistent."""
+"""Check that the batches of all processes are consistent: before a loop, and when shapes change."""
 
 import logging
 import re
@@ -33,9 +33,14 @@ _NO_BATCH = FirstBatch("", 0, "no batches")
 
 
 def require_equal_layouts(
-    peers: tuple[int, ...], layout: Layout | None, facts: str, batch: Any = None
+    peers: tuple[int, ...],
+    layout: Layout | None,
+    facts: str,
+    batch: Any = None,
+    *,
+    what: str = "first batches",
 ) -> None:
-    """Compare the layouts of the first batches of all processes.
+    """Compare the layouts of the first batches of all processes, or of later ones.
 
     Args:
       peers: the processes, which all call this.
@@ -43,6 +48,7 @@ def require_equal_layouts(
       facts: a text of further values that must be equal.
       batch: the rows of this process, a tree of NumPy arrays, if a loader handed them over: a
         warning says if all processes have the same ones.
+      what: a name for the batches.
 
     Raises:
       ValueError: if the processes' layouts or facts differ.
@@ -52,7 +58,7 @@ def require_equal_layouts(
     if layout is not None and batch is not None and len(peers) > 1:
         first_row = int(layout.rows[0])
         report = report._replace(first_row=first_row, checksum=_checksum(batch))
-    gathered = agree.all_gather(peers, report, what="first batches")
+    gathered = agree.all_gather(peers, report, what=what)
     reports = {process: FirstBatch(*each) for process, each in gathered.items()}
     require_agreement(reports)
     if jax.process_index() == min(peers) and (text := why_repeated(reports)):
@@ -92,7 +98,7 @@ def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     >>> same = FirstBatch("3f", 2, "x float32[4, 8]")
     >>> require_agreement({0: same, 1: same, 2: same._replace(rows_per_rank=3)})
     Traceback (most recent call last):
-    ValueError: process 2 begins with 3 rows per rank ...
+    ValueError: process 2 has 3 rows per rank ...
     """
     kinds = {process: report[:2] for process, report in reports.items()}
     pair = agree.odd_one(kinds)
@@ -109,7 +115,7 @@ def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
         )
         raise ValueError(with_code("JDP209", text))
     text = (
-        f"process {odd} begins with {reports[odd].rows_per_rank} rows per rank "
+        f"process {odd} has {reports[odd].rows_per_rank} rows per rank "
         f"({reports[odd].text}), process {usual} with {reports[usual].rows_per_rank} "
         f"({reports[usual].text}): a step hangs or goes wrong unless its ranks hold equally many "
         "rows of the same shapes and dtypes. Give every process the same arguments, and equally "

@@ -1,6 +1,7 @@
 """Loops over batches that are read, split and placed on the devices ahead of time."""
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -229,19 +230,26 @@ def place(
     placed = prefetch(_placed(layout, first, host_batches), target.prefetch)
     del first  # the thread holds it
     with closing(hand_out_equally(placed, sharding)) as batches:
-        while True:
+        for number in itertools.count():
             with progress.DATA:
-                batch = next(batches, _END)
-            if batch is _END:
-                return
+                item = next(batches, _END)
+                if item is _END:
+                    return
+                before, (layout, batch) = layout, item
+                if layout is not before:  # all processes must run the same program
+                    name = f"batch {number} of a loop, which has new shapes"
+                    require_equal_layouts(peers, layout, facts, what=name)
             progress.own.slot.counter.next_rows = layout.num_rows
             yield batch
 
 
-def _placed(layout: Layout, first: Any, host_batches: Iterator[Any]) -> Iterator[Any]:
+def _placed(
+    layout: Layout, first: Any, host_batches: Iterator[Any]
+) -> Iterator[tuple[Layout, Any]]:
     for batch in chain([first], host_batches):
         try:
-            yield layout.place(batch)
+            layout = layout.of_later(batch)
+            yield layout, layout.place(batch)
         except (TypeError, ValueError) as error:
             if isinstance(host_batches, _HostBatches):
                 error.add_note(host_batches.note_of(error))

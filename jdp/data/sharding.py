@@ -181,26 +181,31 @@ class Layout:
         total = rows // ranks * all_ranks
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
 
-    def place(self, batch: Any) -> Any:
-        """Place this process's host batch on its devices, as its part of the global batch.
+    def of_later(self, batch: Any) -> "Layout":
+        """Return the layout of a later batch, which may have other shapes; usually this one.
 
         Raises:
-          ValueError: if the batch differs from the one that the layout was taken from.
+          ValueError: if the batch has other leaves or dtypes, or as for `of`.
         """
-        leaves, arrays, treedef = _leaves(batch)
+        leaves, _, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
                 f"a later batch has the leaves {treedef}, but the first one had {self.treedef}: "
                 "the step was traced for the first. Give every batch the same keys."
             )
-        for leaf, array, first in zip(leaves, arrays, self.leaves, strict=True):
-            host_arrays.require_fits(array, leaf.name)
-            if leaf != first:
+        for leaf, first in zip(leaves, self.leaves, strict=True):
+            if leaf.dtype != first.dtype:
                 raise ValueError(
                     f"a later batch has {leaf}, but the first one had {first}: the step was "
-                    "traced for the first, and all processes must run the same program. "
-                    + leaf.mend(first)
+                    f"traced for the first. Cast every batch to {first.dtype}."
                 )
+        return self if tuple(leaves) == self.leaves else Layout.of(batch, self.sharding)
+
+    def place(self, batch: Any) -> Any:
+        """Place this process's host batch on its devices, as its part of the global batch."""
+        leaves, arrays, treedef = _leaves(batch)
+        for leaf, array in zip(leaves, arrays, strict=True):
+            host_arrays.require_fits(array, leaf.name)
         return treedef.unflatten(map(self._place_leaf, arrays))
 
     def _place_leaf(self, values: np.ndarray) -> jax.Array:

@@ -24,6 +24,12 @@ _ADVICE = (
     "the loss."
 )
 
+_INJECTED = (
+    "an average with a decay below 1 that optax.inject_hyperparams has cast to {dtype}, where it "
+    "is 1: a bias correction divides by 0, and the update is NaN. Write "
+    "optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), and keep more bits."
+)
+
 
 def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
     """Refuse an optimizer state whose leaves have too few digits to be updated.
@@ -59,6 +65,8 @@ def _why_not(dtype: np.dtype, names: set[str], change: Change) -> str:
     lost = [x for x in lost if np.asarray(x.value, dtype) == 1]
     if lost:
         decay = min(lost)
+        if decay.is_rounded:
+            return _INJECTED.format(dtype=dtype)
         least = 10.0 ** np.ceil(np.log10(2 * below_1))
         mend = (
             f"Write a decay of at most {1 - least:g}, such as optax.adamw(..., b2={1 - least:g}), "

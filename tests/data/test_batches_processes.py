@@ -156,3 +156,27 @@ def test_first_batches_that_do_not_fit_together_are_refused_on_every_process(pro
     assert second["error"] == "no such file"
     assert "process 1" in first["error"] and "JDP208" in first["error"]
     assert "no such file" in first["error"]
+
+
+def read_growing(lengths):
+    """The shapes that a loop over batches of these lengths gives each process, or its error."""
+    mine = lengths[jax.process_index()]
+    loader = [np.ones((2, length), np.float32) for length in mine]
+    try:
+        found = [batch.shape for batch in shard_batches(loader, mesh=mesh_of([0, 1, 2, 3]))]
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    wait_until_none_runs()
+    return found
+
+
+def test_processes_agree_on_new_shapes(processes):
+    lengths = [3, 3, 5, 3]
+    for found in processes(2).run(read_growing, [lengths] * 2):
+        assert found == [(4, length) for length in lengths]
+
+
+def test_a_process_with_another_new_shape_is_named(processes):
+    for found in processes(2).run(read_growing, [[3, 3, 5], [3, 3, 6]]):
+        assert "JDP209" in found and "process 1 has 1 rows per rank" in found, found
+        assert "float32[2, 5]" in found and "float32[2, 6]" in found

@@ -7,9 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from support.training import batch, plain_step, ranks, sgd, state
+from support.training import batch, loss_fn, plain_step, ranks, sgd, state
 
 import jdp
 
@@ -214,3 +215,51 @@ def test_an_integer_beside_batch_statistics_is_named():
     stats = {"mean": np.zeros(5, "f"), "count": np.int32(1)}
     with pytest.raises(TypeError, match=r"int32\[\], at x\['count'\].*jax\.tree\.map"):
         jdp.train_step(lambda state, batch: (jdp.mean_over_ranks(state), {}))(stats, batch())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("value_and_grad", [jax.value_and_grad, jdp.value_and_grad])
+def test_a_new_state_that_is_dropped_is_a_warning_that_names_the_leaves(value_and_grad, stage):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = value_and_grad(loss_fn)(state.params, batch)[1]
+        state.apply_gradients(grads)
+        return state, {}
+
+    tx = jdp.sharded(optax.adam(0.1), stage=stage, min_size=1) if stage else sgd()
+    with pytest.warns(UserWarning, match=r"`state\.params\['b'\]`.*unchanged.*apply_gradients"):
+        step(state(tx), batch())
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_swapped_arguments_of_an_optimizer_of_nnx_are_a_warning(is_swapped):
+    ranks(2)
+    model = nnx.Linear(5, 1, rngs=nnx.Rngs(0))
+    graph, values = nnx.split((model, nnx.Optimizer(model, sgd(), wrt=nnx.Param)))
+
+    @jdp.train_step
+    def step(values, batch):
+        model, optimizer = nnx.merge(graph, values, copy=True)
+        grads = nnx.grad(lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))(model)
+        optimizer.update(*((grads, model) if is_swapped else (model, grads)))
+        return nnx.state((model, optimizer)), {}
+
+    if is_swapped:
+        with pytest.warns(UserWarning, match=r"kernel.*unchanged.*optimizer\.update\(model, grads"):
+            step(values, batch())
+    else:
+        step(values, batch())  # warnings are errors here
+
+
+def test_a_step_may_train_one_of_two_models_with_equal_names():
+    ranks(2)
+
+    @jdp.train_step
+    def step(states, batch):
+        one, other = states
+        grads = jax.grad(loss_fn)(one.params, batch)
+        return (one.apply_gradients(grads), other), {}
+
+    step((state(), state()), batch())
