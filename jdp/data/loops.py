@@ -232,10 +232,11 @@ def place(
     with closing(hand_out_equally(placed, sharding)) as batches:
         for number in itertools.count():
             with progress.DATA:
-                item = next(batches, _END)
-                if item is _END:
+                item = next(batches, None)
+                if item is None:
                     return
-                before, (layout, batch) = layout, item
+                before = layout
+                layout, batch = item
                 if layout is not before:  # all processes must run the same program
                     name = f"batch {number} of a loop, which has new shapes"
                     require_equal_layouts(peers, layout, facts, what=name)
