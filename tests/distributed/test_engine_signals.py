@@ -69,6 +69,7 @@ MPI = [
         signal.SIGUSR1,
     ),
     (("mpiexec.mpich", "mpiexec"), "HYDRA", (), "PMI_RANK", signal.SIGTERM),
+    (("mpiexec.mpich", "mpiexec"), "HYDRA", (), "PMI_RANK", signal.SIGUSR1),
 ]
 
 
@@ -82,7 +83,7 @@ def installed(programs, name):
 
 # JAX's variables take the place of mpi4py.
 @pytest.mark.parametrize(
-    ("programs", "name", "flags", "rank", "number"), MPI, ids=[each[1] for each in MPI]
+    ("programs", "name", "flags", "rank", "number"), MPI, ids=[f"{each[1]}-{each[-1].name}" for each in MPI]
 )
 def test_processes_of_mpi_save_at_a_signal(script, programs, name, flags, rank, number):
     place = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
