@@ -14,6 +14,9 @@ from jdp.data import host_arrays
 from jdp.data.batch_leaf import Leaf
 from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
 
+# Structures of batches whose nodes keep no shape of all rows.
+_checked: set[Any] = set()
+
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
     """Return a sharding that splits the first dim: rank r has the r-th block of rows.
@@ -77,7 +80,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     Raises:
       ValueError: if a leaf is a scalar, leaves have different first dims, the number of ranks does
         not divide these, or an array belongs to one of several processes.
-      TypeError: if a leaf does not hold numbers.
+      TypeError: if a leaf does not hold numbers, or a node keeps the shape of all rows.
     """
     named, treedef = host_arrays.flattened(batch, "`batch`")
     ranks = num_ranks(where, axis_name)
@@ -86,6 +89,9 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:
             raise ValueError(_rows_error(path, leaf, named[0], ranks))
+    if treedef not in _checked:  # once, not in each call of a step
+        _require_own_shapes(batch)
+        _checked.add(treedef)
     return treedef.unflatten([_place_rows(path, leaf, sharding) for path, leaf in named])
 
 
@@ -159,7 +165,7 @@ class Layout:
           sharding: the sharding of the global batch.
 
         Raises:
-          TypeError: if a leaf does not hold numbers.
+          TypeError: if a leaf does not hold numbers, or a node keeps the shape of all rows.
           ValueError: if a leaf is a scalar, first dims differ, or the number of ranks on this
             process's devices does not divide them.
         """
@@ -169,6 +175,7 @@ class Layout:
             if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
                 first = leaves[0]
                 raise ValueError(_differs(leaf.name, leaf.shape, first.name, first.shape))
+        _require_own_shapes(batch)
         rows = leaves[0].shape[0] if leaves else 0
         all_ranks = num_blocks(sharding)
         ranks = len(process_rows(sharding, all_ranks))
@@ -238,8 +245,41 @@ def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[i
             f"{name} is a scalar, but a batch is split over ranks on its first dim, its rows. Give "
             "it as a further argument: step(state, batch, scalar)."
         )
+    few, many = sorted((shape[0], first_shape[0]))
+    beside = f"[{few}, {many // few}, ...]" if few and many % few == 0 else "[rows, k, ...]"
     return (
         f"{name} has {shape[0]} rows and {first} has {first_shape[0]}: row i of every leaf must "
-        "belong together. Give what is not per row as a further argument. If rows differ in "
-        "size, as graphs do in their nodes, pack them into rows of one size (docs/data.md)."
+        f"belong together. Give a second set of rows as {beside}, some beside each row of the "
+        "first; a further argument is whole on every rank. If rows differ in size, as graphs do "
+        "in their nodes, pack them into rows of one size (docs/data.md)."
     )
+
+
+def _require_own_shapes(batch: Any) -> None:
+    """Refuse a node that keeps its shape beside its arrays, and would keep it for part of its rows.
+
+    Raises:
+      TypeError: naming the node.
+    """
+    named, _ = host_arrays.flattened(batch, "`batch`", _has_shape)
+    for path, node in named:
+        if not _has_shape(node):
+            continue
+        leaves, treedef = jax.tree.flatten(node)
+        more = [np.zeros((2 * np.shape(leaf)[0], *np.shape(leaf)[1:]), bool) for leaf in leaves]
+        try:
+            grown = treedef.unflatten(more).shape
+        except Exception:  # its class takes other arrays alone: JAX says so in the step
+            continue
+        if tuple(grown) == tuple(node.shape):
+            kind = type(node).__name__
+            raise TypeError(
+                f"{_name(path)} is a {kind} of shape {list(node.shape)}, which it would keep on a "
+                "rank that has a part of its rows. Give its arrays as leaves, [rows, ...], and "
+                f"make the {kind} in the step."
+            )
+
+
+def _has_shape(node: Any) -> bool:
+    is_array = hasattr(node, "__array__") or isinstance(node, (jax.Array, jax.ShapeDtypeStruct))
+    return isinstance(getattr(node, "shape", None), tuple) and not is_array

@@ -1,10 +1,12 @@
 """Which rows are a process's, for any mesh, and where they come to lie."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import sparse
 from jax.sharding import AxisType
 
 from jdp.data.sharding import Layout, batch_sharding, place_batch, process_rows
@@ -182,3 +184,42 @@ def test_a_later_batch_that_differs_is_refused(later, message):
     layout = Layout.of({"x": np.ones((4, 3))}, batch_sharding(mesh_of((2,), ("data",)), "data"))
     with pytest.raises(ValueError, match=message):
         layout.of_later(later)
+
+
+@jax.tree_util.register_pytree_node_class
+class Measured:
+    """A node with a shape that follows its array, as quantised arrays have."""
+
+    def __init__(self, values):
+        self.values = values
+
+    @property
+    def shape(self):
+        return self.values.shape
+
+    def tree_flatten(self):
+        return (self.values,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("n_batch", [0, 1])
+def test_a_node_that_keeps_the_shape_of_all_rows_is_refused(n_batch, num_ranks):
+    mesh = mesh_of((num_ranks,), ("data",))
+    batch = {"a": np.ones((4, 2)), "x": sparse.BCOO.fromdense(jnp.eye(4), n_batch=n_batch)}
+    for place in (
+        place_batch,
+        lambda batch, mesh, axes: Layout.of(batch, batch_sharding(mesh, axes)),
+    ):
+        with pytest.raises(TypeError, match=r"batch\['x'\]` is a BCOO of shape \[4, 4\]"):
+            place(batch, mesh, ("data",))
+    batch["x"] = Measured(np.ones((4, 3)))
+    assert place_batch(batch, mesh, ("data",))["x"].shape == (4, 3)
+
+
+def test_a_second_set_of_rows_is_told_how_to_lie_beside_the_first():
+    with pytest.raises(ValueError, match=r"\[4, 3, \.\.\.\]"):
+        place_batch({"a": np.ones((4, 2)), "b": np.ones(12)}, mesh_of((2,), ("data",)), ("data",))

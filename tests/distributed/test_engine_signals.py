@@ -83,7 +83,9 @@ def installed(programs, name):
 
 # JAX's variables take the place of mpi4py.
 @pytest.mark.parametrize(
-    ("programs", "name", "flags", "rank", "number"), MPI, ids=[f"{each[1]}-{each[-1].name}" for each in MPI]
+    ("programs", "name", "flags", "rank", "number"),
+    MPI,
+    ids=[f"{each[1]}-{each[-1].name}" for each in MPI],
 )
 def test_processes_of_mpi_save_at_a_signal(script, programs, name, flags, rank, number):
     place = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
