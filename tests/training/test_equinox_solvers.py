@@ -57,7 +57,14 @@ def ordinary_differential_equation(p, x):
     return diffrax.diffeqsolve(term, solver, 0, 1, 0.1, x, stepsize_controller=adaptive).ys.sum()
 
 
-SOLVERS = [linear_system, conjugate_gradients, root, least_squares, checkpointed_loop]
+SOLVERS = [
+    linear_system,
+    conjugate_gradients,
+    root,
+    least_squares,
+    checkpointed_loop,
+    ordinary_differential_equation,
+]
 
 
 def loss_of(solve):
@@ -67,8 +74,11 @@ def loss_of(solve):
     return loss_fn
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("solve", SOLVERS)
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=thorough), 2, 3])
+@pytest.mark.parametrize("solve", [*SOLVERS[:-1], pytest.param(SOLVERS[-1], marks=thorough)])
 def test_a_solver_trains_as_on_one_device(solve, stage):
     sgd = optax.sgd(0.1)
     tx = jdp.sharded(sgd, stage=stage, min_size=1) if stage else jdp.replicated(sgd)
@@ -87,7 +97,7 @@ def test_a_solver_trains_as_on_one_device(solve, stage):
         np.testing.assert_allclose(state.params[name], PARAMS[name] - 0.1 * grad, rtol=1e-5)
 
 
-@pytest.mark.parametrize("solve", SOLVERS)
+@pytest.mark.parametrize("solve", [pytest.param(SOLVERS[0], marks=thorough), *SOLVERS[1:]])
 def test_a_solver_runs_in_an_evaluation_and_in_layers(solve):
     loss_fn = loss_of(solve)
     layers = {"w": jnp.stack([PARAMS["w"], PARAMS["w"] / 2])}
