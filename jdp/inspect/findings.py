@@ -87,6 +87,38 @@ def _merged(facts: Facts) -> list[Finding]:
     ]
 
 
+def _whole_sums(facts: Facts) -> list[Finding]:
+    """Find gradients that XLA sums whole although the step asks for shards of the sum."""
+    kinds: dict[str, set[str]] = {}
+    for each in facts.step.traced.collectives:
+        for leaf in each.leaves:
+            kinds.setdefault(leaf.path, set()).add(each.kind)
+    found = [
+        leaf
+        for bucket, match in zip(facts.buckets, facts.matches, strict=True)
+        for leaf in match.leaves
+        if bucket.kind == "all-reduce"
+        and leaf.path
+        and kinds.get(leaf.path, set()) & {"all-reduce", "reduce-scatter"} == {"reduce-scatter"}
+        if leaf.num_elements * hlo.num_bytes(f"{leaf.dtype}[]") >= MIN_BYTES
+    ]
+    if not found:
+        return []
+    names = [f"`{leaf.path}`" for leaf in found]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    largest = max(leaf.num_elements for leaf in found)
+    return [
+        Finding(
+            "whole-sum",
+            f"XLA has compiled the reduce-scatter of {shown} as an all-reduce, which moves twice "
+            "the bytes.",
+            "On TPUs a reduce-scatter needs arrays of 2 dims or more, with whole tiles of rows for "
+            "each rank: keep such parameters as matrices, or whole by jdp.sharded(..., "
+            f"min_size={largest + 1}).",
+        )
+    ]
+
+
 _LOOKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     loop_findings.reduction_in_loop,
     _batch_gather,
@@ -96,5 +128,6 @@ _LOOKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     state_findings.wide_wire,
     _not_of_jdp,
     _merged,
+    _whole_sums,
     state_findings.padding,
 )
