@@ -93,6 +93,7 @@ def test_in_a_loop_what_no_turn_reads_is_not_sent(mesh):
     np.testing.assert_array_equal(result, np.tile(once * mesh.size**2, (mesh.size, 1)))
 
 
+@pytest.mark.filterwarnings("ignore:the step reduces gradients, and returns")
 def test_a_step_that_reads_the_loss_alone_gathers_nothing_for_its_gradients():
     ranks(2)
     tx = jdp.sharded(optax.sgd(0.1), stage=3, min_size=1, bucket_bytes=64)
