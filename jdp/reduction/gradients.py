@@ -14,6 +14,7 @@ from jdp.analysis.marks import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
 from jdp.reduction import (
+    declared_reductions,
     gradient_checks,
     known_shards,
     loss_means,
@@ -63,7 +64,8 @@ def sync_gradients(
         their own. Default: their own.
 
     Returns:
-      A tree like `grads`, equal bits on every rank; a mean of `value_and_grad` stays as it is.
+      A tree like `grads`, equal bits on every rank; a mean of `value_and_grad` stays as it is, and
+      Flax's `_overwrite_with_gradient` has the maximum over ranks.
 
     Raises:
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
@@ -82,6 +84,10 @@ def sync_gradients(
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     known = known_shards.means() if weight is None and mean else {}
     left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
+    flags = declared_reductions.is_overwritten(grads)
+    maxima = dict.fromkeys((i for i in left if flags[i]), "max")
+    combined = declared_reductions.over_ranks([x for _, x in named], maxima, axis_name)
+    left = [i for i in left if i not in maxima]
     means = reduced(
         [jax.tree_util.keystr(named[i][0]) for i in left],
         [named[i][1] for i in left],
@@ -94,7 +100,7 @@ def sync_gradients(
         reduce_dtype=mixed_precision.float_dtype("reduce_dtype", reduce_dtype),
     )
     found = dict(zip(left, means, strict=True))
-    return treedef.unflatten([found.get(i, leaf) for i, (_, leaf) in enumerate(named)])
+    return treedef.unflatten([found.get(i, leaf) for i, leaf in enumerate(combined)])
 
 
 def reduced(

@@ -3,9 +3,10 @@
 Inside a `shard_map` JAX writes the mesh into the type of each value. Equinox, Lineax, Optimistix
 and Diffrax compare such types with types that they made elsewhere, and refuse them. So the program
 is traced without a mesh, and its equations run inside the `shard_map` on values whose types have
-lost the mesh by a mark.
+lost the mesh by a mark. A program that names its mesh by a bare `PartitionSpec` is traced with it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,19 +16,30 @@ import jax.extend.core
 from jdp import axis
 from jdp.analysis import marks
 
+# Errors of JAX where a constraint, a reshard or a shard_map takes its mesh from the context.
+_NEEDS_MESH = re.compile(
+    r"requires a non-empty mesh|not under a mesh context|context mesh cannot be empty"
+)
+
 
 def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Return the jaxpr of `fn(*args)`, and its result with shapes in place of arrays."""
-    with axis.without_mesh():
-        types = jax.tree.map(_of_rank, args) if axis.is_without_mesh() else args
-        return jax.make_jaxpr(fn, return_shape=True)(*types)
+    try:
+        with axis.without_mesh():
+            loses_mesh = axis.is_without_mesh()
+            types = jax.tree.map(_of_rank, args) if loses_mesh else args
+            return jax.make_jaxpr(fn, return_shape=True)(*types)
+    except (RuntimeError, ValueError) as error:
+        if not loses_mesh or not _NEEDS_MESH.search(str(error)):
+            raise
+    return jax.make_jaxpr(fn, return_shape=True)(*args)
 
 
-def leaves(args: Sequence[Any]) -> list[Any]:
-    """Return the arrays with which the jaxpr of `traced(fn, args)` runs."""
+def leaves(args: Sequence[Any], closed: Any) -> list[Any]:
+    """Return the arrays with which `closed`, the jaxpr of `traced(fn, args)`, runs."""
+    given = zip(jax.tree.leaves(args), closed.in_avals, strict=True)
     with axis.without_mesh():
-        loses_mesh = axis.is_without_mesh()
-        return [_without_mesh(x) if loses_mesh else x for x in jax.tree.leaves(args)]
+        return [x if _has_mesh(aval) else _without_mesh(x) for x, aval in given]
 
 
 def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +47,7 @@ def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         closed, shapes = traced(fn, args)
-        results = jax.extend.core.jaxpr_as_fun(closed)(*leaves(args))
+        results = jax.extend.core.jaxpr_as_fun(closed)(*leaves(args, closed))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -49,8 +61,11 @@ def _of_rank(x: Any) -> Any:
 
 
 def _without_mesh(x: Any) -> Any:
-    has_mesh = _is_array(x) and jax.typeof(x).sharding.mesh.axis_names
-    return marks.without_mesh(x) if has_mesh else x
+    return marks.without_mesh(x) if _has_mesh(jax.typeof(x)) else x
+
+
+def _has_mesh(aval: Any) -> bool:
+    return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.mesh.axis_names)
 
 
 def _is_array(x: Any) -> bool:  # in contrast to a `jax.Ref`

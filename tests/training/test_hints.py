@@ -107,8 +107,7 @@ def test_a_constraint_of_the_rows_is_named(own_mesh):
             state, jax.tree.map(lambda x: constrained(x, ["data"], own_mesh=own_mesh), batch)
         )
 
-    error = ValueError if own_mesh else RuntimeError
-    (note,) = notes(error, step, state(), batch())
+    (note,) = notes(ValueError, step, state(), batch())
     assert "Leave the constraint out" in note
 
 

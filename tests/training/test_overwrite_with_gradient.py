@@ -107,6 +107,20 @@ def test_a_state_of_jdp_overwrites_statistics_with_gradients_of_jax(stage, want)
     assert_equals(state.params, want, num_parts=2)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sync_gradients_takes_the_maxima_of_statistics(num_ranks, want):
+    @jdp.train_step
+    def step(state, batch):
+        grads = jdp.sync_gradients(jax.grad(loss_fn)(state.params, batch))
+        return state.apply_gradients(grads, synced=True), {}
+
+    ranks(num_ranks)
+    state = of_jdp(optimizer(0))
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    assert_equals(state.params, want, num_parts=num_ranks)
+
+
 def test_a_state_of_flax_with_gradients_of_jax_is_refused_and_the_error_names_what_works():
     @jdp.train_step
     def step(state, batch):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from support.training import fetched, ranks
 
 import jdp
@@ -231,3 +232,36 @@ def test_typed_keys_are_gathered_or_refused_with_the_line(kind):
 def test_a_sum_of_random_keys_is_refused(reduce):
     with pytest.raises(TypeError, match=r"_over_ranks of key<fry>\[\].*(?s:.*)key_data"):
         reduce({"key": jax.random.key(0)})
+
+
+def over_no_axis(x):
+    return jax.shard_map(lambda x: x, in_specs=P(), out_specs=P(), axis_names=set())(x)
+
+
+# Each takes its mesh from the context of the step.
+NAMING_NO_AXIS = {
+    "constraint": lambda x: lax.with_sharding_constraint(x, P(None)),
+    "reshard": lambda x: jax.sharding.reshard(x, P()),
+    "shard_map": over_no_axis,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", NAMING_NO_AXIS)
+def test_a_sharding_that_names_no_axis_of_the_mesh_changes_nothing(kind, stage):
+    def train(change):
+        def loss_fn(w, x):
+            return (change(x @ w) ** 2).mean()
+
+        @jdp.train_step
+        def step(state, x):
+            grads = jdp.value_and_grad(loss_fn)(state.params, x)[1]
+            return state.apply_gradients(grads), {}
+
+        ranks(2)
+        sgd = optax.sgd(0.1)
+        tx = jdp.sharded(sgd, stage=stage, min_size=1) if stage else jdp.replicated(sgd)
+        x = np.arange(24, dtype=np.float32).reshape(6, 4) / 24
+        return step(jdp.TrainState.create(jnp.ones((4, 2)), tx), x)[0].params
+
+    np.testing.assert_array_equal(train(NAMING_NO_AXIS[kind]), train(lambda x: x))

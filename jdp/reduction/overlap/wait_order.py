@@ -34,7 +34,7 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         closed, shapes = rank_trace.traced(fn, args)
         body = jaxprs.opened(closed)
-        given = [*closed.consts, *rank_trace.leaves(args)]
+        given = [*closed.consts, *rank_trace.leaves(args, closed)]
         values = dict(zip([*body.constvars, *body.invars], given, strict=True))
         parts = _parts(body.eqns)
         last_use = {v: i for i, part in enumerate(parts) for v in _read(part)}
