@@ -30,8 +30,6 @@ from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.analysis.traced import Traced
 from jdp.error_codes import with_code
 
-# Their result is their first operand.
-_SAME = frozenset("copy copy_p jdp_mark jdp_tied".split())
 _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
@@ -74,7 +72,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         )
     for warning in (
         *_unused(report),
-        *_untouched(step, report, traced),
+        *_untouched(step, traced),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
         *padding.warnings(step, report, traced),
@@ -235,33 +233,37 @@ def _unused(report: Report) -> Iterator[str]:
         )
 
 
-def _untouched(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for parameters that a step returns unchanged, but reduces gradients of."""
+def _untouched(step: Any, traced: Traced) -> Iterator[str]:
+    """Yield a text if a step reduces gradients, and only optimizer state follows from them."""
     body = jaxprs.mapped_body(step)
-    first = report.num_inputs - len(traced.inputs)
-    names = {v: name for v, name in zip(body.invars[first:], traced.inputs, strict=True)}
+    if not traced.found.marked or any(map(jaxprs.is_ref, [*body.invars, *body.constvars])):
+        return  # a Ref may hold parameters
+    moved: set[Any] = set()  # values that depend on gradients
     for eqn in body.eqns:
-        if eqn.primitive.name in _SAME and not jaxprs.is_literal(eqn.invars[0]):
-            if eqn.invars[0] in names:
-                names[eqn.outvars[0]] = names[eqn.invars[0]]
-    found = []
-    for path in sorted(traced.found.marked):
-        # Each of several models may have such a leaf, and a step may train one of them.
-        leaves = [
-            (v, output)
-            for v, output in zip(body.outvars, traced.outputs, strict=True)
-            if output.kind == "state"
-            and output.path.removesuffix(".value").endswith(path)  # of a variable of nnx
-            and "opt_state" not in output.path
-        ]
-        if path and leaves and all(not jaxprs.is_literal(v) and v in names for v, _ in leaves):
-            found += [f"`{names[v]}`" for v, _ in leaves]
-    if found:
+        read = [v for v in eqn.invars if not jaxprs.is_literal(v)]
+        if any(v in moved for v in read) or _marks_gradients(eqn):
+            moved.update(eqn.outvars, filter(jaxprs.is_ref, read))
+    leaves = [
+        (output.path, not jaxprs.is_literal(v) and v in moved)
+        for v, output in zip(body.outvars, traced.outputs, strict=True)
+        if output.kind == "state"
+        and "opt_state" not in output.path
+        and jnp.issubdtype(output.aval.dtype, jnp.inexact)
+    ]
+    if leaves and not any(is_moved for _, is_moved in leaves):
+        ends = tuple(traced.found.marked)
+        named = [path for path, _ in leaves if path.removesuffix(".value").endswith(ends)]
         yield (
-            f"the step reduces gradients, and returns {shown(found)} unchanged: it does not "
-            "train. Return what apply_gradients returns: state = state.apply_gradients(grads). "
+            f"the step reduces gradients, and returns {shown(_quoted(named))} unchanged: it does "
+            "not train. Return what apply_gradients returns: state = state.apply_gradients(grads). "
             "With nnx the model comes first: optimizer.update(model, grads)."
         )
+
+
+def _marks_gradients(eqn: Any) -> bool:
+    inside = jaxprs.bodies(eqn) if eqn.params else ()
+    eqns = [eqn, *(inner for body in inside for inner in jaxprs.equations(body))]
+    return any(e.primitive.name == "jdp_mark" and e.params["kind"] == LOCAL for e in eqns)
 
 
 def _means(report: Report, traced: Traced) -> Iterator[str]:

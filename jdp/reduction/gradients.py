@@ -86,8 +86,10 @@ def sync_gradients(
     left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
     flags = declared_reductions.is_overwritten(grads)
     maxima = dict.fromkeys((i for i in left if flags[i]), "max")
-    combined = declared_reductions.over_ranks([x for _, x in named], maxima, axis_name)
-    left = [i for i in left if i not in maxima]
+    combined = [leaf for _, leaf in named]
+    if maxima:
+        combined = declared_reductions.over_ranks(combined, maxima, axis_name)
+        left = [i for i in left if i not in maxima]
     means = reduced(
         [jax.tree_util.keystr(named[i][0]) for i in left],
         [named[i][1] for i in left],

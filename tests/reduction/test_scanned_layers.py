@@ -337,6 +337,7 @@ def test_a_sum_over_ranks_is_not_a_mean_of_them(make_mesh):
         step(state_of(make_mesh(2), parameters()), rows())
 
 
+@pytest.mark.filterwarnings("ignore:the step reduces gradients, and returns")
 def test_the_sum_of_gradients_is_that_of_all_ranks(make_mesh):
     @jdp.train_step
     def step(state, batch):

@@ -161,6 +161,7 @@ def test_micro_batches_weighed_by_another_weight_than_the_steps_equal_replicated
     assert_close(fetched(got.params), fetched(want.params), 2e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the step reduces gradients, and returns")
 def test_a_gradient_knows_its_shard_and_is_the_mean_on_every_rank():
     found = {}
 

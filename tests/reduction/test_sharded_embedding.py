@@ -177,6 +177,7 @@ def test_a_small_dtype(shape, dtype):
     np.testing.assert_array_equal(np.asarray(state.params["table"], np.float32), want)
 
 
+@pytest.mark.filterwarnings("ignore:the step reduces gradients, and returns")
 def test_the_program_never_holds_the_whole_table():
     @jdp.train_step
     def step(state, batch):

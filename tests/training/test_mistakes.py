@@ -229,7 +229,7 @@ def test_a_new_state_that_is_dropped_is_a_warning_that_names_the_leaves(value_an
         return state, {}
 
     tx = jdp.sharded(optax.adam(0.1), stage=stage, min_size=1) if stage else sgd()
-    with pytest.warns(UserWarning, match=r"`state\.params\['b'\]`.*unchanged.*apply_gradients"):
+    with pytest.warns(UserWarning, match=r"`new state\.params\['b'\]`.*unchanged.*apply_gradient"):
         step(state(tx), batch())
 
 
@@ -263,3 +263,33 @@ def test_a_step_may_train_one_of_two_models_with_equal_names():
         return (one.apply_gradients(grads), other), {}
 
     step((state(), state()), batch())
+
+
+def only_a_statistic(state, batch):
+    grads = jdp.sync_gradients(jax.grad(loss_fn)(state["p"], batch))
+    return {**state, "norm": state["norm"] + optax.tree.norm(grads)}, {}
+
+
+def one_leaf_by_hand(state, batch):
+    grads = jdp.sync_gradients(jax.grad(loss_fn)(state["p"], batch))
+    p = {**state["p"], "w": state["p"]["w"] - 0.1 * grads["w"]}
+    return {**state, "p": p}, {}
+
+
+@pytest.mark.parametrize("fit", [only_a_statistic, one_leaf_by_hand])
+def test_gradients_that_reach_a_state_are_no_mistake(fit):
+    ranks(2)
+    jdp.train_step(fit)({"p": state().params, "norm": jnp.float32(0)}, batch())
+
+
+def test_parameters_that_are_one_array_are_named_too():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state.params)
+        jax.jit(lambda state: state.apply_gradients(grads))(state)
+        return jax.jit(lambda state: state)(state), {}
+
+    with pytest.warns(UserWarning, match="`new state.params` unchanged"):
+        step(jdp.TrainState.create(jnp.ones(5), sgd()), batch())
