@@ -24,6 +24,7 @@ _NEEDS_MESH = re.compile(
 
 def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Return the jaxpr of `fn(*args)`, and its result with shapes in place of arrays."""
+    loses_mesh = False
     try:
         with axis.without_mesh():
             loses_mesh = axis.is_without_mesh()
