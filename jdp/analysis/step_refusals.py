@@ -239,24 +239,29 @@ def _untouched(step: Any, traced: Traced) -> Iterator[str]:
     if not traced.found.marked or any(map(jaxprs.is_ref, [*body.invars, *body.constvars])):
         return  # a Ref may hold parameters
     moved: set[Any] = set()  # values that depend on gradients
+    same = {*body.invars}  # values that entered
     for eqn in body.eqns:
         read = [v for v in eqn.invars if not jaxprs.is_literal(v)]
         if any(v in moved for v in read) or _marks_gradients(eqn):
             moved.update(eqn.outvars, filter(jaxprs.is_ref, read))
+        elif eqn.primitive.name == "jdp_mark" and same.issuperset(read):
+            same.update(eqn.outvars)
     leaves = [
-        (output.path, not jaxprs.is_literal(v) and v in moved)
+        (output.path, v)
         for v, output in zip(body.outvars, traced.outputs, strict=True)
         if output.kind == "state"
         and "opt_state" not in output.path
         and jnp.issubdtype(output.aval.dtype, jnp.inexact)
+        and not jaxprs.is_literal(v)
     ]
-    if leaves and not any(is_moved for _, is_moved in leaves):
-        ends = tuple(traced.found.marked)
-        named = [path for path, _ in leaves if path.removesuffix(".value").endswith(ends)]
+    ends = tuple(traced.found.marked)
+    named = [(path, v) for path, v in leaves if path.removesuffix(".value").endswith(ends)]
+    if named and same.issuperset(v for _, v in named) and moved.isdisjoint(v for _, v in leaves):
         yield (
-            f"the step reduces gradients, and returns {shown(_quoted(named))} unchanged: it does "
-            "not train. Return what apply_gradients returns: state = state.apply_gradients(grads). "
-            "With nnx the model comes first: optimizer.update(model, grads)."
+            f"the step reduces gradients, and returns {shown(_quoted([path for path, _ in named]))}"
+            " unchanged: it does not train. Return what apply_gradients returns: state = "
+            "state.apply_gradients(grads). With nnx the model comes first: "
+            "optimizer.update(model, grads)."
         )
 
 
