@@ -44,7 +44,7 @@ def report(
       uppers: the sums of `upper_half`.
       axis_name: of the ranks that are summed over.
     """
-    others = [name for name in step.axis_name if name not in axis.names(axis_name)]
+    others = tuple(name for name in step.axis_name if name not in axis.names(axis_name))
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     line = source_lines.innermost(frames)
     for total, upper in zip(totals, uppers, strict=True):
