@@ -232,3 +232,17 @@ def put_nodes(tree: Any, leaves: Sequence[Any]) -> Any:
 
 def _is_taken_node(node: Any) -> bool:
     return isinstance(node, _TakenNode)
+
+
+# Flax's collection of statistics whose gradient is their next value.
+OVERWRITTEN = "_overwrite_with_gradient"
+
+
+def is_overwritten(path: tuple) -> bool:
+    """Whether a leaf is a statistic of Flax, which its gradient overwrites."""
+    return OVERWRITTEN in keys(path)
+
+
+def keys(path: tuple) -> list[Any]:
+    """Return the keys and attribute names of a path, None for a position in a sequence."""
+    return [getattr(key, "key", None) or getattr(key, "name", None) for key in path]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jdp import pytrees
 from jdp.analysis import Node, Origin, Provenance, Report, shown
 from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
@@ -122,15 +123,15 @@ def _is_key(output: Output) -> bool:
 def _advice(output: Output) -> str:
     if _is_key(output):
         return _KEY
-    if "_overwrite_with_gradient" in output.path:
+    if pytrees.OVERWRITTEN in output.path:
         return _OVERWRITTEN
     if _METRICS.search(output.path):
         return _KEPT_METRIC
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# Metrics of nnx that a state keeps.
-_METRICS = re.compile(r"metric", re.IGNORECASE)
+# Metrics of nnx that a state keeps, below a key such as train_metrics.
+_METRICS = re.compile(r"(\['|\.)\w*metrics?('\]|\.|\[|$)")
 
 # The states of Flax linen and nnx, of Haiku, and those of Equinox, whose paths in JAX are numbers.
 _MODEL_STATE = re.compile(

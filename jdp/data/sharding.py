@@ -16,6 +16,7 @@ from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
 
 # Structures of batches whose nodes keep no shape of all rows.
 _checked: set[Any] = set()
+_MOST_CHECKED = 100
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
@@ -91,6 +92,8 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
             raise ValueError(_rows_error(path, leaf, named[0], ranks))
     if treedef not in _checked:  # once, not in each call of a step
         _require_own_shapes(batch)
+        if len(_checked) > _MOST_CHECKED:  # values beside the arrays may differ in each batch
+            _checked.clear()
         _checked.add(treedef)
     return treedef.unflatten([_place_rows(path, leaf, sharding) for path, leaf in named])
 
@@ -271,7 +274,9 @@ def _require_own_shapes(batch: Any) -> None:
             grown = treedef.unflatten(more).shape
         except Exception:  # its class takes other arrays alone: JAX says so in the step
             continue
-        if tuple(grown) == tuple(node.shape):
+        # A sparse array, or a shape that counts the rows; others may be of one row.
+        counts_rows = hasattr(node, "todense") or node.shape[:1] == np.shape(leaves[0])[:1]
+        if counts_rows and tuple(grown) == tuple(node.shape):
             kind = type(node).__name__
             raise TypeError(
                 f"{_name(path)} is a {kind} of shape {list(node.shape)}, which it would keep on a "

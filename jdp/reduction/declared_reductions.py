@@ -4,18 +4,17 @@ A `custom_vjp` may return the next value of a statistic in place of a gradient. 
 do so for maxima, in a collection of their own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jdp import pytrees
 from jdp.axis import AxisName
 from jdp.reduction import known_shards, metrics
 
-# Flax's collection of statistics whose gradient is their next value.
-OVERWRITTEN = "_overwrite_with_gradient"
-_OF_FLAX = {OVERWRITTEN: "max"}
+_OF_FLAX = {pytrees.OVERWRITTEN: "max"}
 
 _OVER_RANKS: dict[str, Callable[..., Any]] = {
     "max": metrics.max_over_ranks,
@@ -45,7 +44,7 @@ def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str
     known = {**_OF_FLAX, **declared}
     found, used = {}, set()
     for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-        for name in _names(path):
+        for name in pytrees.keys(path):
             if name in known:
                 found[i] = known[name]
                 used.add(name)
@@ -58,34 +57,39 @@ def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str
     return found
 
 
-def is_overwritten(tree: Any) -> list[bool]:
-    """Return for each leaf whether it is a statistic of Flax, which its gradient overwrites."""
-    return [OVERWRITTEN in _names(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def require_none(params: Any, name: str) -> None:
     """Refuse Flax's statistics among parameters whose gradients a function averages."""
-    if any(is_overwritten(params)):
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if any(map(pytrees.is_overwritten, paths)):
         raise ValueError(
-            f"the parameters of {name} have {OVERWRITTEN!r}, whose gradients are maxima: layers "
-            "average gradients. Pass that collection as xs=."
+            f"the parameters of {name} have {pytrees.OVERWRITTEN!r}, whose gradients are maxima: "
+            "layers average gradients. Pass that collection as xs=."
         )
 
 
-def over_ranks(leaves: Sequence[Any], chosen: Mapping[int, str], axis_name: AxisName) -> list[Any]:
-    """Return leaves, of which those that are chosen are combined over the ranks."""
-    found = list(leaves)
+def over_ranks(grads: Any, chosen: Mapping[int, str], axis_name: AxisName) -> Any:
+    """Return a tree of gradients in which statistics are combined over the ranks.
+
+    Args:
+      grads: tree of gradients.
+      chosen: position of a statistic -> its operation.
+      axis_name: the data axis.
+    """
+    if not chosen:
+        return grads
+    named, tree = jax.tree_util.tree_flatten_with_path(grads)
+    found = [leaf for _, leaf in named]
     for name in sorted({*chosen.values()}):
         places = [i for i in chosen if chosen[i] == name]
-        combined = _OVER_RANKS[name]([leaves[i] for i in places], axis_name=axis_name)
+        combined = _OVER_RANKS[name]([found[i] for i in places], axis_name=axis_name)
         for i, value in zip(places, combined, strict=True):
-            found[i] = known_shards.remember_mean(value, "")
-    return found
+            found[i] = known_shards.remember_mean(value, jax.tree_util.keystr(named[i][0]))
+    return tree.unflatten(found)
 
 
-def over_rounds(stacked: Mapping[int, jax.Array], chosen: Mapping[int, str]) -> dict[int, Any]:
-    """Return statistics `[k, ...]` of k micro-batches, by position, combined over these."""
-    return {i: _OVER_ROUNDS[chosen[i]](value, axis=0) for i, value in stacked.items()}
+def over_rounds(stacked: jax.Array, operation: str) -> jax.Array:
+    """Return the statistics `[k, ...]` of k micro-batches, combined over these."""
+    return _OVER_ROUNDS[operation](stacked, axis=0)
 
 
 def overwrite(params: Any, grads: Any, axis_name: AxisName, *, synced: bool) -> Any:
@@ -97,18 +101,12 @@ def overwrite(params: Any, grads: Any, axis_name: AxisName, *, synced: bool) -> 
       axis_name: the data axis.
       synced: whether the gradients are combined over the ranks already.
     """
-    flags = is_overwritten(params)
-    if not any(flags) or jax.tree.structure(grads) != jax.tree.structure(params):
+    named, tree = jax.tree_util.tree_flatten_with_path(params)
+    flags = [pytrees.is_overwritten(path) for path, _ in named]
+    if not any(flags) or jax.tree.structure(grads) != tree:
         return params
-    leaves, tree = jax.tree.flatten(params)
-    new = jax.tree.leaves(grads)
-    known = known_shards.means()
-    local = [i for i, flag in enumerate(flags) if flag and not synced and id(new[i]) not in known]
-    new = over_ranks(new, dict.fromkeys(local, "max"), axis_name)
-    return tree.unflatten(
-        [value if flag else leaf for leaf, value, flag in zip(leaves, new, flags, strict=True)]
-    )
-
-
-def _names(path: Sequence[Any]) -> list[Any]:
-    return [getattr(key, "key", None) or getattr(key, "name", None) for key in path]
+    leaves, known = jax.tree.leaves(grads), known_shards.means()
+    left = [i for i, flag in enumerate(flags) if flag and id(leaves[i]) not in known]
+    maxima = {} if synced else dict.fromkeys(left, "max")
+    new = jax.tree.leaves(over_ranks(grads, maxima, axis_name))
+    return tree.unflatten([new[i] if flags[i] else leaf for i, (_, leaf) in enumerate(named)])

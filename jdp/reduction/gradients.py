@@ -9,7 +9,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp import axis, collectives
+from jdp import axis, collectives, pytrees
 from jdp.analysis.marks import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
@@ -84,11 +84,9 @@ def sync_gradients(
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     known = known_shards.means() if weight is None and mean else {}
     left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
-    flags = declared_reductions.is_overwritten(grads)
-    maxima = dict.fromkeys((i for i in left if flags[i]), "max")
-    combined = [leaf for _, leaf in named]
-    if maxima:
-        combined = declared_reductions.over_ranks(combined, maxima, axis_name)
+    if maxima := {i: "max" for i in left if pytrees.is_overwritten(named[i][0])}:
+        combined = declared_reductions.over_ranks(grads, maxima, axis_name)
+        named = jax.tree_util.tree_leaves_with_path(combined)
         left = [i for i in left if i not in maxima]
     means = reduced(
         [jax.tree_util.keystr(named[i][0]) for i in left],
@@ -102,7 +100,7 @@ def sync_gradients(
         reduce_dtype=mixed_precision.float_dtype("reduce_dtype", reduce_dtype),
     )
     found = dict(zip(left, means, strict=True))
-    return treedef.unflatten([found.get(i, leaf) for i, leaf in enumerate(combined)])
+    return treedef.unflatten([found.get(i, leaf) for i, (_, leaf) in enumerate(named)])
 
 
 def reduced(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 
-from jdp import axis
+from jdp import axis, pytrees
 from jdp.analysis.marks import SHARD, WHOLE, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, parts, step_context
@@ -144,10 +144,13 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
     scope = step_context.innermost()
     if scope is None:
         return
-    mixed_precision.claim(params, owner)
+    given = zip(jax.tree_util.tree_leaves_with_path(params), flags, strict=True)
+    # The optimizer does not update statistics of Flax.
+    chosen = [(x, flag) for (path, x), flag in given if not pytrees.is_overwritten(path)]
+    mixed_precision.claim([leaf for leaf, _ in chosen], owner)
     axes = axis.in_mesh_order(owner.sharding.axes or owner.axis_name)
     is_here = step_context.current(owner.axis_name) is not None
-    for leaf, flag in zip(jax.tree.leaves(params), flags, strict=True):
+    for leaf, flag in chosen:
         part = known(leaf)
         dim = owner.sharding.dim(leaf, axis.size(axes)) if is_here else None
         if part is None and owner.sharding.stage < 3 and dim is not None:

@@ -94,7 +94,8 @@ def value_and_grad(
         `jax.value_and_grad` does.
       reductions: key in `params` -> "max", "min" or "sum": the gradients of the leaves below it are
         statistics that a `jax.custom_vjp` returns. They are combined by that operation over
-        micro-batches and ranks, without weights. Flax's `_overwrite_with_gradient` is "max".
+        micro-batches and ranks, without weights. Keep them from the optimizer. Flax's
+        `_overwrite_with_gradient` is "max", and needs no entry.
       axis_name: the data axis.
 
     Returns:
@@ -122,57 +123,53 @@ def value_and_grad(
         options["reductions"] = reductions
         return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
 
-    loss = _MicroBatchedLoss(loss_fn, has_aux, weight, axis_name)
-
     @functools.wraps(loss_fn)
     def named(params: Any, *args: Any) -> tuple[Any, Any]:
         if not args and ((accumulate or 1) > 1 or micro_batch_rows is not None):
             raise TypeError(_NO_ROWS)
         with mixed_precision.named_loss(params):
             k = num_micro_batches(args[0], accumulate, micro_batch_rows) if args else 1
-            chosen = declared_reductions.operations(params, reductions)
-            derivative = loss.derivative(params, k, chosen)
+            statistics = declared_reductions.operations(params, reductions)
+            loss = _MicroBatchedLoss(loss_fn, has_aux, weight, axis_name, statistics)
+            derivative = loss.derivative(params, k)
             if k > 1:
-                return loss.accumulate(derivative, args[0], args[1:], k, chosen)
+                return loss.accumulate(derivative, args[0], args[1:], k)
             value, local = derivative.differentiate(loss_fn, has_aux, args)
             loss_means.offer(step_context.current(axis_name), value)
-            return value, loss.whole(derivative, local, chosen)
+            return value, loss.whole(derivative, local)
 
     return named
 
 
 class _MicroBatchedLoss(NamedTuple):
-    """A loss whose micro-batches are differentiated; the fields are those of `value_and_grad`."""
+    """A loss whose micro-batches are differentiated; the first fields are as in `value_and_grad`.
+
+    Attributes:
+      statistics: position of a leaf whose gradient is a statistic -> its operation.
+    """
 
     loss_fn: Callable[..., Any]
     has_aux: bool
     weight: Callable[[Any], Any] | None
     axis_name: AxisName
+    statistics: Mapping[int, str]
 
-    def derivative(
-        self, params: Any, k: int, chosen: Mapping[int, str]
-    ) -> WholeGradients | ShardGradients:
-        """Return the derivative with respect to parameters, for k micro-batches.
-
-        Args:
-          params: tree of parameters.
-          k: number of micro-batches.
-          chosen: position of a leaf whose gradient is a statistic -> its operation.
-        """
+    def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
+        """Return the derivative with respect to parameters, for k micro-batches."""
         is_sent = k == 1 or not self._weights()[1]
-        options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": chosen}
+        options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
+        shards = shard_gradients.of(params, self.axis_name, wholes, self.statistics)
+        shards = shard_gradients.of(params, self.axis_name, wholes, self.statistics)
         # Here, not in the jitted part: only here it shows whether the values are typed.
-        return shard_gradients.of(params, self.axis_name, wholes, chosen) or WholeGradients(
+        return shards or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes
         )
 
-    def whole(
-        self, derivative: WholeGradients | ShardGradients, grads: LeafGradients, chosen: Any
-    ) -> Any:
+    def whole(self, derivative: WholeGradients | ShardGradients, grads: LeafGradients) -> Any:
         """Return the tree of gradients, like the parameters."""
-        leaves, tree = jax.tree.flatten(derivative.whole(grads))
-        return tree.unflatten(declared_reductions.over_ranks(leaves, chosen, self.axis_name))
+        found = derivative.whole(grads)
+        return declared_reductions.over_ranks(found, self.statistics, self.axis_name)
 
     def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:
         """Return the weight of rows, and whether it is another one than that of the step."""
@@ -182,12 +179,7 @@ class _MicroBatchedLoss(NamedTuple):
         return self.weight or of_step, is_own
 
     def accumulate(
-        self,
-        derivative: WholeGradients | ShardGradients,
-        batch: Any,
-        rest: tuple,
-        k: int,
-        chosen: Mapping[int, str],
+        self, derivative: WholeGradients | ShardGradients, batch: Any, rest: tuple, k: int
     ) -> tuple[Any, Any]:
         """Return the value of the loss, and this rank's gradient, in k > 1 micro-batches."""
         weight_fn, is_own = self._weights()
@@ -202,11 +194,7 @@ class _MicroBatchedLoss(NamedTuple):
             return step_context.entered(self.axis_name, batch, weight_fn, **options)
 
         part = self._part(
-            derivative,
-            join,
-            entered,
-            lambda batch: full * num_rows(batch) / rows_of_loop,
-            chosen,
+            derivative, join, entered, lambda batch: full * num_rows(batch) / rows_of_loop
         )
         token = call_order.first_token() if derivative.sends else None
         require_typed_keys(part, token, looped, rest)
@@ -215,13 +203,12 @@ class _MicroBatchedLoss(NamedTuple):
         )
         if token is not None:
             call_order.passed(token)
-        num_rows_leaves = len(rows) - len(chosen)
-        value = pytrees.put_nodes(means, rows[:num_rows_leaves])
+        num_reported = len(rows) - len(self.statistics)
+        value = pytrees.put_nodes(means, rows[:num_reported])
         loss_means.offer(step_context.current(self.axis_name), value)
-        statistics = dict(zip(chosen, rows[num_rows_leaves:], strict=True))
-        for i, statistic in declared_reductions.over_rounds(statistics, chosen).items():
-            grads[i] = statistic
-        return value, self.whole(derivative, LeafGradients(grads, *reduced), chosen)
+        for i, of_rounds in zip(self.statistics, rows[num_reported:], strict=True):
+            grads[i] = declared_reductions.over_rounds(of_rounds, self.statistics[i])
+        return value, self.whole(derivative, LeafGradients(grads, *reduced))
 
     def _part(
         self,
@@ -229,7 +216,6 @@ class _MicroBatchedLoss(NamedTuple):
         join: Callable[[dict], tuple],
         entered: Callable[[Any], AbstractContextManager[Scope]],
         count: Callable[[Any], float],
-        chosen: Mapping[int, str],
     ) -> Callable[[Any, Any], Any]:
         """Return the jitted function of one micro-batch, as `accumulated` calls it.
 
@@ -239,7 +225,6 @@ class _MicroBatchedLoss(NamedTuple):
           entered: the scope of a micro-batch.
           count: how much a micro-batch counts where nothing weighs its rows: 1, or 1 / k, but for
             a last one that is smaller.
-          chosen: position of a leaf whose gradient is a statistic -> its operation.
         """
 
         def part(micro_batch: Any) -> Any:
@@ -249,8 +234,8 @@ class _MicroBatchedLoss(NamedTuple):
                 value, grads = derivative.differentiate(self.loss_fn, self.has_aux, args)
             means, rows = take_rows(value)
             means = _require_means(means)
-            rows = [*rows, *(grads.local[i][None] for i in chosen)]
-            for i in chosen:
+            rows = [*rows, *(grads.local[i][None] for i in self.statistics)]
+            for i in self.statistics:
                 grads.local[i] = None
             rows_count = jnp.asarray(count(batch), float)
             own = rows_count if micro.weight is None else micro.weight

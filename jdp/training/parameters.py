@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jdp import pytrees, rank_state
-from jdp.reduction import declared_reductions
 
 _PARTITION = (
     "With Equinox keep it outside of params: "
@@ -133,10 +132,10 @@ def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     else:
         chosen = _spread(trainable, params)
     flags = tuple(
-        flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and not is_statistic
-        for flag, (_, leaf), is_statistic in zip(
-            chosen, named, declared_reductions.is_overwritten(params), strict=True
-        )
+        flag
+        and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        and not pytrees.is_overwritten(path)
+        for flag, (path, leaf) in zip(chosen, named, strict=True)
     )
     if not any(flags):
         raise ValueError(

@@ -4,10 +4,14 @@ import logging
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from support.processes import ProcessError
 from support.threads import running, wait_until_none_runs
 
+import jdp
 from jdp.data.batches import batches, shard_batches
 from jdp.data.sampler import Sampler
 
@@ -180,3 +184,23 @@ def test_a_process_with_another_new_shape_is_named(processes):
     for found in processes(2).run(read_growing, [[3, 3, 5], [3, 3, 6]]):
         assert "JDP209" in found and "process 1 has 1 rows per rank" in found, found
         assert "float32[2, 5]" in found and "float32[2, 6]" in found
+
+
+def train_growing(lengths):
+    jdp.init()
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda w: jnp.mean((batch * w) ** 2))(state.params)
+        return state.apply_gradients(grads), {}
+
+    state = jdp.TrainState.create(jnp.float32(1), jdp.replicated(optax.sgd(0.1)))
+    mine = lengths[jax.process_index()]
+    for batch in shard_batches([np.ones((2, length), np.float32) for length in mine]):
+        state, _ = step(state, batch)
+
+
+def test_a_process_that_alone_has_a_new_shape_is_named_at_once(processes):
+    match = r"`step` .* on process 0.*new shapes on process 1(.|\n)*JDP211"
+    with pytest.raises(ProcessError, match=match):
+        processes(2).run(train_growing, [[3, 3, 3, 3], [3, 3, 5, 3]])

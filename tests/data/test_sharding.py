@@ -220,6 +220,18 @@ def test_a_node_that_keeps_the_shape_of_all_rows_is_refused(n_batch, num_ranks):
     assert place_batch(batch, mesh, ("data",))["x"].shape == (4, 3)
 
 
+@jax.tree_util.register_pytree_node_class
+class Picture(Measured):
+    """A node with the shape of each of its rows."""
+
+    shape = (2, 3)
+
+
+def test_a_node_with_the_shape_of_one_row_is_no_mistake():
+    batch = {"x": Picture(np.ones((4, 6)))}
+    assert place_batch(batch, mesh_of((2,), ("data",)), ("data",))["x"].values.shape == (4, 6)
+
+
 def test_a_second_set_of_rows_is_told_how_to_lie_beside_the_first():
     with pytest.raises(ValueError, match=r"\[4, 3, \.\.\.\]"):
         place_batch({"a": np.ones((4, 2)), "b": np.ones(12)}, mesh_of((2,), ("data",)), ("data",))

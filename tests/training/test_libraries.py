@@ -334,3 +334,14 @@ def test_a_metric_of_nnx_that_a_state_keeps_is_refused_with_words_of_metrics():
 
     with pytest.raises(ValueError, match=r"Return the value as a metric of the step.*JDP101"):
         step({"metrics": kept}, batch())
+
+
+def test_parameters_that_are_called_metric_are_not_taken_for_metrics():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        return {"metric_head": state["metric_head"] + batch["x"].mean()}, {}
+
+    with pytest.raises(ValueError, match=r"jdp\.sync_gradients(?!.*as a metric of the step)"):
+        step({"metric_head": jnp.ones(3)}, batch())

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState as FlaxTrainState
 from support.training import ranks
 
@@ -92,6 +93,28 @@ def test_fp8_layers_of_flax_have_the_statistics_of_one_device(make, fit, stage, 
     for _ in range(3):
         state, _ = step(state, BATCH)
     assert_equals(state.params, want, num_parts=2 * (accumulate or 1))
+
+
+@pytest.mark.parametrize(("make", "fit"), [(of_flax, fit_flax), (of_jdp, fit_jdp)])
+def test_statistics_stay_wide_where_parameters_are_gathered_in_fewer_bits(make, fit):
+    @jdp.train_step
+    def step(state, batch):
+        return fit(state, jdp.value_and_grad(loss_fn)(state.params, batch)[1]), {}
+
+    ranks(2)
+    tx = jdp.sharded(SGD, stage=3, min_size=1, gather_dtype=jnp.bfloat16)
+    start = variables()
+    start[OVERWRITTEN] = jax.tree.map(lambda x: x + jnp.float32(1.001), start[OVERWRITTEN])
+    state = make(tx).replace(params=start)
+    state, _ = step(state, BATCH)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start["params"])
+    parts = [{name: x[rows] for name, x in BATCH.items()} for rows in (slice(6), slice(6, 12))]
+    parts = [{name: x[rows] for name, x in BATCH.items()} for rows in (slice(6), slice(6, 12))]
+    of_ranks = [jax.grad(loss_fn)({**start, "params": narrow}, part) for part in parts]
+    want = jax.tree.map(jnp.maximum, *(grads[OVERWRITTEN] for grads in of_ranks))
+    got = state.params[OVERWRITTEN]
+    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {np.dtype(np.float32)}
+    assert_equals(got, want, num_parts=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -189,6 +212,4 @@ def test_a_declaration_without_effect_is_refused(reductions):
 
 def test_scanned_layers_refuse_statistics_among_their_parameters():
     with pytest.raises(ValueError, match="xs="):
-        jdp.scan_layers(
-            lambda x, p: (x, None), jnp.ones(2), {OVERWRITE_WITH_GRADIENT: {"a": jnp.ones((2, 1))}}
-        )
+        jdp.scan_layers(lambda x, p: (x, None), jnp.ones(2), {OVERWRITTEN: {"a": jnp.ones((2, 1))}})
