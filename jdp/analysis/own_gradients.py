@@ -22,7 +22,7 @@ from jdp.analysis.way_back import Frame, Node
 from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 
-# Linear in all operands together; logic of booleans, which comparisons have made, is none of ours.
+# Linear in all operands together. Logic of booleans is included: their comparisons are reported.
 _LINEAR = frozenset(
     "add add_any and broadcast_in_dim complex concatenate conj cumsum dynamic_slice "
     "dynamic_update_slice fft gather imag jdp_mark jdp_weigh not or pad real reduce_and reduce_or "
@@ -136,7 +136,7 @@ class _Linearity:
         self, back: Provenance, shapes: set[tuple[int, ...]], among: set[Any] | None = None
     ):
         self._back, self.shapes, self._among = back, shapes, among
-        self.gradients: set[Any] = set()  # keys of those that were met
+        self.gradients: set[Any] = set()  # keys of gradients on the way
         self._found: dict[Any, _Dependence] = {}
         self._operands: dict[Any, list[Node]] = {}
         self._place = {v: i for i, eqn in enumerate(back.body.eqns) for v in eqn.outvars}
