@@ -150,7 +150,7 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
 
 def _gathered_keys(step: Any) -> Iterator[str]:
     """Yield a text for gathers of typed keys into a new dim, which JAX lowers wrongly."""
-    for eqn in jaxprs.equations(step.params["jaxpr"]):
+    for eqn in jaxprs.equations(step.params["jaxpr"]) if "all_gather" in _primitives(step) else ():
         if eqn.primitive.name == "all_gather" and not eqn.params["tiled"]:
             aval = eqn.invars[0].aval
             if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -266,9 +266,11 @@ def _untouched(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _marks_gradients(eqn: Any) -> bool:
-    inside = jaxprs.bodies(eqn) if eqn.params else ()
-    eqns = [eqn, *(inner for body in inside for inner in jaxprs.equations(body))]
-    return any(e.primitive.name == "jdp_mark" and e.params["kind"] == LOCAL for e in eqns)
+    if eqn.primitive.name == "jdp_mark":
+        return eqn.params["kind"] == LOCAL
+    bodies = jaxprs.bodies(eqn) if eqn.params else ()
+    marked = [body for body in bodies if "jdp_mark" in jaxprs.primitive_names(body)]
+    return any(_marks_gradients(inner) for body in marked for inner in body.eqns)
 
 
 def _means(report: Report, traced: Traced) -> Iterator[str]:
