@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jdp.validation import int_at_least
 
@@ -89,13 +90,31 @@ def summed(
       further: arrays of few bytes, that are added to the last bucket of their dtype, and whose sums
         follow those of the leaves.
     """
-    buckets = plan_with(leaves, bucket_bytes, further)
-    leaves = [*leaves, *further]
-    sums = all_reduce([[leaves[i] for i in bucket] for bucket in buckets], axes)
+    given = [*leaves, *further]
+    sent = list(map(parts, given))
+    buckets = plan_with(sent[: len(leaves)], bucket_bytes, sent[len(leaves) :])
+    sums = all_reduce([[sent[i] for i in bucket] for bucket in buckets], axes)
     found = {}
     for bucket, values in zip(buckets, sums, strict=True):
         found.update(zip(bucket, values, strict=True))
-    return [found[i] for i in range(len(leaves))]
+    return [joined(found[i], like=leaf) for i, leaf in enumerate(given)]
+
+
+def parts(leaf: jax.Array) -> jax.Array:
+    """Return the real and imaginary parts of a complex array, `[2, ...]`; another one as it is.
+
+    Sums are of floats: XLA has no complex all-reduce on GPUs, nor have the native kernels.
+    """
+    if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return leaf
+    return jnp.stack([lax.real(leaf), lax.imag(leaf)])
+
+
+def joined(summed: jax.Array, like: jax.Array) -> jax.Array:
+    """Invert `parts`, for the sums of the parts of `like`."""
+    if not jnp.issubdtype(like.dtype, jnp.complexfloating):
+        return summed
+    return lax.complex(summed[0], summed[1])
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.collectives import call_order, native_shards, xla_shards
+from jdp.collectives.buckets import joined, parts
 from jdp.collectives.native import why_not
 from jdp.collectives.xla import Scale
 
@@ -44,7 +45,13 @@ def reduce_scatter(
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
-    return _chosen(names, mesh).reduce_scatter(buckets, dims, names, scale=scale, mesh=mesh)
+    floats = [list(map(parts, bucket)) for bucket in buckets]
+    places = [
+        [dim if dim is None or part is leaf else dim + 1 for part, leaf, dim in zip(*each, strict=True)]
+        for each in zip(floats, buckets, dims, strict=True)
+    ]
+    sums = _chosen(names, mesh).reduce_scatter(floats, places, names, scale=scale, mesh=mesh)
+    return [list(map(joined, *each)) for each in zip(sums, buckets, strict=True)]
 
 
 def all_gather(

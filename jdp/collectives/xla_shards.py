@@ -32,6 +32,8 @@ def reduce_scatter(
     names = axis.names(axis_name)
     scatter = _exchanged if _does_not_wait(mesh) else _scattered
     platform = axis.platform(mesh)
+    if platform == "tpu":
+        scatter = _scattered_rows
     aborts = axis.aborts_in_bfloat16(platform)
     results = []
     for bucket, own_dims in zip(buckets, dims, strict=True):
@@ -102,6 +104,14 @@ def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) 
         leaf = lax.convert_element_type(leaf, jnp.float32)
     part = lax.psum_scatter(leaf, names, scatter_dimension=dim, tiled=True)
     return lax.convert_element_type(part, dtype)
+
+
+def _scattered_rows(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
+    """Scatter a vector as rows: XLA for TPUs sums all of a vector on each device (v5e:2x4)."""
+    # A tile of a TPU has 8 rows of 128.
+    if leaf.ndim != 1 or not leaf.size or leaf.size % (8 * 128 * lax.axis_size(names)):
+        return _scattered(leaf, dim, names, aborts)
+    return _scattered(leaf.reshape(-1, 128), 0, names, aborts).ravel()
 
 
 def _does_not_wait(mesh: Mesh | None) -> bool:

@@ -112,9 +112,9 @@ def _whole_sums(facts: Facts) -> list[Finding]:
             "whole-sum",
             f"XLA has compiled the reduce-scatter of {shown} as an all-reduce, which moves twice "
             "the bytes.",
-            "On TPUs a reduce-scatter needs arrays of 2 dims or more, with whole tiles of rows for "
-            "each rank: keep such parameters as matrices, or whole by jdp.sharded(..., "
-            f"min_size={largest + 1}).",
+            "On TPUs a reduce-scatter needs whole tiles for each rank, of 8 rows of 128: give such "
+            "parameters a size that divides by 1024 times the number of ranks, or keep them whole "
+            f"by jdp.sharded(..., min_size={largest + 1}).",
         )
     ]
 

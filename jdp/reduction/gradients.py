@@ -49,7 +49,8 @@ def sync_gradients(
     of your own.
 
     Args:
-      grads: tree of float arrays: each rank's own gradient, of the mean loss over its rows.
+      grads: tree of arrays of floats of at least 16 bits, or complex: each rank's own gradient, of
+        the mean loss over its rows.
       weight: `[]`, >= 0, how much this rank's rows count, for instance `mask.sum()`; a rank of
         weight 0 contributes nothing, even NaN. Default: that of the step
         (`train_step(weight=...)`), else every rank the same. Means and sums over ranks inside the
@@ -61,7 +62,7 @@ def sync_gradients(
       mesh: where the axis lies: in a `shard_map` of your own that runs on several processes, so
         that `collectives.auto` may see which of them share a host. A step of jdp's knows it.
       reduce_dtype: gradients are sent in this float dtype, such as `jnp.bfloat16`, and come back in
-        their own. Default: their own.
+        their own. Default: their own, as complex ones always are.
 
     Returns:
       A tree like `grads`, equal bits on every rank; a mean of `value_and_grad` stays as it is, and
@@ -71,8 +72,8 @@ def sync_gradients(
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
         only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
         and `weight` is not given.
-      TypeError: if a leaf is not a real float of at least 16 bits: an integer, float0, complex or
-        float8 gradient; if `bucket_bytes` is not an integer.
+      TypeError: if a leaf is an integer, float0 or float8 gradient; if `bucket_bytes` is not an
+        integer.
 
     >>> import jax, jax.numpy as jnp, jdp
     >>> local = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}        # a row for each of two ranks
@@ -231,20 +232,13 @@ def require_float(path: str, leaf: Any) -> jax.Array:
       leaf: an array or a number.
 
     Raises:
-      TypeError: if it is not a real float of at least 16 bits.
+      TypeError: if it is not a float of at least 16 bits, or complex.
     """
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     name = "float0" if dtype == jax.dtypes.float0 else dtype
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{found}, and Optax descends along the conjugate of JAX's gradient.\nWrite grads = "
-            "jdp.mean_over_ranks(jax.tree.map(jnp.conj, jax.grad(loss_fn)(params, batch))), and "
-            "apply_gradients(grads, synced=True).\nFreeze what does not train: "
-            "TrainState.create(trainable=...)."
-        )
     if jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "

@@ -170,5 +170,7 @@ def mark_gradients(grads: Any, owner: Any) -> None:
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return an array in a dtype; None: in its own."""
-    return x if dtype is None or x.dtype == dtype else lax.convert_element_type(x, dtype)
+    """Return an array in a dtype; None: in its own, as complex arrays always are."""
+    if dtype is None or x.dtype == dtype or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x
+    return lax.convert_element_type(x, dtype)

@@ -47,7 +47,9 @@ class Sharding:
         """Return the dim along which a leaf is split over some ranks, None if it stays whole.
 
         It is the largest one that divides, since that of stacked layers is a small one; the
-        first of several that are equal.
+        first of several that are equal. If that is the last one, and the one before it has whole
+        tiles of rows for each rank, it is the one before: XLA for TPUs scatters those, where it
+        may sum a slice of columns whole (v5e:2x4, bfloat16 `[1024, 1024]`).
 
         Args:
           leaf: array or `ShapeDtypeStruct`.
@@ -56,10 +58,15 @@ class Sharding:
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:
             return None
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             return None
         dims = [i for i, size in enumerate(shape) if size and size % num_shards == 0]
-        return max(dims, key=lambda i: (shape[i], -i), default=None)
+        largest = max(dims, key=lambda i: (shape[i], -i), default=None)
+        rows = len(shape) - 2
+        # A tile of a TPU has 8 rows. Fewer than 128 may be vectors of stacked layers.
+        if largest == rows + 1 and rows in dims and shape[rows] >= 128:
+            return rows if shape[rows] % (8 * num_shards) == 0 else largest
+        return largest
 
 
 class Sharded(Replicated):

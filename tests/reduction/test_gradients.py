@@ -354,9 +354,13 @@ def test_a_gradient_of_8_bits_is_refused_by_its_path(name):
         jdp.sync_gradients({"w": jnp.ones(3, name)})
 
 
-def test_a_complex_gradient_is_refused_with_its_reason():
-    with pytest.raises(TypeError, match=r"`grads\['w'\]` is complex64\[3\]"):
-        jdp.sync_gradients({"w": np.ones(3, np.complex64)})
+@pytest.mark.parametrize("algorithm", [jdp.collectives.auto, ring, xla])
+def test_a_complex_gradient_is_averaged_by_its_parts(make_mesh, algorithm):
+    x = np.array([[1 + 2j, 3e-3j], [2, 5 - 1j], [6 - 5j, 1 - 2e-3j]], np.complex64)
+    narrow = {"all_reduce": algorithm, "reduce_dtype": jnp.bfloat16}
+    got = per_rank(make_mesh(3), lambda x: jdp.sync_gradients(x, **narrow), x)
+    assert got.dtype == np.complex64
+    np.testing.assert_allclose(got, np.tile(x.mean(0), (3, 1)), rtol=3e-7)
 
 
 def test_the_gradient_of_an_integer_parameter_is_refused(make_mesh):

@@ -311,18 +311,20 @@ def test_a_loop_of_micro_batches_counts_as_often_as_it_runs_on_tpus(tpus):
 
 def test_a_reduce_scatter_that_a_tpu_runs_as_an_all_reduce_is_found(tpus):
     jdp.init(devices=jax.devices("cpu")[:1])
-    params = {"flat": np.zeros(8 * 4096, np.float32), "wide": np.zeros((256, 512), np.float32)}
+    sizes = {"tiled": 8 * 4096, "odd": 8 * 4001, "wide": (256, 512), "halves": (1024, 1024)}
+    params = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
 
     def loss(p, x):
-        flat = x @ p["flat"].reshape(4096, 8)
-        return jnp.mean(flat**2) + jnp.mean((x[:, :256] @ p["wide"]) ** 2)
+        losses = [x @ p["tiled"].reshape(4096, 8), x[:, :4001] @ p["odd"].reshape(4001, 8)]
+        losses += [x[:, :256] @ p["wide"], x[:, :1024] @ p["halves"].astype(jnp.bfloat16)]
+        return sum(jnp.mean(each**2) for each in losses)
 
     tx = jdp.sharded(optax.sgd(0.1), stage=2, min_size=1)
     state, rows = jdp.TrainState.create(params, tx), np.zeros((64, 4096), np.float32)
     found = jdp.explain(step_of(loss), state, rows, on=tpus)
     (finding,) = [each for each in found.findings if each.kind == "whole-sum"]
-    assert "`grads['flat']`" in finding.text and "wide" not in finding.text
-    assert f"min_size={8 * 4096 + 1}" in finding.advice
+    assert "reduce-scatter of `grads['odd']` as an all-reduce" in finding.text
+    assert f"min_size={8 * 4001 + 1}" in finding.advice
 
 
 def test_tiles_that_are_filled_up_are_found(tpus):

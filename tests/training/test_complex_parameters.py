@@ -1,5 +1,6 @@
-"""Complex parameters: frozen ones are carried along, others train by conjugated mean gradients."""
+"""Complex parameters train by conjugated gradients, as on one device, or are carried along."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,11 +28,6 @@ def loss_fn(p, rows):
     return (jnp.abs(found) ** 2 * rows["mask"]).sum() / rows["mask"].sum()
 
 
-def conjugated(params, rows):
-    # What the error of sync_gradients says to write.
-    return jdp.mean_over_ranks(jax.tree.map(jnp.conj, jax.grad(loss_fn)(params, rows)))
-
-
 def optimizer(stage):
     if not stage:
         return jdp.replicated(optax.adam(0.1))
@@ -51,14 +47,16 @@ def alone(trains):
     return {**PARAMS, **trained}
 
 
+@pytest.mark.parametrize("value_and_grad", [jax.value_and_grad, jdp.value_and_grad])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_optax_does_on_one_device(stage, num_ranks):
+def test_trains_as_optax_does_on_one_device(stage, num_ranks, value_and_grad):
     ranks(num_ranks)
 
     @jdp.train_step(**WEIGHT)
     def step(state, rows):
-        return state.apply_gradients(conjugated(state.params, rows), synced=True), {}
+        loss, grads = value_and_grad(loss_fn)(state.params, rows)
+        return state.apply_gradients(jax.tree.map(jnp.conj, grads)), {"loss": loss}
 
     state = jdp.TrainState.create(PARAMS, optimizer(stage))
     for _ in range(2):
@@ -84,15 +82,40 @@ def test_frozen_ones_are_carried_along(stage, value_and_grad):
     assert_close(state.params, alone(["w"]))
 
 
+LAYERS = {
+    "w": np.sin(np.arange(3 * 6 * 6, dtype=np.float32)).reshape(3, 6, 6) * np.complex64(1 + 0.5j),
+    "b": np.cos(np.arange(3 * 6, dtype=np.float32)).reshape(3, 6),
+}
+
+
+def stack_loss(scan, p, rows):
+    def layer(x, p):
+        x = x @ p["w"]
+        return jnp.tanh(x.real + p["b"]) + 1j * x.imag, None
+
+    x, _ = scan(layer, (rows["x"][:, :6] + 0j).astype(jnp.complex64), p)
+    return (jnp.abs(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_complex_gradient_is_refused_with_what_to_write(stage):
+def test_complex_layers_train_in_a_scan_and_with_micro_batches(stage, accumulate):
     ranks(3)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
     @jdp.train_step
     def step(state, rows):
-        _, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
-        return state.apply_gradients(grads), {}
+        loss_fn = partial(stack_loss, jdp.scan_layers)
+        loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, rows)
+        return state.apply_gradients(jax.tree.map(jnp.conj, grads)), {"loss": loss}
 
-    advice = r"(?s)`grads\['z'\]` is complex64\[\d+\].*mean_over_ranks.*jnp\.conj.*trainable="
-    with pytest.raises(TypeError, match=advice):
-        step.lower(jdp.TrainState.create(PARAMS, optimizer(stage)), ROWS)
+    split = jdp.sharded(tx, stage=stage, min_size=1) if stage else jdp.replicated(tx)
+    state = jdp.TrainState.create(LAYERS, split)
+    p: Any = jax.tree.map(jnp.asarray, LAYERS)
+    opt_state = tx.init(p)
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+        grads = jax.grad(partial(stack_loss, jax.lax.scan))(p, ROWS)
+        updates, opt_state = tx.update(jax.tree.map(jnp.conj, grads), opt_state, p)
+        p = optax.apply_updates(p, updates)
+    assert_close(state.params, p)

@@ -139,15 +139,6 @@ def gradient_of_an_integer():
     lower(step, {"n": np.int32(0)}, rows())
 
 
-@refused(TypeError, r"`grads\['z'\]` is complex64\[\].*conjugate(?s:.*)jnp.conj")
-def complex_gradient():
-    def step(state, batch):
-        grads = jax.grad(lambda p: jnp.abs(p["z"] * local(batch)))(state)
-        return jdp.sync_gradients(grads), {}
-
-    lower(step, {"z": np.complex64(1)}, rows())
-
-
 @refused(TypeError, r"mean_over_ranks of int32\[\].*sum_over_ranks")
 def mean_of_a_count():
     lower(lambda s, b: (s, {"n": jdp.mean_over_ranks(jnp.sum(b["y"] > 0))}), *training())
