@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.computation import Computation
+from jdp.inspect.computation import Computation, Instruction
 from jdp.inspect.gathering_sums import shard_of
 from jdp.inspect.hlo import Array, HloProgram
 from jdp.inspect.leaf_names import in_parameters, update_of
@@ -196,12 +196,24 @@ def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Arra
     return "jvp(" in name and "transpose(" not in name
 
 
+def _unpacked(
+    computation: Computation, name: str, array: Array
+) -> tuple[Instruction | None, Array]:
+    """Return what makes an array, and its type; XLA for TPUs sends two of float16 as one u32."""
+    one = made = computation.by_name.get(name)
+    while made is not None and (made.op == "bitcast" or made.target() == "ZeroCrop"):
+        made = computation.by_name.get(made.operands()[0])
+    sent = hlo.arrays(made.shape) if made is not None else ()
+    is_packed = array.dtype == "u32" and [each.dtype for each in sent] == ["f16"]
+    return (made, sent[0]) if is_packed else (one, array)
+
+
 def _pieces(program: HloProgram, transfer: SentArrays) -> list[Array]:
     """Return the arrays of a collective of XLA's, also where it has packed them into one."""
     around = program.computations[transfer.computation]
     pieces = []
     for name, array in zip(transfer.instruction.operands(), transfer.arrays, strict=False):
-        packed = around.by_name.get(name)
+        packed, array = _unpacked(around, name, array)
         called = packed.called() if packed else []
         inner = program.computations.get(called[0] if called else "", Computation())
         joins = [one for one in [packed, *inner] if one is not None and one.op == "concatenate"]

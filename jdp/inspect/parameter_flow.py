@@ -11,8 +11,9 @@ from jdp.inspect.transfers import SentArrays
 _SLICE = re.compile(r"slice=\{\[(\d+):")
 # A tuple says nothing of its elements. By comparisons jdp orders operations that share no values.
 _APART = ("tuple", "compare")
-# TPUs bring parameters into their vector memory by a start and a done.
-_COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape")
+# TPUs bring parameters into their vector memory by a start and a done, large ones in slices.
+_COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "slice-start", "slice-done")
+_JOINED_COPY = "ConcatBitcast"
 # Up to this many operations lie between an array and its parameter.
 _MAX_DISTANCE = 12
 
@@ -229,7 +230,7 @@ def _named(computation: Computation, names: Sequence[str], sizes: Collection[int
 def _name_of(computation: Computation, name: str, sizes: Collection[int]) -> str:
     """Return the name of a parameter of the model of one of some sizes; empty for others."""
     one = computation.by_name.get(name)
-    while one is not None and one.op in _COPIES:
+    while one is not None and (one.op in _COPIES or one.target() == _JOINED_COPY):
         one = computation.by_name.get(next(iter(one.operands()), ""))
     if one is None or one.op != "parameter" or hlo.num_elements(one.shape) not in sizes:
         return ""

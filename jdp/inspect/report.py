@@ -175,7 +175,8 @@ class StepReport:
             meanwhile = sorted(bucket.meanwhile.items(), key=lambda item: -item[1])
             beside = ", ".join(f"{name} {of_s(s)}" for name, s in meanwhile[:3]) or "nothing"
             lines.append(
-                f"     {bucket.begins:.0%} to {bucket.ends:.0%} of the step, meanwhile {beside}; "
+                f"     {'the first ' * (bucket.runs > 1)}{bucket.begins:.0%} to {bucket.ends:.0%} "
+                f"of the step, meanwhile {beside}; "
                 f"hidden {of_s(bucket.hidden_s)} and {of_bytes(bucket.hidden_bytes)}, "
                 f"exposed {of_s(bucket.exposed_s)} and {of_bytes(bucket.exposed_bytes)}"
             )

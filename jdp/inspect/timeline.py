@@ -60,6 +60,7 @@ def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()
 
 @dataclass
 class _UnderWay:
+    begins_s: float
     ends_s: float
     transfer: SentArrays
     num_matmuls: int
@@ -217,7 +218,9 @@ class _Simulation:
         transfer.after_last_matmul = True
         transfer.took_s += took_s
         self._span("communication", begin_s, self._free_s, transfer.instruction.name)
-        self._under_way[handle] = _UnderWay(self._free_s, transfer, self._num_matmuls, Counter())
+        self._under_way[handle] = _UnderWay(
+            begin_s, self._free_s, transfer, self._num_matmuls, Counter()
+        )
 
     def _done(self, handle: str) -> None:
         found = self._under_way.pop(handle, None)
@@ -226,8 +229,10 @@ class _Simulation:
         transfer = found.transfer
         transfer.hidden_runs += self._num_matmuls > found.num_matmuls
         if found.ends_s > self.now_s:
-            # Of the wait, what came of this transfer: others may be in front of it on the lane.
-            transfer.exposed_s += found.ends_s - self.now_s
+            # Others may be in front of it on the lane: each is booked for its own time there.
+            for each in (found, *self._under_way.values()):
+                waited_s = min(each.ends_s, found.ends_s) - max(each.begins_s, self.now_s)
+                each.transfer.exposed_s += max(0.0, waited_s)
             self.now_s = found.ends_s
         if transfer.runs == 1:
             transfer.ends_s = self.now_s

@@ -71,6 +71,33 @@ def test_the_parts_of_a_collective_are_one_whose_time_the_computation_hides():
     assert found.flops == {"f32": 2 * 8 * 64 * 32}
 
 
+TWO = """HloModule it
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8], x: f32[4]) -> (f32[8], f32[4]) {
+  %p = f32[8] parameter(0)
+  %x = f32[4] parameter(1)
+  %first = f32[8] all-reduce-start(%p), to_apply=%add
+  %second = f32[4] all-reduce-start(%x), to_apply=%add
+  %two = f32[4] all-reduce-done(%second)
+  %one = f32[8] all-reduce-done(%first)
+  ROOT %out = (f32[8], f32[4]) tuple(%one, %two)
+}
+"""
+
+
+def test_a_wait_for_the_link_is_booked_to_what_is_on_it():
+    found = timeline.simulate(HloProgram(TWO), Speeds())
+    first, second = found.transfers.values()
+    assert (first.begins_s, second.begins_s, second.ends_s) == (0.0, 10.0, 20.0)
+    assert (first.exposed_s, second.exposed_s, found.step_s) == (10.0, 10.0, 20.0)
+
+
 def test_arrays_that_pass_through_a_computation_are_not_its_bytes():
     entry = FOUND.computations["main"]
     (beside,) = [one for one in entry if one.name == "b"]

@@ -185,6 +185,46 @@ def test_parameters_that_a_copy_brings_name_their_gradients():
     assert names_of(BROUGHT, "main", plan) == [["grads['b']", "grads['a']"]]
 
 
+def test_a_parameter_that_a_tpu_copies_in_slices_names_its_gradient():
+    halves = """%half.0 = ((f32[8,4]), f32[4,4], s32[]) slice-start(%p0), slice={[0:4], [0:4]}
+  %half.1 = ((f32[8,4]), f32[4,4], s32[]) slice-start(%p0), slice={[4:8], [0:4]}
+  %got.0 = f32[4,4] slice-done(%half.0)
+  %got.1 = f32[4,4] slice-done(%half.1)
+  %done.0 = f32[8,4] custom-call(%got.0, %got.1), custom_call_target="ConcatBitcast\""""
+    text = BROUGHT.replace("%done.0 = f32[8,4] copy-done(%start.0)", halves)
+    plan = [planned("all-reduce", "grads['b']", "grads['a']")]
+    assert names_of(text, "main", plan) == [["grads['b']", "grads['a']"]]
+    assert halves in text
+
+
+# As XLA for TPUs sends float16: two of them in a u32, of 12 numbers and 4 of padding.
+HALVES = """HloModule jit_step
+
+%add (a: u32[], b: u32[]) -> u32[] {
+  %a = u32[] parameter(0)
+  %b = u32[] parameter(1)
+  ROOT %c = u32[] or(%a, %b)
+}
+
+ENTRY %main (p: f16[12], x: f16[12]) -> f16[12] {
+  %p = f16[12] parameter(0), metadata={op_name="args[0].params['a']"}
+  %x = f16[12] parameter(1), metadata={op_name="args[1]"}
+  %padded = f16[16] custom-call(%x), custom_call_target="ZeroCrop"
+  %words = u32[2,4] bitcast(%padded)
+  %sum = u32[2,4] all-reduce(%words), replica_groups={{0,1}}, to_apply=%add
+  %halves = f16[12] bitcast(%sum)
+  ROOT %new = f16[12] add(%p, %halves)
+}
+"""
+
+
+def test_float16_that_a_tpu_sends_as_words_has_its_dtype_and_name():
+    leaf = SentLeaf("grads['a']", "f16", 12)
+    plan = [Planned("all-reduce", None, [leaf], "", is_of_author=False, num_loops=0)]
+    ((sent,), (found,)) = matches_of(HALVES, "main", plan)
+    assert found.leaves == [leaf] and sent.num_bytes == 32
+
+
 def test_parameters_outside_of_a_loop_name_what_it_gathers_and_sums():
     plan = [
         planned("all-gather", "state.params['c']", "state.params['d']", num=16, num_loops=1),
