@@ -22,7 +22,7 @@ from jdp.inspect.transfers import SentArrays
 from jdp.training.step import Step
 
 # A user who gives one of these wants no measured time of a collective.
-_OF_LINKS = {"link_bytes_per_s", "reduction_start_s"}
+_OF_LINKS = {"link_bytes_per_s", "reduction_start_s", "kernel_reduction_start_s"}
 
 
 def explain(

@@ -109,9 +109,15 @@ def _advice_of_loop(facts: Facts) -> str:
             "Stages 2 and 3 do so, to keep only a part of the gradients on each rank. If the "
             "memory allows it, jdp.sharded(tx, stage=1) reduces once in a step."
         )
+    sums = ""
+    if facts.step.where.platform != "cpu":
+        sums = (
+            " In a loop of your own write lax.psum for lax.pmean, and divide behind it: XLA moves "
+            "a sum out of the loop, and leaves a mean in it."
+        )
     return (
         "Add up the gradients in the loop and reduce them once after it: "
-        "jdp.value_and_grad(loss_fn, accumulate=k) does, in the place of the loop."
+        f"jdp.value_and_grad(loss_fn, accumulate=k) does, in the place of the loop.{sums}"
     )
 
 

@@ -17,6 +17,8 @@ from jdp.inspect.timeline import Timeline
 # How much of its whole arrays a rank sends, over (n - 1) / n.
 _SENT = {"all-reduce": 2.0}
 _PERMUTE = "collective-permute"
+# Each rank reads all arrays of the others, or a part of each and then the other sums.
+_ONE_SHOT, _TWO_SHOT = "triton one-shot", "triton two-shot"
 _WHY_UNUSED = {
     "matmul_flops": ": matmuls of float32 take matmul_flops_f32",
     "matmul_flops_f32": ": matmuls of 16 bits take matmul_flops",
@@ -62,6 +64,8 @@ class Likely:
             for kind in ("matmul", "elementwise", "strided")
         }
         self._reduction_start_s = getattr(rates["reduction_start_s"], other)
+        if "kernel_reduction_start_s" in rates:
+            self._kernel_start_s = getattr(rates["kernel_reduction_start_s"], other)
         if len({*hosts}) > 1:
             self._host_link = rate("host_link_bytes_per_s")
             self._host_start_s = getattr(rates["host_reduction_start_s"], other)
@@ -87,7 +91,8 @@ class Likely:
         if n == 1:
             return self._start_s
         # The laws are those of all ranks.
-        if n == self._num_ranks and (law := self._laws.get((kind, algorithm))):
+        measured = "xla" if algorithm in (_ONE_SHOT, _TWO_SHOT) else algorithm
+        if n == self._num_ranks and (law := self._laws.get((kind, measured))):
             # Measured times differ from the law; between two of them, it is a line through both.
             is_between = law.points[0][0] <= num_bytes <= law.points[-1][0]
             shortest, longest = time_interval(0.0 if is_between else law.largest_error)
@@ -95,6 +100,10 @@ class Likely:
             return factor * law.seconds(num_bytes)
         sent = num_bytes if kind == _PERMUTE else _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
         leaving = self._leaving_host(kind, num_bytes, sent, groups or [range(len(self._hosts))])
+        if algorithm == _ONE_SHOT:
+            sent = num_bytes * (n - 1)
+        if algorithm in (_ONE_SHOT, _TWO_SHOT):
+            return self._kernel_start_s + sent / self._link
         if leaving is None:
             return self._reduction_start_s + sent / self._link
         return self._host_start_s + max(sent / self._link, leaving / self._host_link)

@@ -44,6 +44,7 @@ UNITS = {
     "host_link_bytes_per_s": "B/s",
     "reduction_start_s": "s",
     "host_reduction_start_s": "s",
+    "kernel_reduction_start_s": "s",
     "operation_start_s": "s",
     # How many times as long operations take in a step as those rates say.
     "matmul_times": "times",
@@ -136,6 +137,7 @@ def _gpu(target: TargetDevices) -> dict[str, Rate]:
             "host_link_bytes_per_s", 45e9 * num_nics, (0.5, 1, 1.1), nics
         ),
         "reduction_start_s": Rate(NCCL_START_S, 10e-6, 40e-6, "s", link.source),
+        "kernel_reduction_start_s": Rate(6e-6, 3e-6, 12e-6, "s", ASSUMED),
         "operation_start_s": Rate(1.5e-6, 0.5e-6, 4e-6, "s", ASSUMED),
     }
 

@@ -13,6 +13,7 @@ from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import Array
 
 _BUCKET = re.compile(r"\bbucket = (\d+)")
+_TRITON = re.compile(r'"kernel_strategy":"KERNEL_STRATEGY_TRITON_(ONE|TWO)_SHOT"')
 _NATIVE = {
     cpu_runtime.target(name, beside_xla=beside): name.removeprefix("jdp_").replace("_", "-")
     for name in cpu_runtime.TARGETS
@@ -28,7 +29,8 @@ class SentArrays:
       instruction: the one that starts it.
       computation: name of the computation that holds it.
       kind: such as `all-reduce`.
-      algorithm: `native`, `split` (the ring between GPUs), or `xla`.
+      algorithm: `native`, `split` (the ring between GPUs), or `xla`; `triton one-shot` and
+        `triton two-shot` for the kernels by which XLA sums a few MiB between GPUs without NCCL.
       number: of a native call, see `call_order.next_number`; None for XLA's.
       arrays: the arrays that it takes, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
@@ -92,6 +94,8 @@ def transfer_of(
         kind, algorithm = "all-reduce", "split"
     else:
         kind, algorithm = inner.op.removesuffix("-start"), "xla"
+        if shots := _TRITON.search(inner.rest):
+            algorithm = f"triton {shots[1].lower()}-shot"
         if any(name.startswith("all-reduce-scatter") for name in one.called()):
             kind = "reduce-scatter"  # a kernel of TPUs, for dims that their tiles do not divide
     num_bytes = sum(array.num_bytes() for array in taken)

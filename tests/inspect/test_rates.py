@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp import collectives
 from jdp.inspect import described_gpus, replica_groups, targets, timeline
+from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.computation import Instruction
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.prediction import Likely
@@ -229,3 +230,20 @@ def test_gpus_of_a_mesh_are_described_as_those_of_their_name(monkeypatch):
 
     monkeypatch.setattr(targets, "gpu_description", missing)
     assert targets._of_mesh(fake, ("data",)).description == ""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seconds"),
+    # Each rank reads 7 arrays; or an eighth of 7, and 7 eighths of the sum.
+    [("triton one-shot", 3 + 7 * 800 / 100), ("triton two-shot", 3 + 2 * 7 / 8 * 800 / 100)],
+)
+def test_kernels_of_xla_have_a_start_of_their_own_but_the_law_that_was_measured(
+    algorithm, seconds
+):
+    rates = ONES | {"link_bytes_per_s": given(100.0, ""), "kernel_reduction_start_s": given(3, "")}
+    kernel = Likely(rates, 8, [0] * 8)
+    assert kernel.transfer_s("all-reduce", algorithm, 800.0) == pytest.approx(seconds)
+    points = ((1, 5.0), (9, 5.1))
+    measured = CollectiveLaw("all-reduce", "xla", 8, 1, "float32", 5.0, 1e2, 0.0, points, points)
+    likely = Likely(rates, 8, [0] * 8, laws={("all-reduce", "xla"): measured})
+    assert likely.transfer_s("all-reduce", algorithm, 800.0) == pytest.approx(measured.seconds(800))

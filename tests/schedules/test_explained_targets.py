@@ -105,6 +105,15 @@ def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
 
 
+def test_small_sums_between_gpus_are_kernels_of_xla_with_a_start_of_their_own(h200s):
+    # 2 buckets of 4 MiB are merged, and go by NCCL.
+    found = report(h200s, jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla))
+    algorithms = {bucket.num_bytes: bucket.algorithm for bucket in found.buckets}
+    assert algorithms[2 * LAYER] == "xla" and algorithms[4] == "triton one-shot"
+    (loss,) = [bucket for bucket in found.buckets if bucket.num_bytes == 4]
+    assert loss.took_s == pytest.approx(found.rates["kernel_reduction_start_s"].value, rel=1e-3)
+
+
 # XLA unrolls the loop of two micro-batches, and has two gathers of one in the traced step.
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_shards_of_equal_size_are_named_by_the_parameters_that_they_are_of(accumulate, h200s):
