@@ -46,9 +46,10 @@ def reduce_scatter(
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
     floats = [list(map(parts, bucket)) for bucket in buckets]
+    in_front = [any(leaf.dtype.kind == "c" for leaf in bucket) for bucket in buckets]
     places = [
-        [dim if dim is None or part is leaf else dim + 1 for part, leaf, dim in zip(*each, strict=True)]
-        for each in zip(floats, buckets, dims, strict=True)
+        [None if dim is None else dim + further for dim in own]
+        for own, further in zip(dims, in_front, strict=True)
     ]
     sums = _chosen(names, mesh).reduce_scatter(floats, places, names, scale=scale, mesh=mesh)
     return [list(map(joined, *each)) for each in zip(sums, buckets, strict=True)]

@@ -237,9 +237,7 @@ def test_gpus_of_a_mesh_are_described_as_those_of_their_name(monkeypatch):
     # Each rank reads 7 arrays; or an eighth of 7, and 7 eighths of the sum.
     [("triton one-shot", 3 + 7 * 800 / 100), ("triton two-shot", 3 + 2 * 7 / 8 * 800 / 100)],
 )
-def test_kernels_of_xla_have_a_start_of_their_own_but_the_law_that_was_measured(
-    algorithm, seconds
-):
+def test_kernels_of_xla_have_a_start_of_their_own_but_the_law_that_was_measured(algorithm, seconds):
     rates = ONES | {"link_bytes_per_s": given(100.0, ""), "kernel_reduction_start_s": given(3, "")}
     kernel = Likely(rates, 8, [0] * 8)
     assert kernel.transfer_s("all-reduce", algorithm, 800.0) == pytest.approx(seconds)
