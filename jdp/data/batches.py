@@ -15,6 +15,8 @@ from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
 from jdp.validation import allows, int_at_least
 
+_COMPARED, _OWN = "of all processes", "of this process"
+
 
 def batches(
     dataset: Any,
@@ -31,6 +33,7 @@ def batches(
     mesh: Mesh | None = None,
     prefetch: int = 2,
     read_threads: int = 1,
+    rows: str = "of all processes",
     allow: str | None = None,
 ) -> Batches:
     """Read a dataset in batches that lie split over all ranks.
@@ -75,6 +78,10 @@ def batches(
         stays the same. The default is 1, since jdp cannot see whether `__getitem__` is thread-safe:
         one that fills a shared buffer, or moves the position of an open file, would return wrong
         rows without an error.
+      rows: "of all processes": row i is the same on every process, and a few rows are compared when
+        a loop begins, and in a later epoch after 1,000 batches or more. "of this process": rows may
+        differ by design, such as augmented ones, and are not compared. Rows that are transformed
+        at random, so that a second reading differs from the first, never are.
       allow: "new data" lets a run continue with another number of rows, `seed` or `shuffle` than it
         began with, from the same position of the new stream. By default that is an error.
 
@@ -82,8 +89,8 @@ def batches(
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
 
     Raises:
-      ValueError: if not exactly one of `num_steps` and `epochs` is given, a number is out of its
-        range, arrays have different numbers of rows, or the number of ranks does not divide batches
+      ValueError: if not exactly one of `num_steps` and `epochs` is given, a number or `rows` is out
+        of its range, arrays have different numbers of rows, or the number of ranks does not divide batches
         without a mask (raised here if `mesh` is given, else when a loop begins).
       TypeError: if the dataset has another type.
 
@@ -95,13 +102,18 @@ def batches(
     [0 1 2] [ True  True  True]
     [3 4 4] [ True  True False]
     """
+    if rows not in (_COMPARED, _OWN):
+        raise ValueError(f'rows={rows!r}: write rows="{_COMPARED}" or rows="{_OWN}".')
     num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
     if mesh is not None:
         run.padded_size(num_blocks(target.sharding()))
-    result = Batches(read, sampler, run, target, allows_new_data=allows(allow, "new data"))
+    may_be_new = allows(allow, "new data")
+    result = Batches(
+        read, sampler, run, target, allows_new_data=may_be_new, compares_rows=rows == _COMPARED
+    )
     result.position = position
     return result
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
-from jdp.data import current_loop
+from jdp.data import current_loop, row_checks
 from jdp.data.dataset import Read, record_mask, with_mask
 from jdp.data.first_batch_check import require_equal_layouts
 from jdp.data.host_arrays import RowError
@@ -55,13 +55,22 @@ class Batches:
       run: the batches of the run.
       target: where to place the batches.
       allows_new_data: whether `set_state` accepts the state of another stream.
+      compares_rows: whether rows are compared between the processes.
     """
 
     def __init__(
-        self, read: Read, sampler: Sampler, run: Run, target: Target, *, allows_new_data: bool
+        self,
+        read: Read,
+        sampler: Sampler,
+        run: Run,
+        target: Target,
+        *,
+        allows_new_data: bool,
+        compares_rows: bool,
     ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
-        self._allows_new_data = allows_new_data
+        self._allows_new_data, self._compares_rows = allows_new_data, compares_rows
+        self._num_unchecked = row_checks.MIN_BATCHES  # batches since rows were compared
         self._position = 0
         self._handed_out = False  # whether a batch was handed out since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
@@ -154,9 +163,16 @@ class Batches:
         size = self._run.padded_size(num_blocks(sharding))
         mine = process_rows(sharding, size)
         host_batches = _HostBatches(self._read, self._sampler, self._run, self._position, mine)
+        peers = agree.peers(sharding.mesh)  # type: ignore[arg-type]
+        if self._compares_rows and len(peers) > 1:
+            host_batches.num_unchecked = self._num_unchecked
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
+                if (sums := host_batches.checksums.pop(self._position, None)) is not None:
+                    row_checks.require_equal(peers, sums)
+                    self._num_unchecked = 0
+                self._num_unchecked += 1
                 num_rows = self._run.next_rows(self._position)
                 self._position += num_rows
                 progress.own.slot.counter.next_rows = num_rows  # without padding
@@ -173,7 +189,8 @@ class _HostBatches(Iterator[Any]):
     """The host batches of this process, from a position of the run.
 
     `mine` is [rows] int, this process's rows within a batch, and `rows` is [rows] int, the
-    dataset's rows in the last batch that was read.
+    dataset's rows that were read last. `checksums` has those of rows to compare, by the position of
+    the batch before which that is due; `num_unchecked` batches were read since, None if it never is.
     """
 
     def __init__(
@@ -182,17 +199,33 @@ class _HostBatches(Iterator[Any]):
         self.rows = np.empty(0, int)
         self._read, self._sampler, self._run, self._mine = read, sampler, run, mine
         self._position = position
+        self._epoch: int | None = None
+        self.checksums: dict[int, dict[str, int]] = {}
+        self.num_unchecked: int | None = None
 
     def __next__(self) -> Any:
         count = self._run.next_rows(self._position)
         if not count:
             raise StopIteration
+        self._read_to_compare()
         # Repeat the last valid row as padding. The last ranks may have nothing but padding.
         places = np.minimum(self._mine, count - 1)
         self.rows = self._sampler.rows_at(self._position + places)
         batch = self._read(self.rows)
         self._position += count
         return with_mask(batch, self._mine < count) if self._run.has_mask else batch
+
+    def _read_to_compare(self) -> None:
+        """Read rows that are compared, where a loop or an epoch begins, unless some just were."""
+        before, self._epoch = self._epoch, self._position // self._sampler.num_rows
+        if self.num_unchecked is None:
+            return
+        # By the number of batches, which is that of all processes, and not by a clock.
+        if self._epoch != before and self.num_unchecked >= row_checks.MIN_BATCHES:
+            self.rows = row_checks.drawn(self._sampler.num_rows, self._sampler.seed, self._epoch)
+            self.checksums[self._position] = row_checks.checksums(self._read, self.rows)
+            self.num_unchecked = 0
+        self.num_unchecked += 1
 
     def note_of(self, error: Exception) -> str:
         """Return a sentence that names the dataset's rows in an error of the last batch."""

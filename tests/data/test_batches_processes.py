@@ -53,7 +53,7 @@ def message_of(error, loop):
 
 def read_batches(order):
     mesh, rows = mesh_of(order), Rows()
-    loop = batches(rows, BATCH_SIZE, epochs=1, seed=4, mesh=mesh)
+    loop = batches(rows, BATCH_SIZE, epochs=1, seed=4, mesh=mesh, rows="of this process")
     found = [(shards(b["row"], mesh), shards(b["mask"], mesh), b["row"].shape) for b in loop]
     wait_until_none_runs()
     return found, rows.read, loop.position
