@@ -90,8 +90,9 @@ def batches(
 
     Raises:
       ValueError: if not exactly one of `num_steps` and `epochs` is given, a number or `rows` is out
-        of its range, arrays have different numbers of rows, or the number of ranks does not divide batches
-        without a mask (raised here if `mesh` is given, else when a loop begins).
+        of its range, arrays have different numbers of rows, or the number of ranks does not divide
+        batches without a mask (raised here if `mesh` is given, else when a loop begins).
+      ValueError: when a loop begins, if rows of one number differ between processes.
       TypeError: if the dataset has another type.
 
     >>> import jax, numpy as np

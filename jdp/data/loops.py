@@ -189,8 +189,8 @@ class _HostBatches(Iterator[Any]):
     """The host batches of this process, from a position of the run.
 
     `mine` is [rows] int, this process's rows within a batch, and `rows` is [rows] int, the
-    dataset's rows that were read last. `checksums` has those of rows to compare, by the position of
-    the batch before which that is due; `num_unchecked` batches were read since, None if it never is.
+    dataset's rows that were read last. `checksums` are of rows to compare, by the position of the
+    batch before which that is due; `num_unchecked` batches were read since, None if it never is.
     """
 
     def __init__(
