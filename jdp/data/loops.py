@@ -2,12 +2,14 @@
 
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import chain
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -25,6 +27,8 @@ from jdp.distributed import agree
 from jdp.distributed.mesh import current_mesh
 from jdp.validation import int_at_least
 from jdp.worker import progress
+
+_log = logging.getLogger("jdp")
 
 
 class Target(NamedTuple):
@@ -71,7 +75,7 @@ class Batches:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
         self._allows_new_data, self._compares_rows = allows_new_data, compares_rows
         self._num_unchecked = row_checks.MIN_BATCHES  # batches since rows were compared
-        self._position = 0
+        self._position = self._num_done = 0  # rows and batches since the run began
         self._handed_out = False  # whether a batch was handed out since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
 
@@ -92,6 +96,8 @@ class Batches:
                 "already read ahead. Leave the loop, or call close() first."
             )
         self._position = int_at_least("position", rows, least=0)
+        self._num_done = self._position // self._run.batch_size
+        self._run = self._run.continued(self._position, self._num_done)
         self._handed_out = False
 
     def get_state(self) -> dict[str, Any]:
@@ -99,10 +105,13 @@ class Batches:
 
         `jdp.Checkpointer` saves this with the state of a run.
         """
-        return {"position": self._position} | facts_of(self._sampler)
+        own = {"position": self._position, "num_batches": self._num_done}
+        return own | facts_of(self._sampler)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, in the same order of the rows.
+
+        A run by `num_steps` has so many batches in all, also if those before had another size.
 
         Args:
           state: a result of `get_state`; or `{"position": rows}` of a run that began with jdp 0.1.
@@ -119,6 +128,19 @@ class Batches:
         sampler = continued(self._sampler, state, allows_new_data=self._allows_new_data)
         self.position = state["position"]
         self._sampler = sampler
+        num_full, num_done = self._num_done, state.get("num_batches", self._num_done)
+        self._num_done = int_at_least("num_batches", num_done, least=0)
+        self._run = self._run.continued(self._position, self._num_done)
+        if self._position and not jax.process_index():
+            is_news = num_full != self._num_done or not self._run.num_left(self._position)
+            _log.log(logging.WARNING if is_news else logging.INFO, "jdp: %s", self._what_is_left())
+
+    def _what_is_left(self) -> str:
+        run = self._run
+        return (
+            f"{run.num_left(self._position)} of {len(self)} batches of {run.batch_size} rows are "
+            f"left, after {self._num_done} with {self._position:,} rows"
+        )
 
     @property
     def epoch(self) -> int:
@@ -175,6 +197,7 @@ class Batches:
                 self._num_unchecked += 1
                 num_rows = self._run.next_rows(self._position)
                 self._position += num_rows
+                self._num_done += 1
                 progress.own.slot.counter.next_rows = num_rows  # without padding
                 self._handed_out = True
                 if self._run.has_mask:

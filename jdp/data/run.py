@@ -10,8 +10,8 @@ class Run(NamedTuple):
 
     batch_size: int
     end: int  # position in the stream, in rows
+    num_steps: int | None  # None for a run of epochs
     tail: str  # "pad" or "drop", for a run that ends with an epoch
-    endless: bool  # rows after `end` fill the last batch
     # All batches of a run have a mask, or none has. If only some had one, the step would be traced
     # again, and if it depended on the number of rows, users would be surprised.
     has_mask: bool
@@ -57,7 +57,7 @@ class Run(NamedTuple):
                 'mask=False with tail="pad": the rows that pad a short last batch would count. '
                 'Leave mask out, or that batch: tail="drop".'
             )
-        run = cls(batch_size, end, tail, num_steps is not None, may_be_short or bool(mask))
+        run = cls(batch_size, end, num_steps, tail, may_be_short or bool(mask))
         if run.num_batches == 0:
             raise ValueError(
                 f'tail="drop" leaves no batch at all: the run has {end} rows, a batch '
@@ -67,14 +67,33 @@ class Run(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """Return the number of batches from position 0 to the end."""
-        full, rest = divmod(self.end, self.batch_size)
+        """Return the number of batches of the whole run."""
+        if self.num_steps is not None:
+            return self.num_steps
+        return self.num_left(0)
+
+    def continued(self, position: int, num_done: int) -> "Run":
+        """Return the run that goes on at a position, after batches that may have had another size.
+
+        A run of `num_steps` ends after so many batches in all, one of epochs at the same row.
+
+        >>> run = Run.planned(100, 32, num_steps=60, epochs=None, tail="pad")
+        >>> run.continued(40 * 64, num_done=40).num_left(40 * 64)
+        20
+        """
+        if self.num_steps is None:
+            return self
+        return self._replace(end=position + max(0, self.num_steps - num_done) * self.batch_size)
+
+    def num_left(self, position: int) -> int:
+        """Return the number of batches from a position to the end."""
+        full, rest = divmod(max(self.end - position, 0), self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
 
     def next_rows(self, position: int) -> int:
         """Return the number of rows without padding in the batch at `position`; 0 after the end."""
         left = max(self.end - position, 0)
-        if self.endless and left:
+        if self.num_steps is not None and left:
             return self.batch_size
         if self.tail == "drop" and left < self.batch_size:
             return 0

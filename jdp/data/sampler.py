@@ -160,7 +160,7 @@ def continued(sampler: Sampler, saved: Mapping[str, Any], *, allows_new_data: bo
       ValueError: if it is another stream of rows.
     """
     facts = facts_of(sampler)
-    before = {"order": 1} | dict(saved)
+    before = {"order": 1} | {name: saved[name] for name in saved if name != "num_batches"}
     position, order = before.pop("position"), before.pop("order")
     other = {name: value for name, value in before.items() if facts.get(name) != value}
     if not other:

@@ -123,19 +123,22 @@ def test_every_rank_gets_the_whole_of_all_slices(mesh, algorithm):
 @each
 def test_every_dtype_stays_as_it_is(make_mesh, algorithm):
     summed = ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "float64"]
-    copied = [*summed, "bool", "complex64", "uint16", "float8_e4m3fn"]
+    # XLA copies the second ones. Beside native calls, outside of a step, ranks might run its
+    # collectives in different orders, and wait for each other.
+    copied = [[*summed, "bool", "complex64"], ["uint16", "float8_e4m3fn"]]
     cuts = [[((7, 5), 1), ((3,), 0)]]
 
     def fn(to_sum, to_copy):
         sums = [algorithm.reduce_scatter([x], [[1, 0]], "data")[0] for x in to_sum]
         return sums, [algorithm.all_gather([x], [[1, 0]], "data")[0] for x in to_copy]
 
-    with jax.enable_x64(True):
-        to_sum = [wholes(3, cuts, dtype)[0] for dtype in summed]
-        to_copy = [slices(3, cuts, dtype)[0] for dtype in copied]
-        sums, joined = per_rank(make_mesh(3), fn, to_sum, to_copy)
-    assert_slices_of_sum(sums, to_sum, cuts * len(summed))
-    assert_wholes(joined, to_copy, cuts * len(copied))
+    for of_sums, dtypes in zip([summed, []], copied, strict=True):
+        with jax.enable_x64(True):
+            to_sum = [wholes(3, cuts, dtype)[0] for dtype in of_sums]
+            to_copy = [slices(3, cuts, dtype)[0] for dtype in dtypes]
+            sums, joined = per_rank(make_mesh(3), fn, to_sum, to_copy)
+        assert_slices_of_sum(sums, to_sum, cuts * len(of_sums))
+        assert_wholes(joined, to_copy, cuts * len(dtypes))
 
 
 def test_the_exchange_compiles_to_no_reduce_scatter(make_mesh):
