@@ -180,7 +180,7 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
 
     def write(facts: dict[str, Any], draft: Draft) -> None:
         assert commits is not None
-        metrics_log.flush()  # a run that continues from here does not repeat these steps
+        metrics_log.write_all()  # a run that continues from here does not repeat these steps
         if not commits.finish(draft, facts):
             return
         if draft.form is None and is_split(facts):
@@ -208,7 +208,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         # A state is worth more than lines, which `log` keeps.
         with contextlib.suppress(OSError):
-            metrics_log.flush()
+            metrics_log.write_all()
         if is_split(facts):
             shared_checkpoint.write(folder, facts, values, next(number))
         else:

@@ -185,7 +185,7 @@ def _leave(code: int, why: str) -> None:
     if not jax.distributed.is_initialized():
         return
     with contextlib.suppress(OSError):
-        metrics_log.flush(_LINES_S)
+        metrics_log.write_all(_LINES_S)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

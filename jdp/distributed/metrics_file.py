@@ -23,6 +23,7 @@ import numpy as np
 
 from jdp import jax_compat
 from jdp.distributed import run_of_file
+from jdp.distributed.trackers import Tracker
 from jdp.pytrees import is_deleted
 from jdp.worker.own_progress import own
 
@@ -63,12 +64,13 @@ class MetricsFile:
         self._error: BaseException | None = None
         self._refusal: OSError | None = None  # of the line that is retried
         self._refused_at = 0.0
+        self._flushes: list[Callable[[], Any]] = []  # of trackers
         self._is_over = threading.Event()
         self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, scalars: dict[str, Any], hand_out: Callable[..., None]) -> None:
+    def put(self, step: int, scalars: dict[str, Any], tracker: Tracker | None) -> None:
         """Have the thread write a line, unless the file has it; raise its error of earlier ones.
 
         A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
@@ -76,18 +78,18 @@ class MetricsFile:
         Args:
           step: of the values.
           scalars: values by name: numbers, or `[]` arrays that a step may still compute.
-          hand_out: called as `hand_out(step, values)` in the thread, once the values are known.
+          tracker: takes the values in the thread, once they are known.
         """
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self.raise_error()
         names = frozenset(scalars)
         if step <= self._last.get(names, -1):
             return
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        line = (step, time.time(), scalars, hand_out)
+        if tracker is not None and tracker.flush not in (None, *self._flushes):
+            self._flushes.append(tracker.flush)
+        line = (step, time.time(), scalars, tracker)
         self._last[names] = step
         while not self._has_put(line):
             try:
@@ -107,6 +109,11 @@ class MetricsFile:
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
                 self._lines.all_tasks_done.wait(left)
+        for flush in self._flushes:
+            try:
+                flush()
+            except Exception as error:  # raised by the next call
+                self._error = error
         self._raise_refusal(0.0)
 
     def end_thread(self) -> None:
@@ -120,6 +127,12 @@ class MetricsFile:
             self._thread.join(_END_S)
         if self._error is not None:
             _log.error("jdp: lines of %s are missing: %s", self._path, self._error)
+
+    def raise_error(self) -> None:
+        """Raise the error of an earlier line, or of a tracker, once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _has_put(self, line: Any) -> bool:
         with contextlib.suppress(queue.Full):
@@ -144,7 +157,7 @@ class MetricsFile:
         finally:
             self._file.close()
 
-    def _write(self, step: int, at: float, scalars: dict[str, Any], hand_out: Any) -> None:
+    def _write(self, step: int, at: float, scalars: dict[str, Any], tracker: Any) -> None:
         try:
             values = {name: _number(value) for name, value in scalars.items()}
         except RuntimeError:
@@ -163,7 +176,8 @@ class MetricsFile:
                 raise self._refusal
             self._is_over.wait(_RETRY_S)
         _show_loss(step, values)
-        hand_out(step, values)
+        if tracker is not None:
+            tracker.take(step, values)
 
     def _has_appended(self, step: int, text: bytes) -> bool:
         try:

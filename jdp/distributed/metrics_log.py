@@ -3,7 +3,7 @@
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jdp.distributed.metrics_file import MAX_STEP, OWN_NAMES, MetricsFile
+from jdp.distributed.trackers import tracker_of
 from jdp.pytrees import is_deleted
 from jdp.validation import int_at_least
 from jdp.worker import launcher_client
@@ -42,13 +43,14 @@ def log(
       file: is created if it does not exist; relative to the working directory.
       also: gets what is written, in the thread: a function `also(step, values)`, for example
         `lambda step, values: wandb.log(values, step=step)`, or a writer of TensorBoard, with a
-        method `add_scalar(name, value, step)`.
+        method `add_scalar(name, value, step)`. Call `jdp.log.flush()` before you close it.
 
     Raises:
       TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is neither.
       ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
         "step", "time" or as another one; or if the file holds the steps of an earlier run.
-      RuntimeError: before `jdp.init` in a process of `jdp run`.
+      RuntimeError: before `jdp.init` in a process of `jdp run`; if `also` raised an error in an
+        earlier call.
       OSError: if `file` cannot be opened, or the disk has refused a line of an earlier call for 10
         seconds. The lines are kept and retried, also that of this call while fewer than 1000 wait.
 
@@ -65,7 +67,7 @@ def log(
     if step >= MAX_STEP:
         raise ValueError(f"step must be less than 2**63 - 1, not {step}.")
     scalars = _by_name(metrics)
-    hand_out = _handed_to(also)
+    tracker = tracker_of(also)
     _require_assignment()
     if jax.process_index() != 0:
         return
@@ -74,11 +76,32 @@ def log(
         if path not in _open.files:
             _open.files[path] = MetricsFile(path, step)
         found = _open.files[path]
-    found.put(step, scalars, hand_out)
+    found.put(step, scalars, tracker)
 
 
 def flush(timeout_s: float = _FLUSH_S) -> None:
-    """Wait until all lines of earlier calls are written; at most `timeout_s` for each file.
+    """Wait until all lines of earlier calls are written, and what `also` took is on the disk.
+
+    Call it as `jdp.log.flush()` before a writer is closed: `jdp.log` hands lines out in a thread.
+    jdp calls it before a state is saved, at the end of the script, and where a process ends early.
+
+    Args:
+      timeout_s: the longest wait for each file, in seconds, >= 0.
+
+    Raises:
+      OSError: if the disk still refuses a line.
+      RuntimeError: if `also` has raised an error, or its `flush` does.
+    """
+    write_all(timeout_s)
+    for each in list(_open.files.values()):
+        each.raise_error()
+
+
+def write_all(timeout_s: float = _FLUSH_S) -> None:
+    """Do as `flush`, but leave the errors of `also` to the next call of it or of `log`.
+
+    Args:
+      timeout_s: as for `flush`.
 
     Raises:
       OSError: if the disk still refuses a line.
@@ -91,6 +114,9 @@ def flush(timeout_s: float = _FLUSH_S) -> None:
             refusals.append(error)
     if refusals:
         raise refusals[0]
+
+
+log.flush = flush  # type: ignore[attr-defined]
 
 
 def end() -> None:
@@ -187,18 +213,3 @@ def _array(name: str, value: Any) -> np.ndarray:
             f"metrics[{name!r}] is not a scalar: {error} Write its mean, or each element under a "
             "name of its own."
         ) from None
-
-
-def _handed_to(also: Any) -> Callable[[int, dict[str, Any]], None]:
-    if also is None:
-        return lambda step, values: None
-    if callable(add := getattr(also, "add_scalar", None)):
-
-        def add_all(step: int, values: dict[str, Any]) -> None:
-            for name, value in values.items():
-                add(name, value, step)
-
-        return add_all
-    if not callable(also):
-        raise TypeError(f"also={also!r} is neither a function nor has a method add_scalar.")
-    return also

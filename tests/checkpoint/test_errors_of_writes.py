@@ -125,7 +125,7 @@ def test_a_process_that_can_not_begin_its_share_tells_the_others_why(monkeypatch
 def test_a_commit_waits_for_the_lines_of_its_steps_and_a_checkpoint_does_not(
     tmp_path, monkeypatch, file
 ):
-    monkeypatch.setattr(metrics_log, "flush", functools.partial(metrics_log.flush, 0.3))
+    monkeypatch.setattr(metrics_log, "write_all", functools.partial(metrics_log.write_all, 0.3))
     commits, folder = HostCommits(file, Share(0, 1)), Folder(tmp_path / "ckpt")
     commits.begin_life("a")
     committed, saved = commit_writer(commits), checkpoint_writer(folder, keep=1, is_here=True)
@@ -176,7 +176,7 @@ FAILING = {
     "begin save": (Snapshots, "take_snapshot"),
     "begin": (CommitMemory, "begin"),
     "finish": (CommitMemory, "finish"),
-    "flush": (metrics_log, "flush"),
+    "flush": (metrics_log, "write_all"),
 }
 
 

@@ -71,7 +71,7 @@ def test_lines_that_a_full_disk_refuses_are_written_once_it_takes_them(path, cap
         for step in (2, 3):
             jdp.log({"loss": float(step)}, step, file=path)
         with pytest.raises(OSError, match=r"metrics.jsonl.* \d+ bytes are free.*File too large"):
-            metrics_log.flush(0.3)
+            metrics_log.write_all(0.3)
         assert path.read_text().count("\n") == 1 and path.read_text().endswith("\n")
     jdp.log({"loss": 4.0}, 4, file=path)
     assert [line["loss"] for line in lines(path)] == [1.0, 2.0, 3.0, 4.0]
@@ -156,7 +156,7 @@ def test_a_metric_that_is_donated_before_it_is_written_is_an_error_of_the_next_c
     jdp.log({"loss": loss}, 2, file=path)
     jax.jit(lambda x: x + 1, donate_argnums=0)(loss)
     goes_on.set()
-    metrics_log.flush()
+    metrics_log.write_all()
     with pytest.raises(ValueError, match="'loss'.* step 2 "):
         jdp.log({"loss": 3.0}, 3, file=path)
 

@@ -189,14 +189,58 @@ def test_a_writer_of_tensorboard_gets_each_scalar(path):
         jdp.log({"loss": 1.0}, 5, file=path, also=3)
 
 
-def test_the_error_of_a_line_is_raised_by_the_next_call(path):
-    def full(step, values):
-        raise OSError(28, "No space left on device")
+def full(step, values):
+    raise OSError(28, "No space left on device")
 
+
+def test_the_error_of_a_tracker_is_raised_by_the_next_call_and_names_it(path):
     jdp.log({"loss": 1.0}, 1, file=path, also=full)
-    metrics_log.flush()
-    with pytest.raises(OSError, match="No space"):
+    metrics_log.write_all()
+    with pytest.raises(RuntimeError, match="also=full .*step 1.*OSError.*No space"):
         jdp.log({"loss": 1.0}, 2, file=path)
+    assert [line["step"] for line in lines(path)] == [1]
+
+
+class Buffered:
+    """A writer that holds what it got until it is flushed, as TensorBoard's does."""
+
+    def __init__(self, error=None):
+        self.held, self.written, self._error = [], [], error
+
+    def add_scalar(self, *each):
+        self.held.append(each)
+
+    def flush(self):
+        if self._error:
+            raise self._error
+        self.written, self.held = self.written + self.held, []
+
+
+def test_flush_brings_every_line_to_a_tracker_and_what_it_holds_to_the_disk(path, make_mesh):
+    writer = Buffered()
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 2_000_000, lambda i, x: x * 0.999 + 1, x))
+    for step in range(5):
+        jdp.log({"loss": slow(jnp.float32(step))}, step, file=path, also=writer)
+    jdp.log.flush()
+    assert [step for _, _, step in writer.written] == [0, 1, 2, 3, 4] and not writer.held
+
+
+def test_flush_raises_the_error_of_a_tracker_once(path):
+    jdp.log({"loss": 1.0}, 1, file=path, also=Buffered(ValueError("no such run")))
+    with pytest.raises(ValueError, match="no such run"):
+        jdp.log.flush()
+    jdp.log({"loss": 1.0}, 2, file=path, also=full)
+    with pytest.raises(ValueError, match="no such run"):
+        jdp.log.flush()
+
+
+def test_a_state_is_saved_after_the_lines_of_a_tracker_are_on_the_disk(path, tmp_path):
+    writer = Buffered()
+    with jdp.Checkpointer(tmp_path / "run", save_every=1) as checkpointer:
+        state = checkpointer.restore({"x": jnp.ones(3)})
+        jdp.log({"loss": 1.0}, 1, file=path, also=writer)
+        checkpointer.step(state)
+    assert writer.written == [("loss", 1.0, 1)]
 
 
 def write_from_here(path):
