@@ -87,7 +87,7 @@ class MetricsFile:
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        if tracker is not None and tracker.flush not in (None, *self._flushes):
+        if tracker is not None and tracker.flush and tracker.flush not in self._flushes:
             self._flushes.append(tracker.flush)
         line = (step, time.time(), scalars, tracker)
         self._last[names] = step
