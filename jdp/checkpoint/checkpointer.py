@@ -79,6 +79,10 @@ class Checkpointer:
         self._check_replicas = check_replicas
         self._session: Session | None = None
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name}={n}" for name, n in self._counts.items())
+        return f"<jdp.Checkpointer of {self._folder.path}: {self.steps} steps done, {counts}>"
+
     @property
     def steps(self) -> int:
         """Steps done, counted over all lives of the run."""

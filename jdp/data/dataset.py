@@ -39,7 +39,7 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
     >>> read(np.array([1, 0, 1]))
     {'x': array([11, 10, 11]), 'y': [array([2, 0, 2]), array([3, 1, 3])]}
     """
-    if _is_array(dataset) or _is_table(dataset) or isinstance(dataset, Mapping | tuple):
+    if _is_array(dataset) or host_arrays.is_table(dataset) or isinstance(dataset, Mapping | tuple):
         return _array_reader(dataset)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset), lambda rows: _stack(rows, dataset, threads)
@@ -115,7 +115,7 @@ def find_mask(batch: Any) -> Any | None:
 
 def _array_reader(dataset: Any) -> tuple[int, Read]:
     parts, outer = host_arrays.flattened(dataset, "the dataset", _is_leaf)
-    dataset = outer.unflatten([_columns(part, _name(path)) for path, part in parts])
+    dataset = outer.unflatten([host_arrays.columns(part, _name(path)) for path, part in parts])
     found, treedef = host_arrays.flattened(dataset, "the dataset", _is_leaf)
     arrays: list[tuple[str, Any]] = []
     for path, leaf in found:
@@ -162,24 +162,6 @@ def _take(name: str, values: Any, rows: np.ndarray) -> np.ndarray:
             "object with __len__ and __getitem__ for one row, or convert it with np.asarray."
         )
     return found[places]
-
-
-# Columns of pandas are read by position, since their [rows] takes labels, and whole, since the
-# dtype of a part depends on whether it has missing values. Rows of a jax.Array are gathered in the
-# host's memory, since each read from a device would wait for it.
-def _columns(leaf: Any, name: str) -> Any:
-    if isinstance(leaf, jax.Array | np.ndarray):
-        return host_arrays.array(leaf, name)
-    if _is_table(leaf) and leaf.ndim == 2:
-        if not leaf.columns.is_unique:
-            twice = list(leaf.columns[leaf.columns.duplicated()])
-            raise ValueError(f"columns of a table have the same name: {twice}. Rename them.")
-        return {column: leaf[column].to_numpy() for column in leaf.columns}
-    return leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
-
-
-def _is_table(value: Any) -> bool:
-    return hasattr(value, "iloc") and hasattr(value, "to_numpy")
 
 
 def _is_array(leaf: Any) -> bool:

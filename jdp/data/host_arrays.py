@@ -60,6 +60,35 @@ def opened(tree: Any) -> Any:
     return jax.tree.map(of, tree)
 
 
+def is_table(value: Any) -> bool:
+    """Whether a value is a table of pandas or polars, or a column of one."""
+    is_known = hasattr(value, "iloc") or type(value).__module__.startswith("polars.")
+    return is_known and hasattr(value, "to_numpy")
+
+
+# Columns of tables are read by position, since [rows] of pandas takes labels, and whole, since the
+# dtype of a part depends on whether it has missing values. Rows of a jax.Array are gathered in the
+# host's memory, since each read from a device would wait for it.
+def columns(leaf: Any, name: str) -> Any:
+    """Return a table as the dict of its columns, and columns and arrays in the host's memory.
+
+    Args:
+      leaf: any leaf; one of another kind is returned as it is.
+      name: name of the leaf, for errors.
+
+    Raises:
+      ValueError: if two columns have the same name.
+    """
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return array(leaf, name)
+    if is_table(leaf) and hasattr(leaf, "columns"):
+        names = list(leaf.columns)
+        if twice := sorted({str(each) for each in names if names.count(each) > 1}):
+            raise ValueError(f"columns of a table have the same name: {twice}. Rename them.")
+        return {each: leaf[each].to_numpy() for each in names}
+    return leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
+
+
 def require_batches(function: str, batches: Any, instead: str) -> None:
     """Refuse rows where a function takes an iterable of batches.
 

@@ -147,6 +147,13 @@ class Batches:
         """The epoch of the next row, from 0."""
         return self._position // self._sampler.num_rows
 
+    def __repr__(self) -> str:
+        sampler, run = self._sampler, self._run
+        return (
+            f"<jdp.batches of {sampler.num_rows:,} rows: {self._num_done} of {len(self)} batches "
+            f"of {run.batch_size} rows handed out, shuffle={sampler.shuffle}, seed={sampler.seed}>"
+        )
+
     def __len__(self) -> int:
         """The number of batches of the whole run, for any position."""
         return self._run.num_batches

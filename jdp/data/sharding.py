@@ -74,7 +74,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     """Split a global batch over the ranks of a mesh. Leaves that are already there stay.
 
     Args:
-      batch: a pytree of arrays with equal first dims.
+      batch: a pytree of arrays with equal first dims, or of tables.
       where: the mesh of the ranks.
       axis_name: names of the axes that split the rows.
 
@@ -84,6 +84,9 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
       TypeError: if a leaf does not hold numbers, or a node keeps the shape of all rows.
     """
     named, treedef = host_arrays.flattened(batch, "`batch`")
+    if any(host_arrays.is_table(leaf) for _, leaf in named):
+        of = [host_arrays.columns(leaf, _name(path)) for path, leaf in named]
+        return place_batch(treedef.unflatten(of), where, axis_name)
     ranks = num_ranks(where, axis_name)
     sharding = sharding_of_rows(where, axis_name)
     rows = np.shape(named[0][1])[:1] if named else ()

@@ -11,6 +11,7 @@ from jdp.analysis.equal_draws import equal_draws
 from jdp.axis import AxisName
 from jdp.distributed import mesh
 from jdp.reduction.accumulation import num_rows
+from jdp.training import host_constants
 from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
 from jdp.training.step_differences import (
@@ -21,6 +22,12 @@ from jdp.training.step_differences import (
     digits_of_wire,
 )
 from jdp.validation import int_at_least
+
+_CHANGING = (
+    "Each trace of the step has another constant, such as a number of np.random or the time: "
+    "{lines}. A program keeps that of its trace, so every step repeats it. Draw from state.key by "
+    "jax.random, or give the value to the step as a further argument."
+)
 
 
 def check_step(
@@ -138,6 +145,8 @@ def _explained(
     found: StepDifference, step: Step, args: tuple, keywords: dict[str, Any]
 ) -> StepDifference:
     """Return a difference with its likely cause, found in the traced step."""
+    if lines := host_constants.changing(step, args, keywords):
+        return replace(found, cause=_CHANGING.format(lines=", ".join(lines)))
     traced = step.trace(*args, **keywords)
     lowered = traced.lower()
     draws = equal_draws(traced.jaxpr, num_rows(args[1]) // found.num_ranks)

@@ -41,6 +41,11 @@ def add_hint(
         hint = _of_constraint(text, spec)
     elif _SHAPES.search(text):
         hint = _of_rows(spec, batch, rest, num_ranks)
+    elif "unsupported format string passed to" in text and "Tracer" in text:
+        hint = (
+            "a value is formatted that is known only when the step runs. Return it as a metric and "
+            'print it behind the call, or write jax.debug.print("{x:.3f}", x=x).'
+        )
     elif "requires real- or complex-valued inputs" in text:
         hint = (
             "differentiate with respect to the parameters alone, not to a whole state with its "

@@ -242,6 +242,12 @@ class Step:
             )
         elif len(self.spec.signature.parameters) < 2:
             hint = " A step takes a state and a batch: def step(state, batch)."
+        elif "too many positional" in str(error):
+            state, batch = map(self.spec.argument, range(2))
+            hint = (
+                f" `{batch}` is one argument, split over the ranks. Call {self.__name__}({state}, "
+                f"(x, y)), and begin the step with x, y = {batch}."
+            )
         return f"{self.__name__}{self.spec.signature}: {error}.{hint}"
 
 

@@ -33,11 +33,12 @@ def explained(error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str
     return with_code(
         "JDP127",
         f"`{spec.name}` asks for a value that depends on {what}{f' at {line}' if line else ''}, as "
-        "an `if`, a `range`, a shape, int() or NumPy does. Arguments of a step have no values "
-        "while it is traced: one program is compiled for all of them. Close over a flag or a "
-        "number that chooses the program, with a step for each value: jdp.train_step(lambda state, "
-        f"batch: undecorated(state, batch, True)). {_of_state(names, spec)}To choose as it runs, "
-        "write jnp.where(flag, a, b) or jax.lax.cond(flag, f, g, x).",
+        "an `if`, a `range`, a shape, int() or NumPy does.\nWrite jnp.where(flag, a, b) or "
+        "jax.lax.cond(flag, f, g, x) to choose as it runs, and return what is printed as a metric. "
+        "Arguments of a step have no values while it is traced: one program is compiled for all of "
+        "them. A flag or a number that chooses the program is closed over, with a step for each "
+        "value: jdp.train_step(lambda state, batch: undecorated(state, batch, True)). "
+        f"{_of_state(names, spec)}".rstrip(),
     )
 
 

@@ -165,6 +165,35 @@ def test_columns_of_pandas_are_read_by_position():
         reader(pandas.concat([table, table], axis=1))
 
 
+class Frame(dict):
+    """As a DataFrame of polars: it has a shape, and neither ndim nor iloc."""
+
+    __module__ = "polars.dataframe.frame"
+    to_numpy = None
+
+    @property
+    def columns(self):
+        return list(self)
+
+    @property
+    def shape(self):
+        return 5, len(self)
+
+
+def test_a_table_of_polars_is_the_dict_of_its_columns():
+    num_rows, read = reader(Frame(x=X, y=Y))
+    assert num_rows == 5
+    found = read(ROWS)
+    np.testing.assert_array_equal(found["x"], X[ROWS])
+    np.testing.assert_array_equal(found["y"], Y[ROWS])
+
+
+def test_tables_of_polars_themselves():
+    polars = pytest.importorskip("polars")
+    _, read = reader(polars.DataFrame({"y": Y, "z": X[:, 1]}))
+    np.testing.assert_array_equal(read(ROWS)["z"], X[ROWS, 1])
+
+
 def test_arrays_and_groups_of_hdf5_are_read(tmp_path):
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "data.h5", "w") as file:

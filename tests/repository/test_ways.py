@@ -172,7 +172,7 @@ def test_a_row_takes_the_way_that_is_drawn():
 
     shapes = {(6, 7), (6,)}  # rows, and which they are
     # These ask whether the batch is there.
-    asking = {"jdp/pytrees.py", "jdp/training/placing.py"}
+    asking = {"jdp/jax_compat.py", "jdp/pytrees.py", "jdp/training/placing.py"}
     beside = asking if jax_compat.DELETED_ARRAY_CRASHES else set()
     assert files_that_hold(shapes, run) - beside == {file for file, _ in drawn("A batch row")}
 

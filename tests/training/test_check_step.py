@@ -1,4 +1,5 @@
 import threading
+import time
 
 import flax.linen as nn
 import jax
@@ -420,3 +421,28 @@ def test_arithmetic_of_16_bits_is_named_where_differences_are_small():
     with pytest.raises(ValueError, match="bfloat16 .* tolerance="):
         jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-6)
     jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-2)
+
+
+def noise(how):
+    if how == "number":
+        return np.float32(np.random.normal())
+    if how == "time":
+        return jnp.float32(time.perf_counter_ns() % 1_000_003)
+    return jnp.asarray(np.random.normal(size=3).astype(np.float32))
+
+
+@pytest.mark.parametrize("how", ["number", "time", "array"])
+def test_a_constant_that_differs_from_trace_to_trace_is_named(how):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        drawn = noise(how)
+        loss = lambda p, x: jnp.mean((x @ (p + drawn)) ** 2)  # noqa: E731
+        loss, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    start = jdp.TrainState.create(np.ones(3, np.float32), jdp.replicated(optax.sgd(0.1)))
+    where = "an array of the step" if how == "array" else "test_check_step.py:"
+    with pytest.raises(ValueError, match=rf"(?s)another constant, such as .*{where}.*state\.key"):
+        jdp.check_step(step, start, np.eye(4, 3, dtype=np.float32))

@@ -146,6 +146,54 @@ def test_a_python_choice_by_the_rank_is_named():
     assert "test_hints.py:" in note and "jax.process_index() == 0" in note
 
 
+def test_a_formatted_value_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        new, metrics = plain_step(state, batch)
+        print(f"{metrics['loss']:.3f}")
+        return new, metrics
+
+    (note,) = notes(TypeError, step, state(), batch())
+    assert "metric" in note and "jax.debug.print" in note
+
+
+def test_a_batch_of_two_arguments_is_one():
+    ranks(2)
+    step = jdp.train_step(plain_step)
+    with pytest.raises(TypeError, match=r"Call plain_step\(state, \(x, y\)\).* x, y = batch"):
+        step(state(), batch()["x"], batch()["y"])
+
+
+class Table(dict):
+    """As a DataFrame of pandas: a leaf to JAX, whose columns are arrays."""
+
+    iloc = to_numpy = None
+
+    @property
+    def columns(self):
+        return list(self)
+
+
+class Column:
+    iloc = None
+
+    def __init__(self, values):
+        self._values = values
+
+    def to_numpy(self):
+        return self._values
+
+
+def test_a_table_is_the_dict_of_its_columns():
+    ranks(2)
+    step, rows = jdp.train_step(plain_step), batch()
+    table = Table({name: Column(values) for name, values in rows.items()})
+    found, expected = (step(state(), each) for each in (table, rows))
+    jax.tree.map(np.testing.assert_array_equal, found[0].params, expected[0].params)
+
+
 @jdp.train_step
 def columns_step(state, x, y):
     def loss(p):

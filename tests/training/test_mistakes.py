@@ -163,7 +163,7 @@ def test_a_number_of_a_state_that_chooses_the_program_is_named():
     def fit(state, batch):
         return state, {"y": [1.0, 2.0][state.heads]}
 
-    with pytest.raises(TypeError, match=r"`state\.heads`.*eqx\.partition.*JDP127"):
+    with pytest.raises(TypeError, match=r"(?s)`state\.heads`.*eqx\.partition.*JDP127"):
         fit(Model(np.ones(2), 1), np.ones(4))
 
 
