@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jdp.distributed.checks.replicas import check_replicas as check_replicas
     from jdp.distributed.mesh import init as init
     from jdp.distributed.metrics_log import log as log
+    from jdp.distributed.trackers import tracker as tracker
     from jdp.inspect.batch_size import find_batch_size as find_batch_size
     from jdp.inspect.explain import explain as explain
     from jdp.inspect.profiling.profile import profile as profile
@@ -73,6 +74,7 @@ _MODULES = {
     "shard_batches": "data.batches",
     "sum_over_ranks": "reduction.metrics",
     "sync_gradients": "reduction.gradients",
+    "tracker": "distributed.trackers",
     "train_step": "training.decorators",
     "uniformity": "analysis",
     "value_and_grad": "reduction.micro_batches",

@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,13 @@ class MetricsFile:
         self._error: BaseException | None = None
         self._refusal: OSError | None = None  # of the line that is retried
         self._refused_at = 0.0
-        self._flushes: list[Callable[[], Any]] = []  # of trackers
+        self._trackers: list[Tracker] = []
         self._is_over = threading.Event()
         self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, scalars: dict[str, Any], tracker: Tracker | None) -> None:
+    def put(self, step: int, scalars: dict[str, Any], trackers: Sequence[Tracker] = ()) -> None:
         """Have the thread write a line, unless the file has it; raise its error of earlier ones.
 
         A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
@@ -78,7 +78,7 @@ class MetricsFile:
         Args:
           step: of the values.
           scalars: values by name: numbers, or `[]` arrays that a step may still compute.
-          tracker: takes the values in the thread, once they are known.
+          trackers: take the values in the thread, once they are known.
         """
         self.raise_error()
         names = frozenset(scalars)
@@ -87,9 +87,8 @@ class MetricsFile:
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        if tracker is not None and tracker.flush and tracker.flush not in self._flushes:
-            self._flushes.append(tracker.flush)
-        line = (step, time.time(), scalars, tracker)
+        self._trackers += [each for each in trackers if each not in self._trackers]
+        line = (step, time.time(), scalars, trackers)
         self._last[names] = step
         while not self._has_put(line):
             try:
@@ -109,11 +108,7 @@ class MetricsFile:
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
                 self._lines.all_tasks_done.wait(left)
-        for flush in self._flushes:
-            try:
-                flush()
-            except Exception as error:  # raised by the next call
-                self._error = error
+        self._of_trackers(lambda each: each.flush())
         self._raise_refusal(0.0)
 
     def end_thread(self) -> None:
@@ -125,6 +120,7 @@ class MetricsFile:
         self._has_put(None)  # the thread then closes the file
         if not hangs:
             self._thread.join(_END_S)
+            self._of_trackers(lambda each: each.close())
         if self._error is not None:
             _log.error("jdp: lines of %s are missing: %s", self._path, self._error)
 
@@ -157,7 +153,16 @@ class MetricsFile:
         finally:
             self._file.close()
 
-    def _write(self, step: int, at: float, scalars: dict[str, Any], tracker: Any) -> None:
+    def _of_trackers(self, call: Callable[[Tracker], None]) -> None:
+        for each in self._trackers:
+            try:
+                call(each)
+            except Exception as error:  # raised by the next call
+                self._error = error
+
+    def _write(
+        self, step: int, at: float, scalars: dict[str, Any], trackers: Sequence[Tracker]
+    ) -> None:
         try:
             values = {name: _number(value) for name, value in scalars.items()}
         except RuntimeError:
@@ -176,8 +181,14 @@ class MetricsFile:
                 raise self._refusal
             self._is_over.wait(_RETRY_S)
         _show_loss(step, values)
-        if tracker is not None:
-            tracker.take(step, values)
+        for each in trackers:
+            try:
+                each.take(self._path, step, values)
+            except Exception as error:
+                raise RuntimeError(
+                    f"also={each.name} did not take the metrics of step {step}, which are in "
+                    f"{self._path}: {type(error).__name__}: {error}"
+                ) from error
 
     def _has_appended(self, step: int, text: bytes) -> bool:
         try:

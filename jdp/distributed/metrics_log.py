@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdp.distributed.metrics_file import MAX_STEP, OWN_NAMES, MetricsFile
-from jdp.distributed.trackers import tracker_of
+from jdp.distributed.trackers import trackers_of
 from jdp.pytrees import is_deleted
 from jdp.validation import int_at_least
 from jdp.worker import launcher_client
@@ -41,12 +41,15 @@ def log(
         `checkpointer.step`, with `checkpointer.steps + 1`: after SIGTERM a run continues behind the
         saved state, and a later call of this step would never be made.
       file: is created if it does not exist; relative to the working directory.
-      also: gets what is written, in the thread: a function `also(step, values)`, for example
-        `lambda step, values: wandb.log(values, step=step)`, or a writer of TensorBoard, with a
-        method `add_scalar(name, value, step)`. Call `jdp.log.flush()` before you close it.
+      also: gets what is written, in the thread: "csv", "mlflow", "tensorboard" or "wandb"; a
+        `jdp.tracker`; a function `also(step, values)`; a writer with a method
+        `add_scalar(name, value, step)`; or a list of these. Call `jdp.log.flush()` before you
+        close one of your own.
 
     Raises:
-      TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is neither.
+      TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is nothing of
+        these.
+      ImportError: if the library of a tracker is not installed.
       ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
         "step", "time" or as another one; or if the file holds the steps of an earlier run.
       RuntimeError: before `jdp.init` in a process of `jdp run`; if `also` raised an error in an
@@ -67,7 +70,7 @@ def log(
     if step >= MAX_STEP:
         raise ValueError(f"step must be less than 2**63 - 1, not {step}.")
     scalars = _by_name(metrics)
-    tracker = tracker_of(also)
+    trackers = trackers_of(also)
     _require_assignment()
     if jax.process_index() != 0:
         return
@@ -76,7 +79,7 @@ def log(
         if path not in _open.files:
             _open.files[path] = MetricsFile(path, step)
         found = _open.files[path]
-    found.put(step, scalars, tracker)
+    found.put(step, scalars, trackers)
 
 
 def flush(timeout_s: float = _FLUSH_S) -> None:

@@ -1,58 +1,186 @@
-"""What gets the metrics of a run besides their file: a function, or a writer of TensorBoard."""
+"""What gets the metrics of a run besides their file: functions, writers, and trackers by name."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jdp.distributed.tracker_kinds import BEGIN, NEEDS, Settings, TrackedRun
 
 
-class Tracker(NamedTuple):
-    """A function or a writer of the author's.
+class Tracker(Protocol):
+    """Something that takes the metrics of a run, one call at a time."""
+
+    @property
+    def name(self) -> str:
+        """The name, for errors."""
+
+    def take(self, file: Path, step: int, values: Mapping[str, Any]) -> None:
+        """Take the values of a step, which a file of metrics already has."""
+
+    def flush(self) -> None:
+        """Bring to the disk, or to a service, what it still holds."""
+
+    def close(self) -> None:
+        """End its run; a later `take` continues it."""
+
+
+@dataclass(frozen=True)
+class OwnTracker:
+    """A function or a writer of the author's, who closes it.
 
     Attributes:
       name: for errors.
       write: takes a step and its values by name.
-      flush: brings to the disk what the writer still holds; None if it has no such method.
+      writer: the writer, or the function.
     """
 
     name: str
     write: Callable[[int, Mapping[str, Any]], Any]
-    flush: Callable[[], Any] | None
+    writer: Any
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hand out the values of a step.
+    def take(self, file: Path, step: int, values: Mapping[str, Any]) -> None:
+        """Take the values of a step."""
+        self.write(step, values)
 
-        Raises:
-          RuntimeError: from the error of the tracker, naming it.
-        """
-        try:
-            self.write(step, values)
-        except Exception as error:
-            raise RuntimeError(
-                f"also={self.name} did not take the metrics of step {step}, which the file of "
-                f"jdp.log holds: {type(error).__name__}: {error}"
-            ) from error
+    def flush(self) -> None:
+        """Bring to the disk what a writer still holds."""
+        if callable(flush := getattr(self.writer, "flush", None)):
+            flush()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnTracker) and self.writer is other.writer
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def tracker_of(also: Any) -> Tracker | None:
-    """Return the tracker that a user gave, None for none.
+class NamedTracker:
+    """A tracker by its name, see `tracker`; its run begins with the first metrics."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._run: TrackedRun | None = None
+
+    @property
+    def name(self) -> str:
+        """The name, for errors."""
+        return self._settings.kind
+
+    def take(self, file: Path, step: int, values: Mapping[str, Any]) -> None:
+        """Take the values of a step; the first time, all those in the file that its run lacks."""
+        if self._run is not None:
+            return self._run.take(step, values)
+        self._run = run = BEGIN[self._settings.kind](self._settings, file)
+        for each, found in _in_file(file):
+            if lacking := run.lacking(each, found):
+                run.take(each, lacking)
+
+    def flush(self) -> None:
+        """Bring to the disk, or to a service, what it still holds."""
+        if self._run is not None:
+            self._run.flush()
+
+    def close(self) -> None:
+        """End its run; a later `take` continues it."""
+        if self._run is not None:
+            self._run.close()
+        self._run = None
+
+
+# The trackers that `also="wandb"` names: the same in each call.
+_by_kind: dict[str, NamedTracker] = {}
+
+
+def tracker(
+    kind: str,
+    *,
+    name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> NamedTracker:
+    """Describe a tracker for `jdp.log(..., also=...)`; make it once, before the loop.
+
+    Process 0 begins its run with the first metrics. A run that continues, after a death or with
+    `--resume`, continues the run of the tracker, which then gets the lines of the file that it
+    lacks: it has each step once.
 
     Args:
-      also: a function of a step and its values, or an object with `add_scalar(name, value, step)`;
-        its `flush`, if it has one, is called where lines of a run must not be lost.
+      kind: "csv", "mlflow", "tensorboard" (written by the package tensorboardX) or "wandb". For
+        the file `metrics.jsonl` the first is `metrics.csv`, and the third a folder
+        `metrics.tensorboard`.
+      name: of the run, for people. Default: one that the tracker makes.
+      config: hyperparameters by name: numbers, texts and the like.
+      **options: of `wandb.init` or `mlflow.start_run`, such as `project="digits"`, or of
+        `tensorboardX.SummaryWriter`.
 
     Raises:
-      TypeError: if it is neither.
+      ValueError: if there is no such kind.
+      ImportError: if its library is not installed.
+
+    >>> tracker("csv").name
+    'csv'
+    """
+    if kind not in NEEDS:
+        raise ValueError(f"tracker({kind!r}): write one of {', '.join(map(repr, NEEDS))}.")
+    if importlib.util.find_spec(NEEDS[kind]) is None:
+        raise ImportError(
+            f"the tracker {kind!r} needs a package that is not installed: pip install {NEEDS[kind]}"
+        )
+    return NamedTracker(Settings(kind, name, dict(config or {}), options))
+
+
+def trackers_of(also: Any) -> Sequence[Tracker]:
+    """Return the trackers that a user gave.
+
+    Args:
+      also: a function of a step and its values; an object with `add_scalar(name, value, step)`,
+        whose `flush`, if it has one, is called where lines must not be lost; a `tracker`, or the
+        name of one; or a list of these. None for none.
+
+    Raises:
+      TypeError: if it is nothing of these.
+      ValueError, ImportError: as from `tracker`.
     """
     if also is None:
-        return None
+        return ()
+    if isinstance(also, (list, tuple)):
+        return [found for each in also for found in trackers_of(each)]
+    if isinstance(also, NamedTracker):
+        return (also,)
+    if isinstance(also, str):
+        if also not in _by_kind:
+            _by_kind[also] = tracker(also)
+        return (_by_kind[also],)
     name = getattr(also, "__qualname__", None) or type(also).__qualname__
-    flush = getattr(also, "flush", None)
     if callable(add := getattr(also, "add_scalar", None)):
 
         def add_all(step: int, values: Mapping[str, Any]) -> None:
             for each, value in values.items():
                 add(each, value, step)
 
-        return Tracker(name, add_all, flush)
+        return (OwnTracker(name, add_all, also),)
     if not callable(also):
-        raise TypeError(f"also={also!r} is neither a function nor has a method add_scalar.")
-    return Tracker(name, also, flush)
+        raise TypeError(
+            f"also={also!r} is neither a function, nor has a method add_scalar, nor names a "
+            f"tracker: {', '.join(map(repr, NEEDS))}."
+        )
+    return (OwnTracker(name, also, also),)
+
+
+def _in_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the steps of a file of metrics with their values, in its order."""
+    with open(file) as lines:
+        for line in lines:
+            found = json.loads(line)
+            values = {name: x for name, x in found.items() if name not in ("step", "time")}
+            yield found["step"], {name: _number(x) for name, x in values.items()}
+
+
+def _number(x: Any) -> Any:
+    """Return a number that JSON has none for, such as NaN, as which the file has a text."""
+    return float(x) if isinstance(x, str) and "j" not in x else x

@@ -51,7 +51,7 @@ class Environment:
 
     def __init__(self, folder, path):
         self.path = os.pathsep.join([str(folder / "bin"), *path])
-        venv.create(folder, with_pip=False)
+        venv.create(folder, with_pip=True)
         self._python = folder / "bin" / "python"
         # Their .pth files, and with them an editable jdp, have no effect there.
         below = [path for path in sys.path if path.endswith("site-packages")]

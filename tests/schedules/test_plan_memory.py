@@ -7,6 +7,8 @@ import pytest
 from support.training import ranks, step_of
 
 import jdp
+from jdp.inspect.described_gpus import MissingPluginError, gpu_description
+from jdp.inspect.gpus import GPUS
 from jdp.inspect.plan.fabric import Fabric
 from jdp.inspect.plan.memory import rank_memory
 from jdp.inspect.plan.schedule import Deployment
@@ -15,6 +17,14 @@ from jdp.inspect.plan.workload import Workload, uniform
 # XLA merges collectives of up to 30 MiB, whose results are in memory together.
 DIM, LAYERS, MICRO_BATCHES = 4096, 12, 4
 LAYER = 4 * DIM * DIM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def described():
+    try:
+        gpu_description(GPUS["H200"].xla_name)
+    except MissingPluginError as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("method", ["replicated", "stage1", "stage2", "stage3"])

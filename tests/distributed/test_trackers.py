@@ -1,0 +1,143 @@
+"""Trackers by name get each line once, also where a run continues, and each by its own library."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+from support.processes import environment
+
+import jdp
+from jdp.distributed import metrics_log, trackers
+
+STEPS = 6
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "_by_kind", {})
+    yield tmp_path / "metrics.jsonl"
+    metrics_log.end()
+
+
+def log(path, steps, also):
+    for step in steps:
+        jdp.log({"loss": 1 / (step + 1), "nan": float("nan")}, step, file=path, also=also)
+        if step % 2:
+            jdp.log({"eval": {"rows": step}}, step, file=path, also=also)
+
+
+def twice(path, make):
+    """Log half of the steps, and the other half as a process does that continues."""
+    log(path, range(STEPS // 2), make())
+    metrics_log.end()
+    log(path, range(1, STEPS), make())
+    metrics_log.end()
+
+
+def test_a_table_has_a_row_for_each_line_and_a_column_for_each_name(path):
+    twice(path, lambda: "csv")
+    with open(path.with_suffix(".csv"), newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [(int(row["step"]), row["loss"] != "") for row in rows] == [
+        (0, True), (1, True), (1, False), (2, True), (3, True), (3, False), (4, True), (5, True),
+        (5, False),
+    ]  # fmt: skip
+    assert [row["eval/rows"] for row in rows if row["eval/rows"]] == ["1", "3", "5"]
+    assert rows[3]["loss"] == str(1 / 3) and rows[3]["nan"] == "nan"
+
+
+def test_what_a_killed_process_had_not_written_is_written_by_the_next_one(path):
+    log(path, range(3), None)  # lines in the file that no tracker got
+    metrics_log.end()
+    log(path, range(3, 4), jdp.tracker("csv"))
+    metrics_log.end()
+    with open(path.with_suffix(".csv"), newline="") as table:
+        assert [row["step"] for row in csv.DictReader(table)] == ["0", "1", "1", "2", "3", "3"]
+
+
+def test_several_at_once(path):
+    found = []
+    log(path, range(2), ["csv", lambda step, values: found.append(step)])
+    jdp.log.flush()
+    assert found == [0, 1, 1] and path.with_suffix(".csv").read_text().count("\n") == 4
+
+
+def read_events(folder):
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401
+
+    found = []
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        data = file.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            found += [(event.step, each.tag, each.simple_value) for each in event.summary.value]
+    return found
+
+
+def test_tensorboard_has_each_step_once(path):
+    pytest.importorskip("tensorboardX")
+    twice(path, lambda: jdp.tracker("tensorboard", name="one", config={"lr": 0.1}))
+    found = read_events(path.with_suffix(".tensorboard") / "one")
+    losses = [(step, value) for step, tag, value in found if tag == "loss"]
+    assert losses == [(step, pytest.approx(1 / (step + 1))) for step in range(STEPS)]
+    assert [step for step, tag, _ in found if tag == "eval/rows"] == [1, 3, 5]
+    assert any("config" in tag for _, tag, _ in found)
+
+
+def test_mlflow_has_each_step_once_in_one_run(path, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    twice(path, lambda: jdp.tracker("mlflow", name="one", config={"lr": 0.1}, experiment="digits"))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.run_name == "one" and run.info.status == "FINISHED"
+    assert run.data.params == {"lr": "0.1"}
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(x.step, x.value) for x in history] == [(i, 1 / (i + 1)) for i in range(STEPS)]
+    assert [x.step for x in client.get_metric_history(run.info.run_id, "eval/rows")] == [1, 3, 5]
+
+
+def test_a_run_of_wandb_goes_on_under_its_id(path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    twice(path, lambda: jdp.tracker("wandb", name="one", config={"lr": 0.1}, project="digits"))
+    folders = sorted((path.parent / "wandb").glob("offline-run-*"))
+    run = json.loads(path.with_suffix(".wandb.json").read_text())
+    assert len(folders) == 2 and all(folder.name.endswith(run["run"]) for folder in folders)
+    assert run["last"] == STEPS - 1
+
+
+def test_a_file_of_another_run_has_a_tracked_run_of_its_own(path):
+    found = []
+    for loss in (1.0, 2.0):
+        jdp.log({"loss": loss}, 1, file=path)
+        metrics_log.end()
+        note = trackers_note(path)
+        found.append(note.run_id(lambda: f"run {len(found)}"))
+        assert note.run_id(lambda: "another") == found[-1] == trackers_note(path).run_id(str)
+        path.unlink()
+    assert found == ["run 0", "run 1"]
+
+
+def trackers_note(path):
+    from jdp.distributed.tracker_kinds import _Note
+
+    return _Note(path, "wandb")
+
+
+def test_wrong_trackers_are_refused_at_once(path):
+    with pytest.raises(ValueError, match="'tensorbord'.*'tensorboard'"):
+        jdp.log({"loss": 1.0}, 1, file=path, also="tensorbord")
+    assert not path.exists()
+    script = "import jdp, sys; sys.modules['wandb'] = None; jdp.tracker('wandb')"
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment(1), capture_output=True, text=True
+    )
+    assert "ImportError: the tracker 'wandb'" in run.stderr and "pip install wandb" in run.stderr
