@@ -108,7 +108,7 @@ class _WandB:
     def __init__(self, settings: Settings, file: Path):
         import wandb  # pyrefly: ignore[missing-import]
 
-        self._note = _Note(file, "wandb")
+        self._note = _RunNote(file, "wandb")
         given = {"name": settings.run, "config": dict(settings.config), "dir": str(file.parent)}
         self._run = wandb.init(
             id=self._note.run_id(lambda: uuid.uuid4().hex[:8]),
@@ -149,7 +149,7 @@ class _MLflow:
                 mlflow.log_params(dict(settings.config))
             return run.info.run_id
 
-        self._id = _Note(file, "mlflow").run_id(begin)
+        self._id = _RunNote(file, "mlflow").run_id(begin)
         self._client.update_run(self._id, status="RUNNING")
         known = self._client.get_run(self._id).data.metrics
         history = {name: self._client.get_metric_history(self._id, name) for name in known}
@@ -177,7 +177,7 @@ BEGIN: dict[str, Callable[[Settings, Path], TrackedRun]] = {
 }
 
 
-class _Note:
+class _RunNote:
     """What is kept beside a file of metrics of the run of a service that has its lines.
 
     Args:

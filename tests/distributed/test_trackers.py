@@ -127,9 +127,9 @@ def test_a_file_of_another_run_has_a_tracked_run_of_its_own(path):
 
 
 def trackers_note(path):
-    from jdp.distributed.tracker_kinds import _Note
+    from jdp.distributed.tracker_kinds import _RunNote
 
-    return _Note(path, "wandb")
+    return _RunNote(path, "wandb")
 
 
 def test_wrong_trackers_are_refused_at_once(path):
