@@ -8,25 +8,29 @@ SAVED = 75
 STALLED = 124
 
 
-def in_words(returncode: int) -> str:
+def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
     """Return how a process ended.
 
     Args:
       returncode: that of Popen: the exit code, or minus the signal.
+      out_of_memory: whether the kernel counts a process that it killed for want of memory.
 
+    >>> in_words(-9), in_words(-9, out_of_memory=True)
+    ('was killed by SIGKILL (signal 9)', 'was killed by SIGKILL (signal 9): memory ran out, ...
     >>> in_words(-11)
     'was killed by SIGSEGV (signal 11): a crash in compiled code'
     >>> in_words(3)
     'ended with exit code 3'
     """
     why = {
-        -signal.SIGKILL: "perhaps by the kernel, because memory ran out (see dmesg)",
         -signal.SIGSEGV: "a crash in compiled code",
         -signal.SIGBUS: "a crash in compiled code, or /dev/shm is full",
         -signal.SIGABRT: "compiled code gave up, see its message above",
         SAVED: "it saved after a signal; run it again with --resume",
         STALLED: "the watchdog ended it",
     }
+    if out_of_memory:
+        why[-signal.SIGKILL] = "memory ran out, which the kernel has counted"
     if returncode < 0:
         try:
             name = signal.Signals(-returncode).name

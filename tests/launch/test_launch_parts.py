@@ -16,6 +16,7 @@ import pytest
 
 from jdp.launch.host import spawn
 from jdp.launch.host.gpu_slots import SHARE, gpus_of_slots, memory_of_shared
+from jdp.launch.host.oom_kills import num_oom_kills
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.leader import failure as failures
 from jdp.launch.leader import rank_assignment
@@ -375,7 +376,7 @@ def test_the_cause_has_who_where_how_and_the_traceback():
 @pytest.mark.parametrize(
     ("returncode", "code", "words"),
     [
-        (-signal.SIGKILL, 137, "SIGKILL (signal 9): "),
+        (-signal.SIGKILL, 137, "SIGKILL (signal 9)"),
         (-signal.SIGTERM, 143, "SIGTERM (signal 15)"),
         (-64, 192, "SIGRTMAX (signal 64)"),
         (-63, 191, "(signal 63)"),
@@ -513,3 +514,30 @@ def test_a_record_that_cannot_be_opened_ends_nothing(tmp_path):
 
 def test_the_token_is_not_in_the_environment_of_processes():
     assert "JDP_TOKEN" not in spawn.environment({"JDP_TOKEN": "secret"})
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        (
+            {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.events": "oom 3\noom_kill 2\n"},
+            2,
+        ),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/memory.events": "oom_kill 4\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "9:cpu:/b\n4:memory:/b\n0::/\n",
+                "sys/fs/cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 1\n",
+                "proc/vmstat": "oom_kill 9\n",
+            },
+            1,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free 5\noom_kill 9\n"}, 9),
+        ({}, None),
+    ],
+)
+def test_kills_of_the_kernel_for_want_of_memory_are_those_of_the_cgroup(tmp_path, files, count):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert num_oom_kills(tmp_path) == count

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.launch.host import nccl_ras
+from jdp.launch.host.oom_kills import num_oom_kills
 from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import start_task
@@ -68,6 +69,7 @@ class LocalGeneration:
         self._shutdown_timeout_s = options.shutdown_timeout_s
         self._send, self._ended, self._stuck = send, ended, stuck
         self._say = say
+        self._num_oom_kills = num_oom_kills()
         self._state = State.RUNNING
         self._watch = Watch(options.timeout_s)  # knows how long a process may save
         self._num_sent: dict[int, int] = {}  # records of steps, by process
@@ -148,6 +150,7 @@ class LocalGeneration:
             status=process.slot.read(),
             step=process.step(),
             last_lines=[] if explains_itself else process.last_lines(),
+            out_of_memory=code == -signal.SIGKILL and num_oom_kills() != self._num_oom_kills,
         )
 
     def _record_step(self, process: Process) -> None:

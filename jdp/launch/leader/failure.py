@@ -48,6 +48,7 @@ def exit_of_process(
     traceback: str | None,
     last_lines: list[str],
     step: int | None = None,
+    out_of_memory: bool = False,
 ) -> Cause:
     """Return the cause that a process failed by itself, with the `returncode` of Popen.
 
@@ -61,13 +62,14 @@ def exit_of_process(
       traceback: of its script, if there is one.
       last_lines: of its output.
       step: of the run at which it happened, if it is known.
+      out_of_memory: see `in_words`.
 
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
     the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
     its last output:
       no such file
     """
-    text = f"{_who(process_id, host, pid)} {in_words(returncode)}"
+    text = f"{_who(process_id, host, pid)} {in_words(returncode, out_of_memory=out_of_memory)}"
     error_code = "JDP302" if returncode < 0 else "JDP301"
     lines = [with_code(error_code, f"the cause: {text}")]
     if traceback:

@@ -125,6 +125,7 @@ class Generation:
         last_lines: list[str],
         status: list[Any],
         step: int | None = None,
+        out_of_memory: bool = False,
     ) -> None:
         """Record how a process ended by itself, which may be a failure, and its last status."""
         self._returncodes[process_id] = returncode
@@ -135,7 +136,11 @@ class Generation:
         self._write("exited", **who)
         if returncode not in (0, SAVED) and self.state is not State.STOPPING:
             why = failure.exit_of_process(
-                **who, traceback=traceback, last_lines=last_lines, step=step
+                **who,
+                traceback=traceback,
+                last_lines=last_lines,
+                step=step,
+                out_of_memory=out_of_memory,
             )
             if ended := self._came_to_end():
                 why = failure.after_end(why, min(ended))
