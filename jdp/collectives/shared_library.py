@@ -1,6 +1,7 @@
 """Load the native libraries, unless XLA is older than the headers that they were built with."""
 
 import ctypes
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,13 @@ import jax
 
 LIB = Path(__file__).parent.parent / "lib"
 _VERSION = "jdp_ffi_api_version"
+
+_log = logging.getLogger("jdp")
+_IS_SOURCE = (
+    "jdp: %s is a source tree in which nothing was compiled, so sums between CPUs go by XLA, and "
+    "are slower. Install it (pip install -e %s), or start the script in another folder, where "
+    "Python finds an installed jdp."
+)
 
 
 class Loaded(NamedTuple):
@@ -44,6 +52,8 @@ def load(
     if not path.exists():
         reason = path.with_suffix(".txt")  # written by the build
         why = reason.read_text().strip() if reason.exists() else "install jdp with pip"
+        if not reason.exists() and platform == "cpu":
+            _log.warning(_IS_SOURCE, LIB.parent, LIB.parent.parent)
         return Loaded(None, f"{path.name} was not built: {why}.")
     try:
         functions = ctypes.CDLL(str(path))

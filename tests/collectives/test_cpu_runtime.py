@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 needs_library = pytest.mark.skipif(
@@ -227,3 +229,18 @@ def test_a_segment_of_another_process_is_refused():
         cpu_runtime.attach(7, 0, 2, [0], segment._replace(nonce=segment.nonce ^ 1))
     with pytest.raises(OSError, match="/proc/1/fd/999"):
         cpu_runtime.attach(7, 0, 2, [0], cpu_runtime.Segment(1, 999, 0))
+
+
+def test_a_source_tree_without_its_library_says_so_once(tmp_path):
+    package = Path(jdp.__file__).parent
+    shutil.copytree(package, tmp_path / "jdp", ignore=shutil.ignore_patterns("lib", "csrc"))
+    script = (
+        "import jdp; from jdp.collectives.cpu import runtime; "
+        "print(jdp.__file__, [runtime.why_missing() is None for _ in range(2)])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.endswith("[False, False]\n") and str(tmp_path) in run.stdout
+    assert run.stderr.count("nothing was compiled") == 1
+    assert f"pip install -e {tmp_path}" in run.stderr
