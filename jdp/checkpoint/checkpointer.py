@@ -32,7 +32,8 @@ class Checkpointer:
 
     At SIGTERM, SIGUSR1 or SIGUSR2 to any process all of them save after the same step, and `step`
     ends the process with exit code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the
-    save.
+    save. At Ctrl-C the end of a `with` block saves the last step of a process that is alone, and
+    the log says what is saved or lost; of several processes `jdp run` saves the latest commit.
 
     Args:
       directory: directory for the checkpoints of this run only, on a disk that process 0 can
@@ -214,7 +215,11 @@ class Checkpointer:
             self.close()
         elif self._session is not None:
             with this_process.current.leaving(error):
-                self._session.end_session()
+                try:
+                    if kind is KeyboardInterrupt:
+                        self._session.save_interrupted()
+                finally:
+                    self._session.end_session()
 
     def _recorded(self, state: Any, batches: Any) -> Session:
         session = self._session

@@ -29,6 +29,11 @@ from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
 
 _log = logging.getLogger("jdp")
+_SAVED = "jdp: step %d is saved in %s, after %s. Run again with %s to continue."
+_LOST = (
+    "jdp: step %d is not saved after Ctrl-C, since %s. The latest that is kept: %s. `jdp run` "
+    "saves its latest commit after Ctrl-C."
+)
 
 # Number of steps before Orbax is imported: after a recovery, and well before a checkpoint.
 _PREPARED_AFTER = 3
@@ -190,6 +195,20 @@ class Session:
             self._require_equal_ranks()
         self._commits.raise_failure()
 
+    def save_interrupted(self) -> None:
+        """After Ctrl-C save the last step where no launcher does, and say what is lost."""
+        if self._launcher is not None or not self._num_steps or self._saved_at == self.steps:
+            return
+        is_alone = len(self._group) == 1
+        if is_alone and not pytrees.any_deleted(self._state):
+            self.save()
+            _log.warning(_SAVED, self.steps, self._folder.path, "Ctrl-C", "JDP_RESUME=1")
+        elif self._process == 0:
+            self._saves.wait()  # for one that has begun
+            why = "the next step has taken it" if is_alone else "the other processes go on"
+            kept = progress.own.latest_kept or "no step"
+            _log.warning(_LOST, self.steps, why, kept)
+
     def tell_closed(self) -> None:
         """Report to the launcher that the last step is saved."""
         if self._launcher is not None:
@@ -220,12 +239,8 @@ class Session:
         self.tell_closed()
         self.end_session()
         if self._process == 0:
-            _log.warning(
-                "jdp: step %d is saved in %s, after a signal. Run again with %s to continue.",
-                self.steps,
-                self._folder.path,
-                "JDP_RESUME=1" if self._assigned is None else "--resume",
-            )
+            again = "JDP_RESUME=1" if self._assigned is None else "--resume"
+            _log.warning(_SAVED, self.steps, self._folder.path, "a signal", again)
         self._preemption.call_earlier_handlers()
         raise SystemExit(SAVED)
 

@@ -53,6 +53,31 @@ def test_one_process_saves_at_a_signal_and_gives_the_handler_back(tmp_path, numb
     assert saved_in(tmp_path) == [5]
 
 
+def interrupted(folder, *, deletes):
+    with pytest.raises(KeyboardInterrupt):
+        with jdp.Checkpointer(folder, save_every=2) as checkpointer:
+            n = checkpointer.restore({"n": jnp.int32(0)})["n"]
+            for i in range(1, 9):
+                state = {"n": n + i}
+                checkpointer.step(state)
+                if i == 3:
+                    if deletes:
+                        state["n"].delete()  # as the next step does
+                    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_saves_the_last_step_of_a_process_that_is_alone(tmp_path, caplog):
+    interrupted(tmp_path, deletes=False)
+    assert saved_in(tmp_path) == [3, 2]
+    assert "step 3 is saved" in caplog.text and "JDP_RESUME=1" in caplog.text
+
+
+def test_what_ctrl_c_loses_is_said(tmp_path, caplog):
+    interrupted(tmp_path, deletes=True)
+    assert saved_in(tmp_path) == [2]
+    assert "step 3 is not saved" in caplog.text and "step 2 (" in caplog.text
+
+
 def test_an_earlier_handler_runs_once_after_the_save(tmp_path):
     seen = []
     with handling(signal.SIGUSR2, lambda number, _: seen.append((number, saved_in(tmp_path)))):
