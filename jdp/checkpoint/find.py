@@ -97,6 +97,7 @@ def find(
             folder.lock(resumes=is_later)
         sources = Sources(folder, memory)
     mine: dict[str, Any] = sources.offer() | {"resumes": resumes, "splits": splits, "host": host}
+    mine["is_later"] = is_later
     mine |= {"tag": secrets.token_hex(4), "owner": folder.owner() if is_first else ""}
     other = other_tools.find(folder.path) if is_first and not is_later else None
     mine |= {"commit_every": commit_every, "other": other and [str(other), other.advice()]}
@@ -183,6 +184,8 @@ def _require_own(directory: str, offer: dict[str, Any]) -> None:
         return
     if what:
         _log.warning("jdp: %s. This begins anew; to begin with that, write %s.", what, advice)
+    elif offer["is_later"]:
+        _log.warning("jdp: the run was stopped before a step was kept, and begins at step 0.")
     elif offer["resumes"]:
         _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
 

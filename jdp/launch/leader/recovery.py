@@ -148,9 +148,10 @@ class Recoveries:
         return ""
 
     def _begin_outage(self, why: Cause, step: int | None) -> None:
-        # The output of the process may not be shown otherwise.
-        if why.error:
+        if why.error:  # the output of the process may not be shown otherwise
             self._say(why.full_text)
+        elif not why.grows:
+            self._say(f"{why.text}. All processes begin again.")
         self._report.record_failure(why.noticed - why.silent_s, step, grows=why.grows)
         if self._outage is None:
             self._outage = Outage(step)
