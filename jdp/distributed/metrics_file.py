@@ -87,8 +87,7 @@ class MetricsFile:
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        self._trackers += [each for each in trackers if each not in self._trackers]
-        line = (step, time.time(), scalars, trackers)
+        line = (step, time.time(), scalars, [*map(self._known, trackers)])
         self._last[names] = step
         while not self._has_put(line):
             try:
@@ -152,6 +151,15 @@ class MetricsFile:
                     self._lines.task_done()
         finally:
             self._file.close()
+
+    def _known(self, tracker: Tracker) -> Tracker:
+        """Return the tracker of this file that is equal to one; a call may make one of its own."""
+        if not tracker.is_kept:
+            return tracker
+        found = next((each for each in self._trackers if each == tracker), None)
+        if found is None:
+            self._trackers.append(found := tracker.of_file())
+        return found
 
     def _of_trackers(self, call: Callable[[Tracker], None]) -> None:
         for each in self._trackers:

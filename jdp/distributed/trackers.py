@@ -17,6 +17,13 @@ class Tracker(Protocol):
     def name(self) -> str:
         """The name, for errors."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it holds lines, which `flush` brings to the disk."""
+
+    def of_file(self) -> "Tracker":
+        """Return the tracker for one file of metrics."""
+
     def take(self, file: Path, step: int, values: Mapping[str, Any]) -> None:
         """Take the values of a step, which a file of metrics already has."""
 
@@ -41,14 +48,23 @@ class OwnTracker:
     write: Callable[[int, Mapping[str, Any]], Any]
     writer: Any
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it has a method `flush`."""
+        return callable(getattr(self.writer, "flush", None))
+
+    def of_file(self) -> "OwnTracker":
+        """Return itself."""
+        return self
+
     def take(self, file: Path, step: int, values: Mapping[str, Any]) -> None:
         """Take the values of a step."""
         self.write(step, values)
 
     def flush(self) -> None:
         """Bring to the disk what a writer still holds."""
-        if callable(flush := getattr(self.writer, "flush", None)):
-            flush()
+        if self.is_kept:
+            self.writer.flush()
 
     def close(self) -> None:
         """Do nothing."""
@@ -62,9 +78,26 @@ class OwnTracker:
 class NamedTracker:
     """A tracker by its name, see `tracker`; its run begins with the first metrics."""
 
+    is_kept = True
+
     def __init__(self, settings: Settings):
         self._settings = settings
         self._run: TrackedRun | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedTracker) and self._settings == other._settings
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        kind, name, config, options = self._settings
+        given = {"name": name, "config": config, **options}
+        words = "".join(f", {key}={value!r}" for key, value in given.items() if value)
+        return f"jdp.tracker({kind!r}{words})"
+
+    def of_file(self) -> "NamedTracker":
+        """Return another one of the same settings, whose run is of one file."""
+        return NamedTracker(self._settings)
 
     @property
     def name(self) -> str:
@@ -103,7 +136,7 @@ def tracker(
     config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> NamedTracker:
-    """Describe a tracker for `jdp.log(..., also=...)`; make it once, before the loop.
+    """Describe a tracker for `jdp.log(..., also=...)`.
 
     Process 0 begins its run with the first metrics. A run that continues, after a death or with
     `--resume`, continues the run of the tracker, which then gets the lines of the file that it

@@ -57,6 +57,24 @@ def test_what_a_killed_process_had_not_written_is_written_by_the_next_one(path):
         assert [row["step"] for row in csv.DictReader(table)] == ["0", "1", "1", "2", "3", "3"]
 
 
+def test_a_tracker_that_each_call_makes_is_one_and_each_file_has_its_own(path, tmp_path):
+    other = tmp_path / "other.jsonl"
+    for step in range(3):
+        jdp.log({"loss": 1.0}, step, file=path, also=jdp.tracker("csv", config={"lr": 0.1}))
+        jdp.log({"rows": step}, step, file=other, also="csv")
+    metrics_log.end()
+    assert path.with_suffix(".csv").read_text().split() == ["step,loss", "0,1.0", "1,1.0", "2,1.0"]
+    assert other.with_suffix(".csv").read_text().split() == ["step,rows", "0,0", "1,1", "2,2"]
+    assert repr(jdp.tracker("csv", config={"lr": 0.1})) == "jdp.tracker('csv', config={'lr': 0.1})"
+
+
+def test_functions_are_not_kept(path):
+    for step in range(3):
+        jdp.log({"loss": 1.0}, step, file=path, also=lambda step, values: None)
+    (file,) = metrics_log._open.files.values()
+    assert not file._trackers
+
+
 def test_several_at_once(path):
     found = []
     log(path, range(2), ["csv", lambda step, values: found.append(step)])
@@ -110,7 +128,7 @@ def test_a_run_of_wandb_goes_on_under_its_id(path, monkeypatch):
     twice(path, lambda: jdp.tracker("wandb", name="one", config={"lr": 0.1}, project="digits"))
     folders = sorted((path.parent / "wandb").glob("offline-run-*"))
     run = json.loads(path.with_suffix(".wandb.json").read_text())
-    assert len(folders) == 2 and all(folder.name.endswith(run["run"]) for folder in folders)
+    assert len(folders) == 2 and all(run["run"] in folder.name for folder in folders)
     assert run["last"] == STEPS - 1
 
 
