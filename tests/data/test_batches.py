@@ -699,3 +699,28 @@ def test_an_exception_of_the_loader_keeps_its_traceback(one_rank):
         next(loop)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert "broken_pipe" in frames
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, 4), (4, 8), (6, 4)])
+def test_a_run_of_steps_has_as_many_with_another_batch_size(first, then, make_mesh, caplog):
+    mesh, rows = make_mesh(2), np.arange(40)
+    before = batches(rows, first, num_steps=10, mesh=mesh)
+    for _ in zip(range(7), before, strict=False):
+        pass
+    before.close()
+    after = batches(rows, then, num_steps=10, mesh=mesh)
+    after.set_state(before.get_state())
+    assert f"3 of 10 batches of {then} rows are left, after 7 with {7 * first} rows" in caplog.text
+    found = [batch.tolist() for batch in after]
+    stream = Sampler(40, 1).indices(7 * first, 3 * then).tolist()
+    assert len(after) == 10 and sum(found, []) == stream
+    # One that is over says so.
+    again = batches(rows, then, num_steps=10, mesh=mesh)
+    again.set_state(after.get_state())
+    assert not list(again) and "0 of 10 batches" in caplog.text
+
+
+def test_a_state_without_a_number_of_batches_goes_on_by_its_rows(make_mesh):
+    loop = batches(np.arange(40), 4, num_steps=10, mesh=make_mesh(2))
+    loop.set_state({"position": 28, "num_rows": 40, "seed": 0, "shuffle": True, "order": 2})
+    assert len(list(loop)) == 3
