@@ -85,6 +85,15 @@ def test_digits_is_learnt_alike_on_four_ranks_and_on_one(tmp_path):
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_cnn_stops_early_and_keeps_its_best_state(tmp_path):
+    output = run("cnn.py", "--patience=2", folder=tmp_path)
+    losses = [float(x) for x in re.findall(r"^epoch +\d+  loss ([\d.]+)", output, re.MULTILINE)]
+    best, last = map(int, re.search(r"best: epoch (\d+) of (\d+)", output).groups())
+    assert last == len(losses) == best + 2 < 40
+    assert min(losses) == losses[best - 1]
+    assert float(re.search(r"ranks: 4, test accuracy: ([\d.]+)% of 300", output)[1]) >= 97
+
+
 def test_digits_fails_if_it_misses_its_target(tmp_path):
     # On a number of ranks that does not divide the usual batch.
     ended = start("digits.py", "--ranks=3", "--epochs=1", folder=tmp_path)
