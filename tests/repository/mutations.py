@@ -232,7 +232,7 @@ ROOMS = {
         ),
         Mutation(
             "a column of pandas is read by label",
-            "data/dataset.py",
+            "data/host_arrays.py",
             'return leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf',
             "return leaf",
             "data/test_dataset.py::test_columns_are_read_by_position",

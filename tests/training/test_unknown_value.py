@@ -44,7 +44,7 @@ def asked(ask):
 @pytest.mark.parametrize("how", ASKS)
 def test_a_further_argument_is_named(num_ranks, how):
     ranks(num_ranks)
-    with pytest.raises(TypeError, match=r"`fit`.*`flag` at test_unknown_value\.py:\d+.*lambda"):
+    with pytest.raises(TypeError, match=r"(?s)`fit`.*`flag` at test_unknown_value\.py:\d+.*lambda"):
         asked(lambda state, rows, flag, options: ASKS[how](flag.astype(int)))()
 
 
