@@ -197,15 +197,20 @@ class Session:
 
     def save_interrupted(self) -> None:
         """After Ctrl-C save the last step where no launcher does, and say what is lost."""
-        if self._launcher is not None or not self._num_steps or self._saved_at == self.steps:
+        if self._launcher is not None or not self._num_steps:
             return
-        is_alone = len(self._group) == 1
-        if is_alone and not pytrees.any_deleted(self._state):
-            self.save()
+        is_alone, has_begun = len(self._group) == 1, self._saved_at == self.steps
+        why = "the next step has taken it" if is_alone else "the other processes go on"
+        try:
+            if is_alone and not has_begun and not pytrees.any_deleted(self._state):
+                self.save()
+                has_begun = True
+            self._saves.wait()
+        except Exception as error:  # Ctrl-C stays the error of the author
+            has_begun, why = False, f"{type(error).__name__}: {error}"
+        if has_begun and self._process == 0:
             _log.warning(_SAVED, self.steps, self._folder.path, "Ctrl-C", "JDP_RESUME=1")
         elif self._process == 0:
-            self._saves.wait()  # for one that has begun
-            why = "the next step has taken it" if is_alone else "the other processes go on"
             kept = progress.own.latest_kept or "no step"
             _log.warning(_LOST, self.steps, why, kept)
 

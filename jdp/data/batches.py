@@ -7,9 +7,9 @@ from jax.sharding import Mesh
 
 from jdp.axis import AxisName
 from jdp.data import host_arrays
-from jdp.data.dataset import reader
+from jdp.data.dataset import has_rows_of_objects, reader
 from jdp.data.loader_batches import LoaderBatches
-from jdp.data.loops import Batches, Target
+from jdp.data.loops import Batches, Compares, Target
 from jdp.data.run import Run
 from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
@@ -112,9 +112,8 @@ def batches(
     if mesh is not None:
         run.padded_size(num_blocks(target.sharding()))
     may_be_new = allows(allow, "new data")
-    result = Batches(
-        read, sampler, run, target, allows_new_data=may_be_new, compares_rows=rows == _COMPARED
-    )
+    compares = None if rows == _OWN else Compares(may_be_random=has_rows_of_objects(dataset))
+    result = Batches(read, sampler, run, target, allows_new_data=may_be_new, compares=compares)
     result.position = position
     return result
 

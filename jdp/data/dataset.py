@@ -39,17 +39,27 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
     >>> read(np.array([1, 0, 1]))
     {'x': array([11, 10, 11]), 'y': [array([2, 0, 2]), array([3, 1, 3])]}
     """
-    if _is_array(dataset) or host_arrays.is_table(dataset) or isinstance(dataset, Mapping | tuple):
-        return _array_reader(dataset)
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if has_rows_of_objects(dataset):
         return len(dataset), lambda rows: _stack(rows, dataset, threads)
-    if not jax.tree_util.all_leaves([dataset]):  # a pytree, such as a registered dataclass
-        return _array_reader(dataset)
+    if _is_of_arrays(dataset) or not jax.tree_util.all_leaves([dataset]):
+        return _array_reader(dataset)  # also a pytree, such as a registered dataclass
     raise TypeError(
         f"a dataset of type {type(dataset).__name__} cannot be read by row number. Give an array, "
         "a dict or tuple of arrays, or an object with __len__ and __getitem__. For an iterable of "
         "batches use jdp.shard_batches."
     )
+
+
+def has_rows_of_objects(dataset: Any) -> bool:
+    """Whether a dataset returns one row at a time, by code that may change it at random."""
+    if _is_of_arrays(dataset):
+        return False
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
+def _is_of_arrays(dataset: Any) -> bool:
+    is_leaf = _is_array(dataset) or host_arrays.is_table(dataset)
+    return is_leaf or isinstance(dataset, Mapping | tuple)
 
 
 def with_mask(batch: Any, mask: np.ndarray) -> Any:

@@ -44,6 +44,16 @@ class Target(NamedTuple):
         return batch_sharding(mesh, self.axis_name)
 
 
+class Compares(NamedTuple):
+    """How rows are compared between processes.
+
+    Attributes:
+      may_be_random: whether the dataset may return another row each time.
+    """
+
+    may_be_random: bool
+
+
 class Batches:
     """The batches of one run, from `position` to its end.
 
@@ -59,7 +69,7 @@ class Batches:
       run: the batches of the run.
       target: where to place the batches.
       allows_new_data: whether `set_state` accepts the state of another stream.
-      compares_rows: whether rows are compared between the processes.
+      compares: how rows are compared between the processes; None if they are not.
     """
 
     def __init__(
@@ -70,10 +80,10 @@ class Batches:
         target: Target,
         *,
         allows_new_data: bool,
-        compares_rows: bool,
+        compares: Compares | None,
     ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
-        self._allows_new_data, self._compares_rows = allows_new_data, compares_rows
+        self._allows_new_data, self._compares = allows_new_data, compares
         self._num_unchecked = row_checks.MIN_BATCHES  # batches since rows were compared
         self._position = self._num_done = 0  # rows and batches since the run began
         self._handed_out = False  # whether a batch was handed out since the position was set
@@ -95,10 +105,12 @@ class Batches:
                 f"position cannot be set to {rows} while a loop runs over these batches: some are "
                 "already read ahead. Leave the loop, or call close() first."
             )
+        self._handed_out = False
+        if rows == self._position:
+            return  # also after batches of other sizes
         self._position = int_at_least("position", rows, least=0)
         self._num_done = self._position // self._run.batch_size
         self._run = self._run.continued(self._position, self._num_done)
-        self._handed_out = False
 
     def get_state(self) -> dict[str, Any]:
         """Return the position and the facts that determine the stream of rows, for JSON.
@@ -126,10 +138,10 @@ class Batches:
                 f"{state!r:.200} has no `position`: it is not from get_state of jdp.batches(...)."
             )
         sampler = continued(self._sampler, state, allows_new_data=self._allows_new_data)
+        num_done = int_at_least("num_batches", state.get("num_batches", 0), least=0)
         self.position = state["position"]
-        self._sampler = sampler
-        num_full, num_done = self._num_done, state.get("num_batches", self._num_done)
-        self._num_done = int_at_least("num_batches", num_done, least=0)
+        self._sampler, num_full = sampler, self._position // self._run.batch_size
+        self._num_done = num_done if "num_batches" in state else num_full
         self._run = self._run.continued(self._position, self._num_done)
         if self._position and not jax.process_index():
             is_news = num_full != self._num_done or not self._run.num_left(self._position)
@@ -193,8 +205,8 @@ class Batches:
         mine = process_rows(sharding, size)
         host_batches = _HostBatches(self._read, self._sampler, self._run, self._position, mine)
         peers = agree.peers(sharding.mesh)  # type: ignore[arg-type]
-        if self._compares_rows and len(peers) > 1:
-            host_batches.num_unchecked = self._num_unchecked
+        if self._compares is not None and len(peers) > 1:
+            host_batches.compares, host_batches.num_unchecked = self._compares, self._num_unchecked
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
@@ -220,7 +232,7 @@ class _HostBatches(Iterator[Any]):
 
     `mine` is [rows] int, this process's rows within a batch, and `rows` is [rows] int, the
     dataset's rows that were read last. `checksums` are of rows to compare, by the position of the
-    batch before which that is due; `num_unchecked` batches were read since, None if it never is.
+    batch before which that is due; `num_unchecked` batches were read since.
     """
 
     def __init__(
@@ -231,7 +243,8 @@ class _HostBatches(Iterator[Any]):
         self._position = position
         self._epoch: int | None = None
         self.checksums: dict[int, dict[str, int]] = {}
-        self.num_unchecked: int | None = None
+        self.compares: Compares | None = None
+        self.num_unchecked = 0
 
     def __next__(self) -> Any:
         count = self._run.next_rows(self._position)
@@ -248,12 +261,13 @@ class _HostBatches(Iterator[Any]):
     def _read_to_compare(self) -> None:
         """Read rows that are compared, where a loop or an epoch begins, unless some just were."""
         before, self._epoch = self._epoch, self._position // self._sampler.num_rows
-        if self.num_unchecked is None:
+        if self.compares is None:
             return
         # By the number of batches, which is that of all processes, and not by a clock.
         if self._epoch != before and self.num_unchecked >= row_checks.MIN_BATCHES:
-            self.rows = row_checks.drawn(self._sampler.num_rows, self._sampler.seed, self._epoch)
-            self.checksums[self._position] = row_checks.checksums(self._read, self.rows)
+            num_rows, seed, how = self._sampler.num_rows, self._sampler.seed, self.compares._asdict()
+            self.rows = row_checks.drawn(num_rows, seed, self._epoch, **how)
+            self.checksums[self._position] = row_checks.checksums(self._read, self.rows, **how)
             self.num_unchecked = 0
         self.num_unchecked += 1
 

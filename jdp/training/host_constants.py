@@ -25,6 +25,8 @@ def changing(step: Step, args: tuple, keywords: dict[str, Any]) -> list[str]:
     one, other = (Step(step.spec).trace(*args, **keywords).jaxpr for _ in range(2))
     lines: dict[str, None] = {}
     for eqn, again in zip(jaxprs.equations(one), jaxprs.equations(other), strict=False):
+        if not eqn.outvars:
+            continue  # a print
         for atom, atom_again in zip(eqn.invars, again.invars, strict=False):
             if jaxprs.is_literal(atom) and jaxprs.is_literal(atom_again):
                 if not _are_equal(atom.val, atom_again.val):

@@ -127,6 +127,8 @@ class DecayWalk:
             is_rounded = one.is_rounded or other.is_rounded
             factor = one.factor * other.factor
             return KnownValue(is_multiple=is_multiple, factor=factor, is_rounded=is_rounded)
+        if np.iscomplexobj(one.number):
+            return UNKNOWN
         number = float(one.number)
         decay = Decay(number, one.is_rounded, one.is_of_count)
         for leaf in other.leaves | {each.leaf for each in other.sums}:

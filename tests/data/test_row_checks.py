@@ -24,6 +24,14 @@ class Augmented:
         return {"row": np.int32(i), "x": self._random.normal()}
 
 
+class Flipped(Augmented):
+    """Rows that are turned round half of the times, in each process by itself."""
+
+    def __getitem__(self, i):
+        row = np.arange(4) + i
+        return row[::-1] if self._random.random() < 0.5 else row
+
+
 def own_half():
     return np.arange(NUM_ROWS) + NUM_ROWS * jax.process_index()
 
@@ -56,6 +64,14 @@ def test_processes_with_other_rows_are_refused_before_the_first_batch(make, pref
     first, second = processes(2).run(looped, make, {"prefetch": prefetch})
     assert first == second
     assert "of the dataset of process 1 is not that of process 0" in first and "JDP209" in first
+
+
+def looped_often(num):
+    return [looped(Flipped, {}) for _ in range(num)]
+
+
+def test_rows_that_are_flipped_at_random_are_accepted_each_time(processes):
+    assert processes(2).run(looped_often, 40) == [[""] * 40] * 2
 
 
 def same():

@@ -119,3 +119,21 @@ def test_complex_layers_train_in_a_scan_and_with_micro_batches(stage, accumulate
         updates, opt_state = tx.update(jax.tree.map(jnp.conj, grads), opt_state, p)
         p = optax.apply_updates(p, updates)
     assert_close(state.params, p)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_complex_parameters_train_beside_those_of_16_bits(stage):
+    ranks(2)
+    params = {"w": jnp.ones(12, jnp.bfloat16), "z": PARAMS["z"]}
+
+    @jdp.train_step
+    def step(state, rows):
+        loss = lambda p, x: (jnp.abs(x @ (p["w"] * p["z"])) ** 2).mean()  # noqa: E731
+        loss, grads = jdp.value_and_grad(loss)(state.params, rows["x"])
+        return state.apply_gradients(jax.tree.map(jnp.conj, grads)), {"loss": loss}
+
+    tx = optax.sgd(0.1, momentum=0.9)
+    split = jdp.sharded(tx, stage=stage, min_size=1) if stage else jdp.replicated(tx)
+    state, _ = step(jdp.TrainState.create(params, split), ROWS)
+    assert state.params["z"].dtype == np.complex64
+    assert np.abs(state.params["z"] - PARAMS["z"]).max() > 1e-3
