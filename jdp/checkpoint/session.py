@@ -22,7 +22,7 @@ from jdp.checkpoint.state_writer import (
     of_all_processes,
     position_of,
 )
-from jdp.distributed import agree, in_flight, this_process
+from jdp.distributed import agree, in_flight, metrics_log, this_process
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
@@ -246,6 +246,10 @@ class Session:
         if self._process == 0:
             again = "JDP_RESUME=1" if self._assigned is None else "--resume"
             _log.warning(_SAVED, self.steps, self._folder.path, "a signal", again)
+            try:
+                metrics_log.flush()
+            except Exception as error:  # the state is saved
+                _log.error("jdp: %s", error)
         self._preemption.call_earlier_handlers()
         raise SystemExit(SAVED)
 

@@ -265,8 +265,8 @@ class _HostBatches(Iterator[Any]):
             return
         # By the number of batches, which is that of all processes, and not by a clock.
         if self._epoch != before and self.num_unchecked >= row_checks.MIN_BATCHES:
-            num_rows, seed, how = self._sampler.num_rows, self._sampler.seed, self.compares._asdict()
-            self.rows = row_checks.drawn(num_rows, seed, self._epoch, **how)
+            sampler, how = self._sampler, self.compares._asdict()
+            self.rows = row_checks.drawn(sampler.num_rows, sampler.seed, self._epoch, **how)
             self.checksums[self._position] = row_checks.checksums(self._read, self.rows, **how)
             self.num_unchecked = 0
         self.num_unchecked += 1

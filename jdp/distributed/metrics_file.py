@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from jdp import jax_compat
 from jdp.distributed import run_of_file
-from jdp.distributed.trackers import Tracker
+from jdp.distributed.trackers import HandOut, Tracker
 from jdp.pytrees import is_deleted
 from jdp.worker.own_progress import own
 
@@ -64,7 +64,7 @@ class MetricsFile:
         self._error: BaseException | None = None
         self._refusal: OSError | None = None  # of the line that is retried
         self._refused_at = 0.0
-        self._trackers: list[Tracker] = []
+        self._hand_out = HandOut(path)
         self._is_over = threading.Event()
         self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
@@ -78,7 +78,7 @@ class MetricsFile:
         Args:
           step: of the values.
           scalars: values by name: numbers, or `[]` arrays that a step may still compute.
-          trackers: take the values in the thread, once they are known.
+          trackers: take the values in a thread of their own, once the file has them.
         """
         self.raise_error()
         names = frozenset(scalars)
@@ -87,7 +87,7 @@ class MetricsFile:
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        line = (step, time.time(), scalars, [*map(self._known, trackers)])
+        line = (step, time.time(), scalars, self._hand_out.known(trackers))
         self._last[names] = step
         while not self._has_put(line):
             try:
@@ -97,8 +97,11 @@ class MetricsFile:
                 raise
         self._raise_refusal(_PATIENCE_S)
 
-    def flush(self, timeout_s: float) -> None:
+    def flush(self, timeout_s: float) -> bool:
         """Wait until the thread has written all lines, at most for `timeout_s`.
+
+        Returns:
+          Whether it has.
 
         Raises:
           OSError: if the disk still refuses a line.
@@ -107,8 +110,12 @@ class MetricsFile:
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
                 self._lines.all_tasks_done.wait(left)
-        self._of_trackers(lambda each: each.flush())
         self._raise_refusal(0.0)
+        return not self._lines.unfinished_tasks
+
+    def flush_trackers(self, timeout_s: float) -> bool:
+        """Wait until the trackers have all lines on the disk; return whether they have."""
+        return self._hand_out.flush(timeout_s)
 
     def end_thread(self) -> None:
         """End the thread once it has written all lines; log an error that was not raised."""
@@ -119,15 +126,21 @@ class MetricsFile:
         self._has_put(None)  # the thread then closes the file
         if not hangs:
             self._thread.join(_END_S)
-            self._of_trackers(lambda each: each.close())
+        if left := self._hand_out.close(_END_S):
+            _log.error("jdp: %d lines of %s did not reach also= in time.", left, self._path)
         if self._error is not None:
             _log.error("jdp: lines of %s are missing: %s", self._path, self._error)
+        try:
+            self._hand_out.raise_error()
+        except Exception as error:
+            _log.error("jdp: %s", error)
 
     def raise_error(self) -> None:
         """Raise the error of an earlier line, or of a tracker, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        self._hand_out.raise_error()
 
     def _has_put(self, line: Any) -> bool:
         with contextlib.suppress(queue.Full):
@@ -152,22 +165,6 @@ class MetricsFile:
         finally:
             self._file.close()
 
-    def _known(self, tracker: Tracker) -> Tracker:
-        """Return the tracker of this file that is equal to one; a call may make one of its own."""
-        if not tracker.is_kept:
-            return tracker
-        found = next((each for each in self._trackers if each == tracker), None)
-        if found is None:
-            self._trackers.append(found := tracker.of_file())
-        return found
-
-    def _of_trackers(self, call: Callable[[Tracker], None]) -> None:
-        for each in self._trackers:
-            try:
-                call(each)
-            except Exception as error:  # raised by the next call
-                self._error = error
-
     def _write(
         self, step: int, at: float, scalars: dict[str, Any], trackers: Sequence[Tracker]
     ) -> None:
@@ -189,14 +186,7 @@ class MetricsFile:
                 raise self._refusal
             self._is_over.wait(_RETRY_S)
         _show_loss(step, values)
-        for each in trackers:
-            try:
-                each.take(self._path, step, values)
-            except Exception as error:
-                raise RuntimeError(
-                    f"also={each.name} did not take the metrics of step {step}, which are in "
-                    f"{self._path}: {type(error).__name__}: {error}"
-                ) from error
+        self._hand_out.put(step, values, trackers)
 
     def _has_appended(self, step: int, text: bytes) -> bool:
         try:

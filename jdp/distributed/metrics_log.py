@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from jdp.distributed.metrics_file import MAX_STEP, OWN_NAMES, MetricsFile
-from jdp.distributed.trackers import trackers_of
+from jdp.distributed.trackers import after_begin, trackers_of
 from jdp.pytrees import is_deleted
 from jdp.validation import int_at_least
 from jdp.worker import launcher_client
@@ -93,26 +94,34 @@ def flush(timeout_s: float = _FLUSH_S) -> None:
 
     Raises:
       OSError: if the disk still refuses a line.
-      RuntimeError: if `also` has raised an error, or its `flush` does.
+      TimeoutError: if not all lines are written or handed out by then.
+      Exception: the error of `also`, or of its `flush`.
     """
+    end = time.monotonic() + timeout_s
     write_all(timeout_s)
     for each in list(_open.files.values()):
+        if not each.flush_trackers(max(0.0, end - time.monotonic())):
+            raise TimeoutError(
+                f"also= has not taken all metrics after {timeout_s:g} s; they are in the file."
+            )
         each.raise_error()
 
 
 def write_all(timeout_s: float = _FLUSH_S) -> None:
-    """Do as `flush`, but leave the errors of `also` to the next call of it or of `log`.
+    """Wait until all lines are in their files, whatever `also` does.
 
     Args:
       timeout_s: as for `flush`.
 
     Raises:
       OSError: if the disk still refuses a line.
+      TimeoutError: if a step that a line is of still runs.
     """
     refusals = []
     for each in list(_open.files.values()):
         try:
-            each.flush(timeout_s)
+            if not each.flush(timeout_s):
+                raise TimeoutError(f"not all metrics were written within {timeout_s:g} s.")
         except OSError as error:  # the lines of the other files are not held up
             refusals.append(error)
     if refusals:
@@ -138,7 +147,16 @@ class _OpenFiles:
 
 
 _open = _OpenFiles()
-atexit.register(end)
+
+
+def _register_end() -> None:
+    """Have `end` run before all that was registered until now."""
+    atexit.unregister(end)
+    atexit.register(end)
+
+
+_register_end()
+after_begin.append(_register_end)
 # The threads that write are not in a forked child, which then has files of its own.
 os.register_at_fork(after_in_child=_open.__init__)
 

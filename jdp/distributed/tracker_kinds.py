@@ -22,6 +22,56 @@ class Settings(NamedTuple):
     options: Mapping[str, Any]
 
 
+def beside(file: Path, what: str) -> Path:
+    """Return the path of what belongs to a file of metrics, and to no other one.
+
+    >>> beside(Path("metrics.jsonl"), "csv").name
+    'metrics.jsonl.csv'
+    """
+    return file.with_name(f"{file.name}.{what}")
+
+
+class RunNote:
+    """What is kept beside a file of metrics of the run of a tracker that has its lines.
+
+    Args:
+      file: of metrics. One that begins with another line is of another run.
+      kind: of the tracker.
+
+    Attributes:
+      last: the last step that the run has got, as far as it is known; -1 for none.
+      names: the sets of names of the lines that it was given.
+    """
+
+    def __init__(self, file: Path, kind: str):
+        self._file, self._path = file, beside(file, f"{kind}.json")
+        found: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads(self._path.read_text())
+        is_same = bool(found) and found["begins"] == self._first_line() != ""
+        self._id: str | None = found["run"] if is_same else None
+        self.last: int = found["last"] if is_same else -1
+        self.names = {frozenset(each) for each in found["names"]} if is_same else set()
+
+    def run_id(self, begin: Callable[[], str]) -> str:
+        """Return the id of the run, of a new one from `begin`."""
+        if self._id is None:
+            self._id = begin()
+        return self._id
+
+    def write(self) -> None:
+        """Write it down, once the file has a line."""
+        names = sorted(map(sorted, self.names))
+        found = {"run": self._id, "last": self.last, "names": names}
+        part = self._path.with_name(f"{self._path.name}.part")
+        part.write_text(json.dumps(found | {"begins": self._first_line()}))
+        part.rename(self._path)
+
+    def _first_line(self) -> str:
+        with open(self._file) as lines:
+            return lines.readline()
+
+
 class TrackedRun(Protocol):
     """A run of a tracker, which continues that of the same file of metrics."""
 
@@ -48,8 +98,8 @@ class _Anew:
 class _Table(_Anew):
     """A CSV table with a row for each line; a new name is a new column, of a table written anew."""
 
-    def __init__(self, settings: Settings, file: Path):
-        self._path = file.with_suffix(".csv")
+    def __init__(self, settings: Settings, file: Path, note: RunNote):
+        self._path = beside(file, "csv")
         self._rows: list[dict[str, Any]] = []
         self._names = ["step"]
         self._write()
@@ -80,10 +130,10 @@ class _Table(_Anew):
 class _TensorBoard(_Anew):
     """Event files in a folder beside the file of metrics."""
 
-    def __init__(self, settings: Settings, file: Path):
+    def __init__(self, settings: Settings, file: Path, note: RunNote):
         from tensorboardX import SummaryWriter
 
-        folder = file.with_suffix(".tensorboard") / (settings.run or "")
+        folder = beside(file, "tensorboard") / (settings.run or "")
         for stale in folder.glob("events.out.tfevents.*"):
             stale.unlink()
         self._writer = SummaryWriter(str(folder), **settings.options)
@@ -105,41 +155,41 @@ class _TensorBoard(_Anew):
 class _WandB:
     """A run of Weights & Biases."""
 
-    def __init__(self, settings: Settings, file: Path):
+    def __init__(self, settings: Settings, file: Path, note: RunNote):
         import wandb  # pyrefly: ignore[missing-import]
 
-        self._note = _RunNote(file, "wandb")
+        self._note = note
         given = {"name": settings.run, "config": dict(settings.config), "dir": str(file.parent)}
         self._run = wandb.init(
-            id=self._note.run_id(lambda: uuid.uuid4().hex[:8]),
+            id=note.run_id(lambda: uuid.uuid4().hex[:8]),
             resume="allow",
             **{**given, **settings.options},
         )
         # Offline it does not know the steps of the run that it continues.
-        self._last = max(self._note.last, self._run.step - 1)
+        note.last = max(note.last, self._run.step - 1)
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return values if step >= self._last else {}  # values of one step are put together
+        return values if step >= self._note.last else {}  # values of one step are put together
 
     def take(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(values), step=step)
-        self._last = step
+        self._note.last = step
 
     def flush(self) -> None:
-        self._note.write(self._last)
+        """Do nothing: a process of the library has what it took."""
 
     def close(self) -> None:
         self._run.finish()
-        self.flush()
 
 
 class _MLflow:
     """A run of MLflow."""
 
-    def __init__(self, settings: Settings, file: Path):
+    def __init__(self, settings: Settings, file: Path, note: RunNote):
         import mlflow  # pyrefly: ignore[missing-import]
 
         self._client, options = mlflow.MlflowClient(), dict(settings.options)
+        self._refusals = mlflow.exceptions.MlflowException
         if "experiment" in options:
             name = options.pop("experiment")
             options["experiment_id"] = mlflow.set_experiment(name).experiment_id
@@ -149,7 +199,7 @@ class _MLflow:
                 mlflow.log_params(dict(settings.config))
             return run.info.run_id
 
-        self._id = _RunNote(file, "mlflow").run_id(begin)
+        self._id = note.run_id(begin)
         self._client.update_run(self._id, status="RUNNING")
         known = self._client.get_run(self._id).data.metrics
         history = {name: self._client.get_metric_history(self._id, name) for name in known}
@@ -159,8 +209,14 @@ class _MLflow:
         return {name: value for name, value in values.items() if step > self._last.get(name, -1)}
 
     def take(self, step: int, values: Mapping[str, Any]) -> None:
+        refused = None
         for name, value in _reals(values):
-            self._client.log_metric(self._id, name, value, step=step)
+            try:
+                self._client.log_metric(self._id, name, value, step=step)
+            except self._refusals as error:  # of a name, say: the others are taken
+                refused = error
+        if refused is not None:
+            raise refused
 
     def flush(self) -> None:
         """Do nothing: each value was sent when it was taken."""
@@ -169,45 +225,12 @@ class _MLflow:
         self._client.set_terminated(self._id)
 
 
-BEGIN: dict[str, Callable[[Settings, Path], TrackedRun]] = {
+BEGIN: dict[str, Callable[[Settings, Path, RunNote], TrackedRun]] = {
     "csv": _Table,
     "mlflow": _MLflow,
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
 }
-
-
-class _RunNote:
-    """What is kept beside a file of metrics of the run of a service that has its lines.
-
-    Args:
-      file: of metrics. One that begins with another line is of another run.
-      kind: of the tracker.
-    """
-
-    def __init__(self, file: Path, kind: str):
-        self._path = file.with_suffix(f".{kind}.json")
-        with open(file) as lines:
-            self._begins = lines.readline()
-        found: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError):
-            found = json.loads(self._path.read_text())
-        is_same = found.get("begins") == self._begins
-        self._id: str | None = found["run"] if is_same else None
-        self.last: int = found["last"] if is_same else -1
-
-    def run_id(self, begin: Callable[[], str]) -> str:
-        """Return the id of the run, of a new one from `begin`."""
-        if self._id is None:
-            self._id = begin()
-            self.write(-1)
-        return self._id
-
-    def write(self, last: int) -> None:
-        """Write down the last step that the run has."""
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps({"run": self._id, "last": last, "begins": self._begins}))
-        part.rename(self._path)
 
 
 def _reals(values: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -1,4 +1,5 @@
 import json
+import signal
 import threading
 
 import jax
@@ -234,11 +235,12 @@ def test_flush_raises_the_error_of_a_tracker_once(path):
         jdp.log.flush()
 
 
-def test_a_state_is_saved_after_the_lines_of_a_tracker_are_on_the_disk(path, tmp_path):
+def test_a_signal_to_save_flushes_trackers_before_the_process_ends(path, tmp_path):
     writer = Buffered()
-    with jdp.Checkpointer(tmp_path / "run", save_every=1) as checkpointer:
+    with pytest.raises(SystemExit), jdp.Checkpointer(tmp_path / "run") as checkpointer:
         state = checkpointer.restore({"x": jnp.ones(3)})
         jdp.log({"loss": 1.0}, 1, file=path, also=writer)
+        signal.raise_signal(signal.SIGUSR1)
         checkpointer.step(state)
     assert writer.written == [("loss", 1.0, 1)]
 

@@ -4,12 +4,14 @@ import csv
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from support.processes import environment
 
 import jdp
 from jdp.distributed import metrics_log, trackers
+from jdp.distributed.tracker_kinds import RunNote, beside
 
 STEPS = 6
 
@@ -38,7 +40,7 @@ def twice(path, make):
 
 def test_a_table_has_a_row_for_each_line_and_a_column_for_each_name(path):
     twice(path, lambda: "csv")
-    with open(path.with_suffix(".csv"), newline="") as table:
+    with open(beside(path, "csv"), newline="") as table:
         rows = list(csv.DictReader(table))
     assert [(int(row["step"]), row["loss"] != "") for row in rows] == [
         (0, True), (1, True), (1, False), (2, True), (3, True), (3, False), (4, True), (5, True),
@@ -49,11 +51,12 @@ def test_a_table_has_a_row_for_each_line_and_a_column_for_each_name(path):
 
 
 def test_what_a_killed_process_had_not_written_is_written_by_the_next_one(path):
-    log(path, range(3), None)  # lines in the file that no tracker got
+    log(path, range(3), jdp.tracker("csv"))
     metrics_log.end()
+    beside(path, "csv").unlink()  # lines in the file that it does not have
     log(path, range(3, 4), jdp.tracker("csv"))
     metrics_log.end()
-    with open(path.with_suffix(".csv"), newline="") as table:
+    with open(beside(path, "csv"), newline="") as table:
         assert [row["step"] for row in csv.DictReader(table)] == ["0", "1", "1", "2", "3", "3"]
 
 
@@ -63,8 +66,8 @@ def test_a_tracker_that_each_call_makes_is_one_and_each_file_has_its_own(path, t
         jdp.log({"loss": 1.0}, step, file=path, also=jdp.tracker("csv", config={"lr": 0.1}))
         jdp.log({"rows": step}, step, file=other, also="csv")
     metrics_log.end()
-    assert path.with_suffix(".csv").read_text().split() == ["step,loss", "0,1.0", "1,1.0", "2,1.0"]
-    assert other.with_suffix(".csv").read_text().split() == ["step,rows", "0,0", "1,1", "2,2"]
+    assert beside(path, "csv").read_text().split() == ["step,loss", "0,1.0", "1,1.0", "2,1.0"]
+    assert beside(other, "csv").read_text().split() == ["step,rows", "0,0", "1,1", "2,2"]
     assert repr(jdp.tracker("csv", config={"lr": 0.1})) == "jdp.tracker('csv', config={'lr': 0.1})"
 
 
@@ -72,14 +75,14 @@ def test_functions_are_not_kept(path):
     for step in range(3):
         jdp.log({"loss": 1.0}, step, file=path, also=lambda step, values: None)
     (file,) = metrics_log._open.files.values()
-    assert not file._trackers
+    assert not file._hand_out._trackers
 
 
 def test_several_at_once(path):
     found = []
     log(path, range(2), ["csv", lambda step, values: found.append(step)])
     jdp.log.flush()
-    assert found == [0, 1, 1] and path.with_suffix(".csv").read_text().count("\n") == 4
+    assert found == [0, 1, 1] and beside(path, "csv").read_text().count("\n") == 4
 
 
 def read_events(folder):
@@ -100,7 +103,7 @@ def read_events(folder):
 def test_tensorboard_has_each_step_once(path):
     pytest.importorskip("tensorboardX")
     twice(path, lambda: jdp.tracker("tensorboard", name="one", config={"lr": 0.1}))
-    found = read_events(path.with_suffix(".tensorboard") / "one")
+    found = read_events(beside(path, "tensorboard") / "one")
     losses = [(step, value) for step, tag, value in found if tag == "loss"]
     assert losses == [(step, pytest.approx(1 / (step + 1))) for step in range(STEPS)]
     assert [step for step, tag, _ in found if tag == "eval/rows"] == [1, 3, 5]
@@ -127,7 +130,7 @@ def test_a_run_of_wandb_goes_on_under_its_id(path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     twice(path, lambda: jdp.tracker("wandb", name="one", config={"lr": 0.1}, project="digits"))
     folders = sorted((path.parent / "wandb").glob("offline-run-*"))
-    run = json.loads(path.with_suffix(".wandb.json").read_text())
+    run = json.loads(beside(path, "wandb.json").read_text())
     assert len(folders) == 2 and all(run["run"] in folder.name for folder in folders)
     assert run["last"] == STEPS - 1
 
@@ -137,17 +140,70 @@ def test_a_file_of_another_run_has_a_tracked_run_of_its_own(path):
     for loss in (1.0, 2.0):
         jdp.log({"loss": loss}, 1, file=path)
         metrics_log.end()
-        note = trackers_note(path)
+        note = RunNote(path, "wandb")
         found.append(note.run_id(lambda: f"run {len(found)}"))
-        assert note.run_id(lambda: "another") == found[-1] == trackers_note(path).run_id(str)
+        note.write()
+        assert RunNote(path, "wandb").run_id(str) == found[-1]
         path.unlink()
     assert found == ["run 0", "run 1"]
 
 
-def trackers_note(path):
-    from jdp.distributed.tracker_kinds import _RunNote
+def test_lines_that_no_tracker_was_given_are_not_tracked_later(path):
+    for steps in (range(1, 3), range(3, 4)):
+        for step in steps:
+            jdp.log({"loss": 1.0}, step, file=path, also="csv")
+            jdp.log({"debug": 2.0}, step, file=path)
+        metrics_log.end()
+    jdp.log({"loss": 1.0}, 4, file=path, also="csv")
+    metrics_log.end()
+    assert beside(path, "csv").read_text().split()[0] == "step,loss"
+    assert len(beside(path, "csv").read_text().split()) == 5
 
-    return _RunNote(path, "wandb")
+
+class Fails:
+    """A run that fails at its third line, once."""
+
+    def __init__(self, settings, file, note):
+        self.taken, self._left = TAKEN, 3
+
+    def lacking(self, step, values):
+        return values
+
+    def take(self, step, values):
+        self._left -= 1
+        if self._left == 0:
+            raise ConnectionError("lost")
+        self.taken.append(step)
+
+    def flush(self): ...
+
+    close = flush
+
+
+TAKEN = []
+
+
+def test_a_tracker_that_fails_once_gets_the_line_again(path, monkeypatch):
+    TAKEN.clear()
+    log(path, range(4), None)
+    metrics_log.end()
+    monkeypatch.setitem(trackers.BEGIN, "csv", Fails)
+    jdp.log({"loss": 1.0, "nan": 0.0}, 4, file=path, also="csv")
+    with pytest.raises(RuntimeError, match="also=csv .*step 4.*lost"):
+        jdp.log.flush()
+    assert TAKEN == [0, 1, 2, 3, 4]  # the rest as it was flushed
+
+
+def test_a_slow_tracker_holds_up_no_line_of_the_file(path):
+    goes_on = threading.Event()
+    for step in range(20):
+        jdp.log({"loss": 1.0}, step, file=path, also=lambda *each: goes_on.wait(60))
+    metrics_log.write_all()
+    assert path.read_text().count("\n") == 20
+    with pytest.raises(TimeoutError, match="also="):
+        jdp.log.flush(0.1)
+    goes_on.set()
+    jdp.log.flush()
 
 
 def test_wrong_trackers_are_refused_at_once(path):
