@@ -130,8 +130,8 @@ def _advice(output: Output) -> str:
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# Metrics of nnx that a state keeps, below a key such as train_metrics.
-_METRICS = re.compile(r"(\['|\.)\w*metrics?('\]|\.|\[|$)")
+# Metrics of nnx that a state keeps, below a key such as train_metrics, or by their variables.
+_METRICS = re.compile(r"(\['|\.)\w*metrics?('\]|\.|\[|$)|\['(total|count|m2)'\]\.value$")
 
 # The states of Flax linen and nnx, of Haiku, and those of Equinox, whose paths in JAX are numbers.
 _MODEL_STATE = re.compile(

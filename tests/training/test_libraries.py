@@ -336,6 +336,22 @@ def test_a_metric_of_nnx_that_a_state_keeps_is_refused_with_words_of_metrics():
         step({"metrics": kept}, batch())
 
 
+@pytest.mark.parametrize("key", ["train", 0])
+def test_metrics_of_nnx_are_known_by_their_variables(key):
+    ranks(2)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("y"), spread=nnx.metrics.Welford("y"))
+    graph, kept = nnx.split(metrics)
+
+    @jdp.train_step
+    def step(state, batch):
+        metrics = nnx.merge(graph, state[key])
+        metrics.update(y=batch["y"][:, 0])
+        return {key: nnx.state(metrics)}, {}
+
+    with pytest.raises(ValueError, match=r"Return the value as a metric of the step.*JDP101"):
+        step({key: kept}, batch())
+
+
 def test_parameters_that_are_called_metric_are_not_taken_for_metrics():
     ranks(2)
 
