@@ -32,8 +32,8 @@ class Checkpointer:
 
     At SIGTERM, SIGUSR1 or SIGUSR2 to any process all of them save after the same step, and `step`
     ends the process with exit code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the
-    save. At Ctrl-C the end of a `with` block saves the last step of a process that is alone, and
-    the log says what is saved or lost; of several processes `jdp run` saves the latest commit.
+    save. After Ctrl-C the `with` block saves the last step of a single process, unless the next
+    step has donated it; the log says which step is kept. For several processes use `jdp run`.
 
     Args:
       directory: directory for the checkpoints of this run only, on a disk that process 0 can

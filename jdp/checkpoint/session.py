@@ -31,8 +31,8 @@ from jdp.worker.exit_codes import SAVED
 _log = logging.getLogger("jdp")
 _SAVED = "jdp: step %d is saved in %s, after %s. Run again with %s to continue."
 _LOST = (
-    "jdp: step %d is not saved after Ctrl-C, since %s. The latest that is kept: %s. `jdp run` "
-    "saves its latest commit after Ctrl-C."
+    "jdp: step %d is not saved after Ctrl-C, because %s. Latest kept: %s. `jdp run` saves its "
+    "latest commit after Ctrl-C."
 )
 
 # Number of steps before Orbax is imported: after a recovery, and well before a checkpoint.
@@ -200,7 +200,7 @@ class Session:
         if self._launcher is not None or not self._num_steps:
             return
         is_alone, has_begun = len(self._group) == 1, self._saved_at == self.steps
-        why = "the next step has taken it" if is_alone else "the other processes go on"
+        why = "the next step has donated it" if is_alone else "other processes still run"
         try:
             if is_alone and not has_begun and not pytrees.any_deleted(self._state):
                 self.save()

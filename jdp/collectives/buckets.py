@@ -103,7 +103,7 @@ def summed(
 def parts(leaf: jax.Array) -> jax.Array:
     """Return the real and imaginary parts of a complex array, `[2, ...]`; another one as it is.
 
-    Sums are of floats: XLA has no complex all-reduce on GPUs, nor have the native kernels.
+    NCCL and the native kernels sum floats only.
     """
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return leaf

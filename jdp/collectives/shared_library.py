@@ -14,9 +14,8 @@ _VERSION = "jdp_ffi_api_version"
 
 _log = logging.getLogger("jdp")
 _IS_SOURCE = (
-    "jdp: %s is a source tree in which nothing was compiled, so sums between CPUs go by XLA, and "
-    "are slower. Install it (pip install -e %s), or start the script in another folder, where "
-    "Python finds an installed jdp."
+    "jdp: %s is a source tree without the compiled library, so CPU reductions use XLA and are "
+    "slower. Run pip install -e %s, or start the script in another folder."
 )
 
 

@@ -9,7 +9,8 @@ from jdp.axis import AxisName
 from jdp.data import host_arrays
 from jdp.data.dataset import has_rows_of_objects, reader
 from jdp.data.loader_batches import LoaderBatches
-from jdp.data.loops import Batches, Compares, Target
+from jdp.data.loops import Batches, Target
+from jdp.data.row_checks import RowCheck
 from jdp.data.run import Run
 from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
@@ -78,10 +79,9 @@ def batches(
         stays the same. The default is 1, since jdp cannot see whether `__getitem__` is thread-safe:
         one that fills a shared buffer, or moves the position of an open file, would return wrong
         rows without an error.
-      rows: "of all processes": row i is the same on every process, and a few rows are compared when
-        a loop begins, and in a later epoch after 1,000 batches or more. "of this process": rows may
-        differ by design, such as augmented ones, and are not compared. Rows that are transformed
-        at random, so that a second reading differs from the first, never are.
+      rows: "of all processes": all processes have the same dataset. They compare a few rows when a
+        loop begins, and again in later epochs, at most once in 1,000 batches. Rows that change
+        from reading to reading are not compared. "of this process": rows may differ by design.
       allow: "new data" lets a run continue with another number of rows, `seed` or `shuffle` than it
         began with, from the same position of the new stream. By default that is an error.
 
@@ -111,9 +111,11 @@ def batches(
     target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
     if mesh is not None:
         run.padded_size(num_blocks(target.sharding()))
+    check = None
+    if rows == _COMPARED:
+        check = RowCheck(read, num_rows, sampler.seed, has_rows_of_objects(dataset))
     may_be_new = allows(allow, "new data")
-    compares = None if rows == _OWN else Compares(may_be_random=has_rows_of_objects(dataset))
-    result = Batches(read, sampler, run, target, allows_new_data=may_be_new, compares=compares)
+    result = Batches(read, sampler, run, target, allows_new_data=may_be_new, check=check)
     result.position = position
     return result
 

@@ -44,16 +44,6 @@ class Target(NamedTuple):
         return batch_sharding(mesh, self.axis_name)
 
 
-class Compares(NamedTuple):
-    """How rows are compared between processes.
-
-    Attributes:
-      may_be_random: whether the dataset may return another row each time.
-    """
-
-    may_be_random: bool
-
-
 class Batches:
     """The batches of one run, from `position` to its end.
 
@@ -69,7 +59,7 @@ class Batches:
       run: the batches of the run.
       target: where to place the batches.
       allows_new_data: whether `set_state` accepts the state of another stream.
-      compares: how rows are compared between the processes; None if they are not.
+      check: compares rows between the processes; None if they may differ.
     """
 
     def __init__(
@@ -80,10 +70,10 @@ class Batches:
         target: Target,
         *,
         allows_new_data: bool,
-        compares: Compares | None,
+        check: row_checks.RowCheck | None,
     ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
-        self._allows_new_data, self._compares = allows_new_data, compares
+        self._allows_new_data, self._check = allows_new_data, check
         self._num_unchecked = row_checks.MIN_BATCHES  # batches since rows were compared
         self._position = self._num_done = 0  # rows and batches since the run began
         self._handed_out = False  # whether a batch was handed out since the position was set
@@ -106,9 +96,10 @@ class Batches:
                 "already read ahead. Leave the loop, or call close() first."
             )
         self._handed_out = False
+        rows = int_at_least("position", rows, least=0)
         if rows == self._position:
-            return  # also after batches of other sizes
-        self._position = int_at_least("position", rows, least=0)
+            return  # batches of other sizes may have led there
+        self._position = rows
         self._num_done = self._position // self._run.batch_size
         self._run = self._run.continued(self._position, self._num_done)
 
@@ -205,8 +196,8 @@ class Batches:
         mine = process_rows(sharding, size)
         host_batches = _HostBatches(self._read, self._sampler, self._run, self._position, mine)
         peers = agree.peers(sharding.mesh)  # type: ignore[arg-type]
-        if self._compares is not None and len(peers) > 1:
-            host_batches.compares, host_batches.num_unchecked = self._compares, self._num_unchecked
+        if len(peers) > 1:
+            host_batches.check, host_batches.num_unchecked = self._check, self._num_unchecked
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
@@ -243,7 +234,7 @@ class _HostBatches(Iterator[Any]):
         self._position = position
         self._epoch: int | None = None
         self.checksums: dict[int, dict[str, int]] = {}
-        self.compares: Compares | None = None
+        self.check: row_checks.RowCheck | None = None
         self.num_unchecked = 0
 
     def __next__(self) -> Any:
@@ -261,13 +252,12 @@ class _HostBatches(Iterator[Any]):
     def _read_to_compare(self) -> None:
         """Read rows that are compared, where a loop or an epoch begins, unless some just were."""
         before, self._epoch = self._epoch, self._position // self._sampler.num_rows
-        if self.compares is None:
+        if self.check is None:
             return
         # By the number of batches, which is that of all processes, and not by a clock.
         if self._epoch != before and self.num_unchecked >= row_checks.MIN_BATCHES:
-            sampler, how = self._sampler, self.compares._asdict()
-            self.rows = row_checks.drawn(sampler.num_rows, sampler.seed, self._epoch, **how)
-            self.checksums[self._position] = row_checks.checksums(self._read, self.rows, **how)
+            self.rows = self.check.drawn(self._epoch)
+            self.checksums[self._position] = self.check.checksums(self.rows)
             self.num_unchecked = 0
         self.num_unchecked += 1
 

@@ -1,8 +1,8 @@
-"""Check that a row of a number is the same row on all processes, each of which reads its own."""
+"""Check that all processes have the same dataset: compare the checksums of a few rows."""
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,49 +12,54 @@ from jdp.data.dataset import Read
 from jdp.distributed import agree
 from jdp.error_codes import with_code
 
-# A process that has other rows at all has nearly all of them; reading some again takes time.
+# Different datasets differ in nearly all rows.
 _NUM_ROWS = 4
-# A row that is flipped at random, half of the times, is the same in 8 readings once in 128.
+# A row that a coin flip changes is equal in 8 readings once in 128.
 _NUM_ROWS_OF_OBJECTS, _NUM_READINGS = 2, 8
-# Of a loop, between two checks, so that one costs less than 0.1 % of steps of 20 ms.
+# Between two checks of a loop.
 MIN_BATCHES = 1000
 _NOTE = (
-    "jdp: it was read to be compared with that row of the other processes. If rows of one number "
-    'differ by design, or a process has its own rows alone, write rows="of this process".'
+    "jdp: the processes compare this row. If each process has its own rows, write "
+    'rows="of this process".'
 )
 
 
-def drawn(num_rows: int, seed: int, epoch: int, *, may_be_random: bool) -> np.ndarray:
-    """Return the numbers of the rows that are compared in an epoch, [n] int, ascending.
+class RowCheck(NamedTuple):
+    """Reads the rows of a dataset that processes compare.
 
-    >>> drawn(1000, seed=0, epoch=0, may_be_random=False).tolist()
-    [269, 511, 636, 850]
-    """
-    order = np.random.default_rng([seed, epoch])
-    return np.unique(
-        order.integers(0, num_rows, _NUM_ROWS_OF_OBJECTS if may_be_random else _NUM_ROWS)
-    )
-
-
-def checksums(read: Read, rows: np.ndarray, *, may_be_random: bool) -> dict[str, int]:
-    """Return the checksums of rows by their numbers; none if some are not read alike each time.
-
-    Such rows are transformed at random when they are read, so no other process has the same.
-
-    Args:
+    Attributes:
       read: reads rows of the dataset.
-      rows: their numbers, [n] int, ascending.
-      may_be_random: whether a row may be another one each time.
+      num_rows: of the dataset.
+      seed: the same on all processes.
+      may_be_random: whether the dataset may return another row each time.
     """
-    try:
-        readings = [_checksums(read(rows)) for _ in range(_NUM_READINGS if may_be_random else 1)]
-    except Exception as error:
-        error.add_note(_NOTE)
-        raise
-    first = readings[0]
-    if any(each != first for each in readings) or len(first) != len(rows):
-        return {}
-    return dict(zip(map(str, rows.tolist()), first, strict=True))
+
+    read: Read
+    num_rows: int
+    seed: int
+    may_be_random: bool
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the rows to compare in an epoch, [n] int, ascending.
+
+        >>> RowCheck(lambda rows: rows, 1000, seed=0, may_be_random=False).drawn(0).tolist()
+        [269, 511, 636, 850]
+        """
+        size = _NUM_ROWS_OF_OBJECTS if self.may_be_random else _NUM_ROWS
+        return np.unique(np.random.default_rng([self.seed, epoch]).integers(0, self.num_rows, size))
+
+    def checksums(self, rows: np.ndarray) -> dict[str, int]:
+        """Return checksums by row number; empty if the dataset transforms rows at random."""
+        num = _NUM_READINGS if self.may_be_random else 1
+        try:
+            readings = [_checksums(self.read(rows)) for _ in range(num)]
+        except Exception as error:
+            error.add_note(_NOTE)
+            raise
+        first = readings[0]
+        if any(each != first for each in readings) or len(first) != len(rows):
+            return {}
+        return dict(zip(map(str, rows.tolist()), first, strict=True))
 
 
 def _checksums(batch: Any) -> list[int]:
@@ -85,10 +90,9 @@ def require_equal(peers: tuple[int, ...], sums: Mapping[str, int]) -> None:
         if pair is not None:
             odd, usual = pair
             text = (
-                f"row {row} of the dataset of process {odd} is not that of process {usual}: each "
-                "process reads its rows of a batch by their numbers, so rows would come twice or "
-                "never. Give jdp.batches the whole dataset on every process, in the same order; a "
-                "process that has rows of its own hands them to jdp.shard_batches. If rows differ "
-                'by design, such as by augmentation, write rows="of this process".'
+                f"row {row} of the dataset differs between processes {odd} and {usual}.\nProcesses "
+                "read rows by number, so some rows would count twice and others never.\nGive every "
+                "process the same dataset; use jdp.shard_batches for rows of one process; or write "
+                'rows="of this process" if they differ by design, such as by augmentation.'
             )
             raise ValueError(with_code("JDP209", text))

@@ -184,8 +184,8 @@ def _leave(code: int, why: str) -> None:
         launched.tell("failed", code=code & 0xFF, traceback=why[-MAX_TRACEBACK_CHARS:])
     if not jax.distributed.is_initialized():
         return
-    with contextlib.suppress(OSError):
-        metrics_log.write_all(_LINES_S)
+    with contextlib.suppress(Exception):
+        metrics_log.flush(_LINES_S)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -23,7 +23,7 @@ import numpy as np
 
 from jdp import jax_compat
 from jdp.distributed import run_of_file
-from jdp.distributed.trackers import HandOut, Tracker
+from jdp.distributed.trackers import NamedTracker, OwnTracker, Tracker, TrackerQueue
 from jdp.pytrees import is_deleted
 from jdp.worker.own_progress import own
 
@@ -64,7 +64,7 @@ class MetricsFile:
         self._error: BaseException | None = None
         self._refusal: OSError | None = None  # of the line that is retried
         self._refused_at = 0.0
-        self._hand_out = HandOut(path)
+        self._tracked = TrackerQueue(path)
         self._is_over = threading.Event()
         self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
@@ -78,7 +78,7 @@ class MetricsFile:
         Args:
           step: of the values.
           scalars: values by name: numbers, or `[]` arrays that a step may still compute.
-          trackers: take the values in a thread of their own, once the file has them.
+          trackers: receive the values in a thread of their own, after the file.
         """
         self.raise_error()
         names = frozenset(scalars)
@@ -87,7 +87,7 @@ class MetricsFile:
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)
-        line = (step, time.time(), scalars, self._hand_out.known(trackers))
+        line = (step, time.time(), scalars, trackers)
         self._last[names] = step
         while not self._has_put(line):
             try:
@@ -96,6 +96,10 @@ class MetricsFile:
                 self._last[names] = step - 1
                 raise
         self._raise_refusal(_PATIENCE_S)
+
+    def opened(self, given: Sequence[OwnTracker | NamedTracker]) -> tuple[Sequence[Tracker], bool]:
+        """Return the trackers of this file, and whether a run began."""
+        return self._tracked.opened(given)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the thread has written all lines, at most for `timeout_s`.
@@ -115,7 +119,7 @@ class MetricsFile:
 
     def flush_trackers(self, timeout_s: float) -> bool:
         """Wait until the trackers have all lines on the disk; return whether they have."""
-        return self._hand_out.flush(timeout_s)
+        return self._tracked.flush(timeout_s)
 
     def end_thread(self) -> None:
         """End the thread once it has written all lines; log an error that was not raised."""
@@ -124,14 +128,17 @@ class MetricsFile:
         hangs = self._lines.unfinished_tasks and self._refusal is None
         self._is_over.set()  # a line is tried once more
         self._has_put(None)  # the thread then closes the file
-        if not hangs:
+        if hangs:
+            left = self._lines.unfinished_tasks
+            _log.error("jdp: %d lines of %s are missing: a step still runs.", left, self._path)
+        else:
             self._thread.join(_END_S)
-        if left := self._hand_out.close(_END_S):
+        if left := self._tracked.close(_END_S):
             _log.error("jdp: %d lines of %s did not reach also= in time.", left, self._path)
         if self._error is not None:
             _log.error("jdp: lines of %s are missing: %s", self._path, self._error)
         try:
-            self._hand_out.raise_error()
+            self._tracked.raise_error()
         except Exception as error:
             _log.error("jdp: %s", error)
 
@@ -140,7 +147,7 @@ class MetricsFile:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._hand_out.raise_error()
+        self._tracked.raise_error()
 
     def _has_put(self, line: Any) -> bool:
         with contextlib.suppress(queue.Full):
@@ -186,7 +193,7 @@ class MetricsFile:
                 raise self._refusal
             self._is_over.wait(_RETRY_S)
         _show_loss(step, values)
-        self._hand_out.put(step, values, trackers)
+        self._tracked.put(step, values, trackers)
 
     def _has_appended(self, step: int, text: bytes) -> bool:
         try:

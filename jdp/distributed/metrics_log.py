@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jdp.distributed.metrics_file import MAX_STEP, OWN_NAMES, MetricsFile
-from jdp.distributed.trackers import after_begin, trackers_of
+from jdp.distributed.trackers import trackers_of
 from jdp.pytrees import is_deleted
 from jdp.validation import int_at_least
 from jdp.worker import launcher_client
@@ -42,7 +42,7 @@ def log(
         `checkpointer.step`, with `checkpointer.steps + 1`: after SIGTERM a run continues behind the
         saved state, and a later call of this step would never be made.
       file: is created if it does not exist; relative to the working directory.
-      also: gets what is written, in the thread: "csv", "mlflow", "tensorboard" or "wandb"; a
+      also: receives the same metrics, in a thread: "csv", "mlflow", "tensorboard" or "wandb"; a
         `jdp.tracker`; a function `also(step, values)`; a writer with a method
         `add_scalar(name, value, step)`; or a list of these. Call `jdp.log.flush()` before you
         close one of your own.
@@ -80,30 +80,31 @@ def log(
         if path not in _open.files:
             _open.files[path] = MetricsFile(path, step)
         found = _open.files[path]
-    found.put(step, scalars, trackers)
+    opened, has_begun = found.opened(trackers)
+    if has_begun:  # a library may have registered its own exit handler
+        _register_end()
+    found.put(step, scalars, opened)
 
 
 def flush(timeout_s: float = _FLUSH_S) -> None:
-    """Wait until all lines of earlier calls are written, and what `also` took is on the disk.
+    """Wait until the files and `also` have all metrics, and flush `also`.
 
-    Call it as `jdp.log.flush()` before a writer is closed: `jdp.log` hands lines out in a thread.
-    jdp calls it before a state is saved, at the end of the script, and where a process ends early.
+    Call `jdp.log.flush()` before you close a writer: a thread writes to it. jdp flushes at the end
+    of the script, before exit code 75, and after an uncaught exception.
 
     Args:
-      timeout_s: the longest wait for each file, in seconds, >= 0.
+      timeout_s: longest wait for each file, in seconds, >= 0.
 
     Raises:
       OSError: if the disk still refuses a line.
-      TimeoutError: if not all lines are written or handed out by then.
+      TimeoutError: if lines are left after `timeout_s`.
       Exception: the error of `also`, or of its `flush`.
     """
     end = time.monotonic() + timeout_s
     write_all(timeout_s)
     for each in list(_open.files.values()):
         if not each.flush_trackers(max(0.0, end - time.monotonic())):
-            raise TimeoutError(
-                f"also= has not taken all metrics after {timeout_s:g} s; they are in the file."
-            )
+            raise TimeoutError(f"also= lacks metrics after {timeout_s:g} s. The file has them.")
         each.raise_error()
 
 
@@ -150,13 +151,12 @@ _open = _OpenFiles()
 
 
 def _register_end() -> None:
-    """Have `end` run before all that was registered until now."""
+    """Let `end` run before all exit handlers registered so far."""
     atexit.unregister(end)
     atexit.register(end)
 
 
 _register_end()
-after_begin.append(_register_end)
 # The threads that write are not in a forked child, which then has files of its own.
 os.register_at_fork(after_in_child=_open.__init__)
 

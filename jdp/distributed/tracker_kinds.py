@@ -1,4 +1,4 @@
-"""The runs of trackers: a table, TensorBoard, Weights & Biases, MLflow; each by its own library."""
+"""Runs of CSV, TensorBoard, Weights & Biases and MLflow, each by its own library."""
 
 import contextlib
 import csv
@@ -6,15 +6,17 @@ import json
 import numbers
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 # Kind -> the package that it needs, by the name of its module.
 NEEDS = {"csv": "csv", "mlflow": "mlflow", "tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-class Settings(NamedTuple):
-    """What a user says of a tracker, see `jdp.tracker`."""
+@dataclass(frozen=True)
+class NamedTracker:
+    """The arguments of `jdp.tracker`."""
 
     kind: str
     run: str | None
@@ -23,7 +25,7 @@ class Settings(NamedTuple):
 
 
 def beside(file: Path, what: str) -> Path:
-    """Return the path of what belongs to a file of metrics, and to no other one.
+    """Return the path of a file that belongs to one file of metrics.
 
     >>> beside(Path("metrics.jsonl"), "csv").name
     'metrics.jsonl.csv'
@@ -32,15 +34,15 @@ def beside(file: Path, what: str) -> Path:
 
 
 class RunNote:
-    """What is kept beside a file of metrics of the run of a tracker that has its lines.
+    """Metadata of a tracker's run, in a file beside the file of metrics.
 
     Args:
-      file: of metrics. One that begins with another line is of another run.
-      kind: of the tracker.
+      file: the file of metrics; another first line means another run.
+      kind: the tracker.
 
     Attributes:
-      last: the last step that the run has got, as far as it is known; -1 for none.
-      names: the sets of names of the lines that it was given.
+      last: the last step that the run is known to have, -1 before the first.
+      names: the sets of metric names that were tracked.
     """
 
     def __init__(self, file: Path, kind: str):
@@ -60,7 +62,7 @@ class RunNote:
         return self._id
 
     def write(self) -> None:
-        """Write it down, once the file has a line."""
+        """Write the metadata; the file of metrics has a line by then."""
         names = sorted(map(sorted, self.names))
         found = {"run": self._id, "last": self.last, "names": names}
         part = self._path.with_name(f"{self._path.name}.part")
@@ -73,38 +75,38 @@ class RunNote:
 
 
 class TrackedRun(Protocol):
-    """A run of a tracker, which continues that of the same file of metrics."""
+    """A run of a tracker, which resumes the earlier run of the same file."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return those values of a line of the file that it has not got before it began again."""
+        """Return the values of a line that the resumed run does not have."""
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the values of a step."""
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the values of a step."""
 
     def flush(self) -> None:
-        """Bring to the disk, or to a service, what it still holds."""
+        """Write out buffered values."""
 
     def close(self) -> None:
-        """End it."""
+        """End the run."""
 
 
-class _Anew:
-    """A run that is written anew from the file of metrics where it continues."""
+class _Rebuilt:
+    """A run that is rebuilt from the file of metrics when it resumes."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
 
 
-class _Table(_Anew):
-    """A CSV table with a row for each line; a new name is a new column, of a table written anew."""
+class _Table(_Rebuilt):
+    """A CSV table with a row for each line; a new name adds a column."""
 
-    def __init__(self, settings: Settings, file: Path, note: RunNote):
+    def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         self._path = beside(file, "csv")
         self._rows: list[dict[str, Any]] = []
         self._names = ["step"]
         self._write()
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         row = {"step": step, **values}
         self._rows.append(row)
         if new := [name for name in row if name not in self._names]:
@@ -127,10 +129,10 @@ class _Table(_Anew):
         self._writer.writerows(self._rows)
 
 
-class _TensorBoard(_Anew):
+class _TensorBoard(_Rebuilt):
     """Event files in a folder beside the file of metrics."""
 
-    def __init__(self, settings: Settings, file: Path, note: RunNote):
+    def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         from tensorboardX import SummaryWriter
 
         folder = beside(file, "tensorboard") / (settings.run or "")
@@ -141,7 +143,7 @@ class _TensorBoard(_Anew):
             rows = "".join(f"|{name}|{value}|\n" for name, value in settings.config.items())
             self._writer.add_text("config", f"|name|value|\n|---|---|\n{rows}")
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in _reals(values):
             self._writer.add_scalar(name, value, step)
 
@@ -155,7 +157,7 @@ class _TensorBoard(_Anew):
 class _WandB:
     """A run of Weights & Biases."""
 
-    def __init__(self, settings: Settings, file: Path, note: RunNote):
+    def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         import wandb  # pyrefly: ignore[missing-import]
 
         self._note = note
@@ -165,18 +167,18 @@ class _WandB:
             resume="allow",
             **{**given, **settings.options},
         )
-        # Offline it does not know the steps of the run that it continues.
+        # Offline, W&B does not know the steps of the resumed run.
         note.last = max(note.last, self._run.step - 1)
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return values if step >= self._note.last else {}  # values of one step are put together
+        return values if step >= self._note.last else {}  # W&B merges the values of a step
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(values), step=step)
         self._note.last = step
 
     def flush(self) -> None:
-        """Do nothing: a process of the library has what it took."""
+        """Do nothing: a process of the library writes the values."""
 
     def close(self) -> None:
         self._run.finish()
@@ -185,7 +187,7 @@ class _WandB:
 class _MLflow:
     """A run of MLflow."""
 
-    def __init__(self, settings: Settings, file: Path, note: RunNote):
+    def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         import mlflow  # pyrefly: ignore[missing-import]
 
         self._client, options = mlflow.MlflowClient(), dict(settings.options)
@@ -208,24 +210,24 @@ class _MLflow:
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return {name: value for name, value in values.items() if step > self._last.get(name, -1)}
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         refused = None
         for name, value in _reals(values):
             try:
                 self._client.log_metric(self._id, name, value, step=step)
-            except self._refusals as error:  # of a name, say: the others are taken
+            except self._refusals as error:  # such as an invalid name; the others are logged
                 refused = error
         if refused is not None:
             raise refused
 
     def flush(self) -> None:
-        """Do nothing: each value was sent when it was taken."""
+        """Do nothing: `write` has sent each value."""
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-BEGIN: dict[str, Callable[[Settings, Path, RunNote], TrackedRun]] = {
+BEGIN: dict[str, Callable[[NamedTracker, Path, RunNote], TrackedRun]] = {
     "csv": _Table,
     "mlflow": _MLflow,
     "tensorboard": _TensorBoard,

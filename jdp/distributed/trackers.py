@@ -1,4 +1,4 @@
-"""What gets the metrics of a run besides their file: functions, writers, and trackers by name."""
+"""Dispatch the metrics of a run to functions, writers, and trackers such as W&B."""
 
 import importlib.util
 import json
@@ -7,221 +7,148 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from jdp.distributed.tracker_kinds import BEGIN, NEEDS, RunNote, Settings
-
-
-class Tracker(Protocol):
-    """Something that takes the metrics of a run, one call at a time."""
-
-    @property
-    def name(self) -> str:
-        """The name, for errors."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it holds lines, which `flush` brings to the disk."""
-
-    def of_file(self, file: Path) -> "Tracker":
-        """Return the tracker for one file of metrics, and begin its run."""
-
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the values of a step."""
-
-    def flush(self) -> None:
-        """Bring to the disk, or to a service, what it still holds."""
-
-    def close(self) -> None:
-        """End its run."""
+from jdp.distributed.tracker_kinds import BEGIN, NEEDS, NamedTracker, RunNote
 
 
-@dataclass(frozen=True)
 class OwnTracker:
-    """A function or a writer of the author's, who closes it.
+    """A function or writer of the author's, who closes it."""
 
-    Attributes:
-      name: for errors.
-      write: takes a step and its values by name.
-      writer: the writer, or the function.
-    """
-
-    name: str
-    write: Callable[[int, Mapping[str, Any]], Any]
-    writer: Any
-
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the values of a step."""
-        self.write(step, values)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it has a method `flush`."""
-        return callable(getattr(self.writer, "flush", None))
-
-    def of_file(self, file: Path) -> "OwnTracker":
-        """Return itself."""
-        return self
+    def __init__(self, write: Callable[[int, Mapping[str, Any]], Any], writer: Any):
+        self.write, self.writer = write, writer
+        self.name: str = getattr(writer, "__qualname__", None) or type(writer).__qualname__
 
     def flush(self) -> None:
-        """Bring to the disk what a writer still holds."""
-        if self.is_kept:
-            self.writer.flush()
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnTracker) and self.writer is other.writer
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class NamedTracker:
-    """A tracker by its name, see `tracker`."""
-
-    is_kept = True
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
-
-    @property
-    def name(self) -> str:
-        """The name, for errors."""
-        return self._settings.kind
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NamedTracker) and self._settings == other._settings
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        kind, name, config, options = self._settings
-        given = {"name": name, "config": config, **options}
-        words = "".join(f", {key}={value!r}" for key, value in given.items() if value)
-        return f"jdp.tracker({kind!r}{words})"
-
-    def of_file(self, file: Path) -> "TrackerOfFile":
-        """Return the tracker for one file of metrics, and begin or continue its run."""
-        return TrackerOfFile(self._settings, file)
-
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
-        """Refuse values that are of no file."""
-        raise TypeError("a tracker takes metrics by jdp.log(..., also=tracker)")
-
-    def flush(self) -> None:
-        """Do nothing."""
+        """Flush the writer, if it has a method for it."""
+        if callable(flush := getattr(self.writer, "flush", None)):
+            flush()
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class TrackerOfFile(NamedTracker):
-    """A tracker whose run has the lines of one file."""
+class FileTracker:
+    """The run of a named tracker that mirrors one file of metrics."""
 
-    def __init__(self, settings: Settings, file: Path):
-        super().__init__(settings)
-        self._note = RunNote(file, settings.kind)
-        self._run = BEGIN[settings.kind](settings, file, self._note)
-        self._before = [*_in_file(file)]  # lines of processes before this one
-        self._left: deque[tuple[int, Mapping[str, Any]]] = deque()
-        self._has_failed = False
+    def __init__(self, named: NamedTracker, file: Path):
+        self.named, self.name = named, named.kind
+        self._note = RunNote(file, named.kind)
+        self._run = BEGIN[named.kind](named, file, self._note)
+        self._before = [*_in_file(file)]  # written by earlier processes
+        self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._is_retry = False
 
-    def take(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the values of a step, the first time after those that the run lacks."""
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the values of a step; the first call also writes lines that the run lacks."""
         if frozenset(values) not in self._note.names:
             self._note.names.add(frozenset(values))
             self._note.write()
         for each, found in self._before:
             if frozenset(found) in self._note.names:
                 if lacking := self._run.lacking(each, found):
-                    self._left.append((each, lacking))
+                    self._pending.append((each, lacking))
         self._before = []
-        self._left.append((step, values))
-        self._take_left()
+        self._pending.append((step, values))
+        self._write_pending()
 
-    def _take_left(self) -> None:
-        while self._left:
+    def _write_pending(self) -> None:
+        while self._pending:
             try:
-                self._run.take(*self._left[0])
+                self._run.write(*self._pending[0])
             except Exception:
-                if self._has_failed:  # twice
-                    self._left.popleft()
-                self._has_failed = not self._has_failed
+                if self._is_retry:
+                    self._pending.popleft()
+                self._is_retry = not self._is_retry
                 raise
-            self._has_failed = False
-            self._left.popleft()
+            self._is_retry = False
+            self._pending.popleft()
 
     def flush(self) -> None:
-        """Bring to the disk, or to a service, what it still holds."""
-        self._take_left()
+        """Retry failed lines, and write out buffered values."""
+        self._write_pending()
         self._run.flush()
         self._note.write()
 
     def close(self) -> None:
-        """End its run."""
+        """End the run."""
         self._run.close()
 
 
-# Called when a run has begun: its library may have registered what ends it as Python ends.
-after_begin: list[Callable[[], None]] = []
+# Both have a name, and receive lines by `write`, `flush` and `close`.
+Tracker = OwnTracker | FileTracker
 
 
-class HandOut:
-    """Hands the lines of a file of metrics to its trackers, in a thread of its own."""
+class TrackerQueue:
+    """Dispatches the lines of one file of metrics to its trackers, in a thread of its own."""
 
     def __init__(self, file: Path):
         self._file = file
-        self._trackers: list[Tracker] = []
+        self._runs: list[FileTracker] = []
+        self._own: list[OwnTracker] = []
         self._lines: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._opening = threading.Lock()  # held while runs begin
+        self._writing = threading.Lock()  # held while a tracker is called
         self._error: BaseException | None = None
 
-    def known(self, trackers: Sequence[Tracker]) -> list[Tracker]:
-        """Return the trackers of this file that are equal to some, in the caller's thread.
+    def opened(self, given: Sequence[OwnTracker | NamedTracker]) -> tuple[list[Tracker], bool]:
+        """Return the trackers of this file, and whether a run began, in the caller's thread."""
+        num_runs = len(self._runs)
+        with self._opening:
+            found = [self._opened(each) for each in given]
+            return found, len(self._runs) > num_runs
 
-        A call may make trackers of its own. The run of a new one begins.
-        """
-        return [self._of_file(each) if each.is_kept else each for each in trackers]
-
-    def _of_file(self, tracker: Tracker) -> Tracker:
-        for each in self._trackers:
-            if each == tracker:
+    def _opened(self, given: OwnTracker | NamedTracker) -> Tracker:
+        if isinstance(given, OwnTracker):
+            if all(each.writer is not given.writer for each in self._own):
+                # A function has nothing to flush, and each call may make another one.
+                self._own += [given] if hasattr(given.writer, "flush") else []
+            return given
+        for each in self._runs:
+            if each.named == given:
                 return each
-        self._trackers.append(tracker.of_file(self._file))
-        for call in after_begin:
-            call()
-        return self._trackers[-1]
+        self._runs.append(FileTracker(given, self._file))
+        return self._runs[-1]
 
     def put(self, step: int, values: Mapping[str, Any], trackers: Sequence[Tracker]) -> None:
-        """Have the thread hand out the values of a step, which the file has."""
+        """Queue the values of a step, which the file has; called in one thread."""
         if not trackers:
             return
         self._lines.put((step, values, trackers))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._hand_out, name="jdp track", daemon=True)
+            self._thread = threading.Thread(target=self._dispatch, name="jdp track", daemon=True)
             self._thread.start()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all lines are handed out and flushed; return whether they are."""
+        """Wait until all lines are dispatched and flushed; return whether they are."""
+        return self._for_all(timeout_s, lambda each: each.flush())
+
+    def close(self, timeout_s: float) -> int:
+        """Flush, and end the runs; return the number of lines that are left."""
+        if self.flush(timeout_s):
+            self._for_all(timeout_s, lambda each: each.close())
+        return self._lines.unfinished_tasks
+
+    def _for_all(self, timeout_s: float, call: Callable[[Tracker], None]) -> bool:
         end = time.monotonic() + timeout_s
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
                 self._lines.all_tasks_done.wait(left)
         if self._lines.unfinished_tasks:
             return False
-        for each in self._trackers:
-            self._try(each.flush)
+        if not self._writing.acquire(timeout=max(0.0, end - time.monotonic())):
+            return False
+        try:
+            for each in (*self._runs, *self._own):
+                try:
+                    call(each)
+                except Exception as error:  # raised by the next call
+                    self._error = error
+        finally:
+            self._writing.release()
         return True
-
-    def close(self, timeout_s: float) -> int:
-        """Hand out all lines, and end the runs; return how many lines are left."""
-        if self.flush(timeout_s):
-            for each in self._trackers:
-                self._try(each.close)
-        return self._lines.unfinished_tasks
 
     def raise_error(self) -> None:
         """Raise the error of a tracker, once."""
@@ -229,28 +156,21 @@ class HandOut:
             error, self._error = self._error, None
             raise error
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         while True:
             step, values, trackers = self._lines.get()
             for each in trackers:
                 try:
-                    each.take(step, values)
+                    with self._writing:
+                        each.write(step, values)
                 except BaseException as error:  # raised by the next call
-                    text = f"also={each.name} did not take the metrics of step {step}, which are in"
-                    name = type(error).__name__
-                    self._error = RuntimeError(f"{text} {self._file}: {name}: {error}")
-                    self._error.__cause__ = error
+                    failed = RuntimeError(
+                        f"also={each.name} failed at step {step}: {type(error).__name__}: {error} "
+                        f"The metrics are in {self._file}."
+                    )
+                    failed.__cause__ = error
+                    self._error = failed
             self._lines.task_done()
-
-    def _try(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # raised by the next call
-            self._error = error
-
-
-# The trackers that `also="wandb"` names: the same in each call.
-_by_kind: dict[str, NamedTracker] = {}
 
 
 def tracker(
@@ -262,9 +182,8 @@ def tracker(
 ) -> NamedTracker:
     """Describe a tracker for `jdp.log(..., also=...)`.
 
-    Process 0 begins its run with the first metrics. A run that continues, after a death or with
-    `--resume`, continues the run of the tracker, which then gets the lines of the file that it
-    lacks: it has each step once.
+    Process 0 starts the tracker's run with the first metrics. A resumed run resumes the tracker's
+    run, and writes the lines of the file that it lacks, so each step is tracked once.
 
     Args:
       kind: "csv", "mlflow", "tensorboard" (written by the package tensorboardX) or "wandb". For
@@ -279,7 +198,7 @@ def tracker(
       ValueError: if there is no such kind.
       ImportError: if its library is not installed.
 
-    >>> tracker("csv").name
+    >>> tracker("csv").kind
     'csv'
     """
     if kind not in NEEDS:
@@ -288,19 +207,18 @@ def tracker(
         raise ImportError(
             f"the tracker {kind!r} needs a package that is not installed: pip install {NEEDS[kind]}"
         )
-    return NamedTracker(Settings(kind, name, dict(config or {}), options))
+    return NamedTracker(kind, name, dict(config or {}), options)
 
 
-def trackers_of(also: Any) -> Sequence[Tracker]:
-    """Return the trackers that a user gave.
+def trackers_of(also: Any) -> Sequence[OwnTracker | NamedTracker]:
+    """Return the trackers in the `also` of `jdp.log`.
 
     Args:
-      also: a function of a step and its values; an object with `add_scalar(name, value, step)`,
-        whose `flush`, if it has one, is called where lines must not be lost; a `tracker`, or the
-        name of one; or a list of these. None for none.
+      also: a function of a step and its values; an object with `add_scalar(name, value, step)` and
+        perhaps `flush()`; a `tracker` or the name of one; a list of these; or None.
 
     Raises:
-      TypeError: if it is nothing of these.
+      TypeError: if it has another type.
       ValueError, ImportError: as from `tracker`.
     """
     if also is None:
@@ -310,34 +228,33 @@ def trackers_of(also: Any) -> Sequence[Tracker]:
     if isinstance(also, NamedTracker):
         return (also,)
     if isinstance(also, str):
-        if also not in _by_kind:
-            _by_kind[also] = tracker(also)
-        return (_by_kind[also],)
-    name = getattr(also, "__qualname__", None) or type(also).__qualname__
+        return (tracker(also),)
     if callable(add := getattr(also, "add_scalar", None)):
 
         def add_all(step: int, values: Mapping[str, Any]) -> None:
             for each, value in values.items():
                 add(each, value, step)
 
-        return (OwnTracker(name, add_all, also),)
+        return (OwnTracker(add_all, also),)
     if not callable(also):
         raise TypeError(
-            f"also={also!r} is neither a function, nor has a method add_scalar, nor names a "
-            f"tracker: {', '.join(map(repr, NEEDS))}."
+            f"also={also!r} cannot receive metrics. Give a function, an object with a method "
+            f"add_scalar, or one of {', '.join(map(repr, NEEDS))}."
         )
-    return (OwnTracker(name, also, also),)
+    return (OwnTracker(also, also),)
 
 
 def _in_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the steps of a file of metrics with their values, in its order."""
+    """Yield the step and values of each line of a file of metrics."""
     with open(file) as lines:
         for line in lines:
+            if not line.endswith("\n"):
+                return  # a thread is writing it
             found = json.loads(line)
             values = {name: x for name, x in found.items() if name not in ("step", "time")}
             yield found["step"], {name: _number(x) for name, x in values.items()}
 
 
 def _number(x: Any) -> Any:
-    """Return a number that JSON has none for, such as NaN, as which the file has a text."""
+    """Return the float of a text such as "nan", which JSON has no number for."""
     return float(x) if isinstance(x, str) and "j" not in x else x

@@ -24,9 +24,9 @@ from jdp.training.step_differences import (
 from jdp.validation import int_at_least
 
 _CHANGING = (
-    "Each trace of the step has another constant, such as a number of np.random or the time: "
-    "{lines}. A program keeps that of its trace, so every step repeats it. Draw from state.key by "
-    "jax.random, or give the value to the step as a further argument."
+    "A constant changes from trace to trace, such as np.random or the time: {lines}. The compiled "
+    "step repeats the constant of its trace. Use jax.random with state.key, or pass the value as "
+    "an argument of the step."
 )
 
 

@@ -13,10 +13,10 @@ def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
 
     Args:
       returncode: that of Popen: the exit code, or minus the signal.
-      out_of_memory: whether the kernel counts a process that it killed for want of memory.
+      out_of_memory: whether the OOM killer ran in the cgroup of the process.
 
     >>> in_words(-9), in_words(-9, out_of_memory=True)
-    ('was killed by SIGKILL (signal 9)', 'was killed by SIGKILL (signal 9): memory ran out, ...
+    ('was killed by SIGKILL (signal 9)', 'was killed by SIGKILL (signal 9): the OOM killer ...
     >>> in_words(-11)
     'was killed by SIGSEGV (signal 11): a crash in compiled code'
     >>> in_words(3)
@@ -30,7 +30,7 @@ def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
         STALLED: "the watchdog ended it",
     }
     if out_of_memory:
-        why[-signal.SIGKILL] = "memory ran out, which the kernel has counted"
+        why[-signal.SIGKILL] = "the OOM killer ran in its cgroup"
     if returncode < 0:
         try:
             name = signal.Signals(-returncode).name

@@ -242,5 +242,5 @@ def test_a_source_tree_without_its_library_says_so_once(tmp_path):
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert run.stdout.endswith("[False, False]\n") and str(tmp_path) in run.stdout
-    assert run.stderr.count("nothing was compiled") == 1
+    assert run.stderr.count("without the compiled library") == 1
     assert f"pip install -e {tmp_path}" in run.stderr

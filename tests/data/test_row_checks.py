@@ -63,7 +63,7 @@ def looped(make, options):
 def test_processes_with_other_rows_are_refused_before_the_first_batch(make, prefetch, processes):
     first, second = processes(2).run(looped, make, {"prefetch": prefetch})
     assert first == second
-    assert "of the dataset of process 1 is not that of process 0" in first and "JDP209" in first
+    assert "of the dataset differs between processes 1 and 0" in first and "JDP209" in first
 
 
 def looped_often(num):
@@ -108,7 +108,7 @@ def edited_late(num_batches):
     row_checks.require_equal = lambda *args: (compared.append(found), original(*args))
     loop = batches(dataset, BATCH, num_steps=40, shuffle=False, prefetch=0, mesh=mesh)
     try:
-        with pytest.raises(ValueError, match="of the dataset of process 1"):
+        with pytest.raises(ValueError, match="of the dataset differs between processes 1"):
             for _ in loop:
                 found += 1
                 dataset.is_edited = found >= 12

@@ -186,15 +186,15 @@ def test_parameters_that_a_copy_brings_name_their_gradients():
 
 
 def test_a_parameter_that_a_tpu_copies_in_slices_names_its_gradient():
-    halves = """%half.0 = ((f32[8,4]), f32[4,4], s32[]) slice-start(%p0), slice={[0:4], [0:4]}
-  %half.1 = ((f32[8,4]), f32[4,4], s32[]) slice-start(%p0), slice={[4:8], [0:4]}
+    halves = """%half.0 = ((f32[8,4]), f32[4,4], s32[]) slice-start(%p1), slice={[0:4], [0:4]}
+  %half.1 = ((f32[8,4]), f32[4,4], s32[]) slice-start(%p1), slice={[4:8], [0:4]}
   %got.0 = f32[4,4] slice-done(%half.0)
   %got.1 = f32[4,4] slice-done(%half.1)
-  %done.0 = f32[8,4] custom-call(%got.0, %got.1), custom_call_target="ConcatBitcast\""""
-    text = BROUGHT.replace("%done.0 = f32[8,4] copy-done(%start.0)", halves)
-    plan = [planned("all-reduce", "grads['b']", "grads['a']")]
-    assert names_of(text, "main", plan) == [["grads['b']", "grads['a']"]]
+  %done.1 = f32[8,4] custom-call(%got.0, %got.1), custom_call_target="ConcatBitcast\""""
+    text = BROUGHT.replace("%done.1 = f32[8,4] copy-done(%start.1)", halves)
     assert halves in text
+    plan = [planned("all-reduce", "grads['a']", "grads['b']")]
+    assert names_of(text, "main", plan) == [["grads['b']", "grads['a']"]]
 
 
 # As XLA for TPUs sends float16: two of them in a u32, of 12 numbers and 4 of padding.

@@ -58,3 +58,22 @@ def test_a_gradient_may_be_a_number():
 def test_leaves_of_a_state_that_are_not_arrays_stay_as_they_are():
     found = TreeArrays({"a": jax.numpy.ones(2), "kind": "sgd", "none": None})
     assert found.tree([3]) == {"a": 3, "kind": "sgd", "none": None}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((1024, 4096), 0),  # 128 rows each, whole tiles of 8
+        ((1000, 4096), 1),  # 125 rows each
+        ((64, 4096), 1),  # perhaps vectors of 64 stacked layers
+        ((16, 128, 512), 1),
+        ((4096, 1024), 0),
+        ((50257, 768), 1),
+        ((65536,), 0),
+        ((3, 5), None),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_a_leaf_is_split_along_rows_that_fill_tiles(shape, dim, dtype):
+    sharding = jdp.sharded(optax.sgd(0.1), min_size=1).sharding
+    assert sharding.dim(jax.ShapeDtypeStruct(shape, dtype), 8) == dim

@@ -444,5 +444,8 @@ def test_a_constant_that_differs_from_trace_to_trace_is_named(how):
 
     start = jdp.TrainState.create(np.ones(3, np.float32), jdp.replicated(optax.sgd(0.1)))
     where = "an array of the step" if how == "array" else "test_check_step.py:"
-    with pytest.raises(ValueError, match=rf"(?s)another constant, such as .*{where}.*state\.key"):
+    with pytest.raises(
+        ValueError,
+        match=rf"(?s)constant changes from trace to trace, such as .*{where}.*state\.key",
+    ):
         jdp.check_step(step, start, np.eye(4, 3, dtype=np.float32))

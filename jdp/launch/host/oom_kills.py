@@ -1,19 +1,12 @@
-"""How many processes the kernel has killed because memory ran out, as it counts them."""
+"""Count the kills of the kernel's OOM killer in the cgroup of this process."""
 
 import contextlib
 from pathlib import Path
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return the kernel's count for the cgroup of this process, else for the host.
-
-    Args:
-      root: of the file system.
-
-    Returns:
-      The count; None if no file has it.
-    """
-    for file in [*_of_cgroup(root), root / "proc/vmstat"]:
+    """Return the number of OOM kills in the cgroup of this process, None if it is not known."""
+    for file in _of_cgroup(root):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
                 name, _, number = line.partition(" ")
@@ -23,7 +16,7 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroup(root: Path) -> list[Path]:
-    """Return the files of the memory cgroup: of version 2, or of version 1."""
+    """Return the files that may hold the count, of cgroup v2 and v1."""
     files, mounted = [], root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -32,7 +25,7 @@ def _of_cgroup(root: Path) -> list[Path]:
             if controllers == "":
                 files += [mounted / own / "memory.events", mounted / "memory.events"]
             elif controllers == "memory":
-                # In a container its own cgroup is mounted as the root.
+                # A container mounts its own cgroup as the root.
                 at = mounted / "memory"
                 files += [at / own / "memory.oom_control", at / "memory.oom_control"]
     return files

@@ -151,7 +151,7 @@ class Recoveries:
         if why.error:  # the output of the process may not be shown otherwise
             self._say(why.full_text)
         elif not why.grows:
-            self._say(f"{why.text}. All processes begin again.")
+            self._say(f"{why.text}. Restarting all processes.")
         self._report.record_failure(why.noticed - why.silent_s, step, grows=why.grows)
         if self._outage is None:
             self._outage = Outage(step)
