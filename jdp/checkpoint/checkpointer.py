@@ -10,6 +10,7 @@ from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
 from jdp.distributed import this_process
 from jdp.validation import allows, int_at_least
+from jdp.worker import progress
 
 
 class Checkpointer:
@@ -140,13 +141,14 @@ class Checkpointer:
         describe(state)
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
-            state = session.restore(
-                state,
-                batches,
-                self._resume,
-                keeps_missing=missing == "keep",
-                allows_edits=allows_edits,
-            )
+            with progress.RESTORING:
+                state = session.restore(
+                    state,
+                    batches,
+                    self._resume,
+                    keeps_missing=missing == "keep",
+                    allows_edits=allows_edits,
+                )
         except BaseException:
             session.end_session()
             raise

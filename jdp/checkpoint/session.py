@@ -107,7 +107,8 @@ class Session:
                 keeps_missing=keeps_missing,
                 edits=self._edits,
             )
-            self.steps, this_process.current.has_restored = found.key.step, True
+            self.steps = progress.own.restored_step = found.key.step
+            this_process.current.has_restored = True
             if found.key.is_commit:
                 self._is_unsaved, self._is_committed = True, not found.lacking
         self.record(state, batches)

@@ -25,6 +25,7 @@ def init(
     cpu_ranks: int | None = None,
     devices: Sequence[jax.Device] | None = None,
     timeout_s: float | None = 600.0,
+    progress: bool = True,
 ) -> Mesh:
     """Make the mesh that jdp trains on, and remember it.
 
@@ -46,6 +47,9 @@ def init(
         takes precedence. None: no limit. There is also no limit for a program that makes no step
         and takes no batch of `jdp.batches`, such as plain inference. A process that trains alone is
         ended only in a step or while it waits for `jdp.batches`, and never at a prompt.
+      progress: whether process 0 shows how far it is: one line on a terminal and in a notebook,
+        elsewhere a line every 30 s. JDP_PROGRESS=off turns it off, too. Under `jdp run` the
+        launcher shows it, see `--progress`.
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.
@@ -74,6 +78,8 @@ def init(
     if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
         raise ValueError("init takes only one of mesh, cpu_ranks and devices: each names devices.")
     watching.require_limit(timeout_s)
+    if not isinstance(progress, bool):
+        raise TypeError(f"init got progress={progress!r}. Write progress=False to show none.")
     initialize.join()
     if mesh is None:
         if len(wanted) > 1:
@@ -88,7 +94,9 @@ def init(
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
         kv_store.keep_programs_of_all()
-    watching.begin_watching(timeout_s, jax.process_index(), jax.process_count())
+    watching.begin_watching(
+        timeout_s, jax.process_index(), jax.process_count(), shows_progress=progress
+    )
     this_process.current.mesh = mesh
     return mesh
 

@@ -39,6 +39,12 @@ _LOCK_S = 5.0
 # Of file systems without locks, such as Lustre that was mounted without -o flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 OWN_NAMES = ("step", "time")
+# Metrics that the line of progress shows, by its names, and the names that users give them.
+_SHOWN = {
+    "loss": ("train/loss", "loss"),
+    "learning_rate": ("lr", "learning_rate"),
+    "gradient_norm": ("grad_norm", "gradient_norm"),
+}
 # The launcher reads the step after the last one in 8 bytes; TensorBoard has as many.
 MAX_STEP = 2**63 - 1
 
@@ -282,9 +288,14 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
 
 # `jdp run` shows it.
 def _show_loss(step: int, values: dict[str, Any]) -> None:
-    loss = values.get("loss", values.get("train/loss"))
-    if isinstance(loss, int | float):
-        own.slot.counter.write_loss(step, loss)
+    found = {
+        shown: values[name]
+        for shown, names in _SHOWN.items()
+        for name in names
+        if isinstance(values.get(name), int | float)
+    }
+    if found:
+        own.slot.counter.write_metrics(step, **found)
 
 
 def _is_at(file: io.FileIO, path: Path) -> bool:

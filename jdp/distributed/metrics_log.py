@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.distributed import optimizer_metrics
 from jdp.distributed.metrics_file import MAX_STEP, OWN_NAMES, MetricsFile
 from jdp.distributed.trackers import trackers_of
 from jdp.pytrees import is_deleted
@@ -26,6 +27,7 @@ def log(
     *,
     file: str | os.PathLike[str] = "metrics.jsonl",
     also: Any = None,
+    state: Any = None,
 ) -> None:
     """Write the metrics of a step to a file, as one line of JSON, without waiting for the step.
 
@@ -46,13 +48,17 @@ def log(
         `jdp.tracker`; a function `also(step, values)`; a writer with a method
         `add_scalar(name, value, step)`; or a list of these. Call `jdp.log.flush()` before you
         close one of your own.
+      state: that the step returned, whose optimizer adds to `metrics` the "learning_rate" of
+        `optax.inject_hyperparams` and scalars of `optax.snapshot` and `optax.monitor`, unless
+        `metrics` has their names. Those of `optax.multi_transform` follow their label and "/".
 
     Raises:
       TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is nothing of
         these.
       ImportError: if the library of a tracker is not installed.
       ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
-        "step", "time" or as another one; or if the file holds the steps of an earlier run.
+        "step", "time" or as another one; if `state` has nothing to add or was donated; or if the
+        file holds the steps of an earlier run.
       RuntimeError: before `jdp.init` in a process of `jdp run`; if `also` raised an error in an
         earlier call.
       OSError: if `file` cannot be opened, or the disk has refused a line of an earlier call for 10
@@ -73,8 +79,10 @@ def log(
     scalars = _by_name(metrics)
     trackers = trackers_of(also)
     _require_assignment()
+    added = {} if state is None else optimizer_metrics.of_state(state)
     if jax.process_index() != 0:
         return
+    scalars = _by_name(added) | scalars
     path = Path(file).expanduser().resolve()
     with _open.lock:
         if path not in _open.files:

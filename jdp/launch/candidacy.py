@@ -10,8 +10,8 @@ from jdp.launch.host.leader_connection import RETRY_S
 from jdp.launch.leader.leader import Leader
 from jdp.launch.options.options import Options
 from jdp.launch.rendezvous import Address, Rendezvous
-from jdp.launch.run_summary import RunSummary
 from jdp.launch.transport.connection import Channel, connect, start_task
+from jdp.worker.run_summary import RunSummary
 
 _PEEK_S = 1.0
 

@@ -20,7 +20,7 @@ From a host to a process:
 
 From a host to the leader:
   join    id, proof, ...           the host, the proof that it knows the token, and the past of the
-                                   run as it knows it (`jdp/launch/run_history.py`)
+                                   run as it knows it (`jdp/worker/run_history.py`)
   ready   generation               a change would be quick: its standbys wait, or it has none
   told    process_id, what, ...    a message of one of its processes
   exited  process_id, ...          a process ended by itself

@@ -1,6 +1,8 @@
 """The names of the phases that a process can be in, and which of them wait for another process."""
 
-from jdp.worker.process_status import ProcessStatus
+from collections.abc import Iterable
+
+from jdp.worker.process_status import BEFORE, ENDED, ProcessStatus
 
 # Phases that a sound run leaves within `timeout_s`.
 STEP, BETWEEN, DATA = "running a step", "between steps", "waiting for data"
@@ -13,7 +15,10 @@ JOINING = "waiting in jdp.init() for the others"
 STARTING, FIRST = "starting", "waiting for the first step"
 UNSTEPPED = "before the first step"
 WAITING = "waiting for the other processes"
-COMPILING, SAVING = "compiling", "saving"
+COMPILING, SAVING, RESTORING = "compiling", "saving", "restoring"
+# Phases that people who watch the run are not told of: other words say the same.
+QUIET = frozenset([STEP, BETWEEN, JOINING, STARTING, FIRST, UNSTEPPED, WAITING, BEFORE, ENDED, ""])
+_LONG_S = 2.0
 
 # In these a process waits for another, or for its devices, and these perhaps for another process.
 _WAITING = frozenset([JOINING, WAITING, STEP, FIRST])
@@ -27,3 +32,16 @@ def waits(status: ProcessStatus) -> bool:
     if status.phase == BETWEEN:
         return status.is_running or status.entered > status.done
     return status.phase in _WAITING
+
+
+def activity(now: float, statuses: Iterable[ProcessStatus]) -> str | None:
+    """Return what the process does that has been longest in a phase of more than two seconds.
+
+    >>> activity(107.0, [ProcessStatus(7, phase="compiling", since_s=100.0)])
+    'compiling for 7 s'
+    """
+    since_s, phase = min(
+        ((each.since_s, each.phase) for each in statuses if each.phase not in QUIET),
+        default=(now, ""),
+    )
+    return f"{phase} for {now - since_s:.0f} s" if now - since_s >= _LONG_S else None

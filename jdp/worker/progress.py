@@ -118,6 +118,7 @@ DATA = Data(phases.DATA)
 WAITING = Phase(phases.WAITING)
 EVALUATING = Phase("evaluating")
 SAVING = Phase(phases.SAVING)
+RESTORING = Phase(phases.RESTORING)
 COMPARING = Phase("comparing ranks")
 _COMPILING = Phase(phases.COMPILING)
 

@@ -1,4 +1,4 @@
-"""Counts of a process for people who watch the run: rows, waiting, commits, its last loss."""
+"""Counts of a process for people who watch the run: rows, waiting, commits, its last metrics."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ class RunCounts(NamedTuple):
       data_s: seconds that the process waited for data.
       commit: step of the last commit that it wrote; -1 for none.
       checkpoint: step of the last checkpoint that it wrote; -1 for none.
-      logged: last step for which `jdp.log` wrote a loss; -1 for none.
-      loss: of that step.
+      logged: last step for which `jdp.log` wrote one of the following; -1 for none.
+      loss, learning_rate, gradient_norm: the latest of each; None for none.
     """
 
     rows: int = 0
@@ -20,12 +20,16 @@ class RunCounts(NamedTuple):
     commit: int = -1
     checkpoint: int = -1
     logged: int = -1
-    loss: float = 0.0
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
 
 
 # Words of 8 bytes. Of steps they hold one more, so that 0 is none.
-_ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED, _LOSS = range(6)
-NUM_BYTES = 64
+_ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED = range(5)
+_METRICS = ("loss", "learning_rate", "gradient_norm")
+_VALUES, _HAS = range(5, 8), 8  # one bit for each value
+NUM_BYTES = 72
 
 
 class Counter:
@@ -41,9 +45,9 @@ class Counter:
     >>> counter = Counter(memoryview(memory))
     >>> counter.next_rows = 250
     >>> counter.count_rows()
-    >>> counter.write_loss(7, 0.5)
-    >>> counts_in(memory)
-    RunCounts(rows=250, data_s=0.0, commit=-1, checkpoint=-1, logged=7, loss=0.5)
+    >>> counter.write_metrics(7, loss=0.5, learning_rate=0.1)
+    >>> counts_in(memory)[4:]
+    (7, 0.5, 0.1, None)
     """
 
     def __init__(self, memory: memoryview):
@@ -74,9 +78,12 @@ class Counter:
         """Write the step of a checkpoint."""
         self._words[_CHECKPOINT] = step + 1
 
-    def write_loss(self, step: int, loss: float) -> None:
-        """Write the loss of a step."""
-        self._floats[_LOSS] = loss
+    def write_metrics(self, step: int, **metrics: float) -> None:
+        """Write the loss, learning_rate and gradient_norm of a step, as far as it has them."""
+        for i, name in enumerate(_METRICS):
+            if name in metrics:
+                self._floats[_VALUES[i]] = metrics[name]
+                self._words[_HAS] |= 1 << i
         self._words[_LOGGED] = step + 1
 
 
@@ -90,5 +97,9 @@ def counts_in(memory: bytes) -> RunCounts:
         commit=words[_COMMIT] - 1,
         checkpoint=words[_CHECKPOINT] - 1,
         logged=words[_LOGGED] - 1,
-        loss=floats[_LOSS],
+        **{
+            name: floats[word]
+            for i, (name, word) in enumerate(zip(_METRICS, _VALUES, strict=True))
+            if words[_HAS] >> i & 1
+        },
     )

@@ -77,7 +77,7 @@ class SelfWatch:
             if num < num_before or where.done != num_reduced:
                 self._slot.write_progress()
             num_reduced = where.done
-            self._slot.write_seen(num > 0, is_idle and _is_debugged())
+            self._slot.write_seen(num > 0, is_idle and is_debugged())
             where = self._slot.read()
             before_s, num_before = where.progress_s, num
             if self._is_launched:
@@ -108,7 +108,8 @@ class SelfWatch:
 
 
 # Python's debuggers run in the thread that they have stopped.
-def _is_debugged() -> bool:
+def is_debugged() -> bool:
+    """Whether a Python debugger has stopped a thread."""
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID):
         return True

@@ -3,6 +3,7 @@
 import atexit
 import math
 import numbers
+import os
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from jdp.worker.own_progress import own
 from jdp.worker.process_status import ENDED
 from jdp.worker.progress import STARTING
 from jdp.worker.progress_board import record
+from jdp.worker.progress_line import ProgressLine
 from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
@@ -43,13 +45,20 @@ def require_limit(timeout_s: Any) -> None:
         )
 
 
-def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
+def begin_watching(
+    timeout_s: float | None,
+    process: int = 0,
+    num_processes: int = 1,
+    *,
+    shows_progress: bool = True,
+) -> None:
     """Begin to watch this process, or begin anew.
 
     Args:
       timeout_s: seconds that a step may take, > 0; None: no limit.
       process: index of this process.
       num_processes: that train together.
+      shows_progress: whether process 0 shows how far it is, if no launcher does.
 
     Raises:
       ValueError: if `timeout_s` is not positive.
@@ -67,6 +76,7 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
     own.phases[0] = STARTING, time.monotonic_ns()
     own.num_steps = own.num_counted = own.num_own_steps = 0
+    own.restored_step = None
     own.is_first_step, own.compile_s = not is_alone, 0.0
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)
@@ -82,6 +92,10 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
     own.watch.start(lambda: own.num_running())
     own.step_clock = StepClock(own.slot) if is_launched else None
+    wanted = os.environ.get("JDP_PROGRESS", "auto")  # as of `jdp run`
+    if shows_progress and wanted != "off" and not is_launched and process == 0:
+        own.line = ProgressLine(is_plain=wanted == "plain")
+        own.line.start()
 
 
 def record_end() -> None:
@@ -98,6 +112,9 @@ def _stop_watch() -> None:
     if own.step_clock is not None:
         own.step_clock.stop_clock()
         own.step_clock = None
+    if own.line is not None:
+        own.line.stop()
+        own.line = None
 
 
 def _end() -> None:

@@ -15,7 +15,7 @@ from support.screen import Screen
 from jdp.launch.host.console import Console
 from jdp.launch.options.flag_types import STDOUT
 from jdp.launch.options.options import Options
-from jdp.launch.run_summary import RunSummary
+from jdp.worker.run_summary import RunSummary
 
 SUMMARY = RunSummary(7, None, None, None, None, None, None, 0, 1.0)
 

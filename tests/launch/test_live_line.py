@@ -8,10 +8,10 @@ import termios
 import pytest
 from support.launcher import DEADLINE_S
 from support.screen import Screen
-from support.terminal import Terminal
+from support.terminal import RunTerminal
 
-from jdp.launch.host.live_line import LiveLine
-from jdp.launch.run_summary import RunSummary
+from jdp.worker.live_line import LiveLine
+from jdp.worker.run_summary import RunSummary
 
 PARTS = ["step 7", "loss 0.5", "ETTR 100.0 %"]
 DRAWN = "step 7 · loss 0.5 · ETTR 100.0 %"
@@ -87,7 +87,7 @@ def terminal(tmp_path):
     started = []
 
     def start(*flags, **options):
-        started.append(Terminal(tmp_path, *flags, **options))
+        started.append(RunTerminal(tmp_path, *flags, **options))
         return started[-1]
 
     yield start
@@ -158,22 +158,3 @@ def test_a_plain_terminal_gets_no_sequence_that_it_does_not_know(terminal, varia
     run.end()
     codes = {*re.findall(rb"\x1b\[([\d;]*.)", run.data)}
     assert codes <= ({b"K", b"0m", b"1m", b"2m"} if "NO_COLOR" in variables else set())
-
-
-NO_RICH = """
-import sys
-sys.modules["rich"] = sys.modules["rich.console"] = None
-from jdp.launch.host import console
-console.PLAIN_S = 0.1
-"""
-
-
-def test_without_rich_there_are_plain_lines_and_one_hint(terminal):
-    run = terminal(changes=NO_RICH)
-    run.until(run.trained(0), "training")
-    run.until(lambda: run.data.count(b"ETTR") >= 3, "plain lines")
-    lines = run.end()
-    assert sum("pip install rich" in line for line in lines) == 1
-    assert any(
-        re.fullmatch(r"jdp run: step 40, loss 0.25, .*, ETTR .* %, commit 0", it) for it in lines
-    )

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from jdp.launch.leader.event_log import Events
-from jdp.launch.leader.run_progress import WINDOW_S, RunProgress
-from jdp.launch.run_summary import RunSummary
 from jdp.worker.phases import DATA
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.run_counts import RunCounts
+from jdp.worker.run_progress import WINDOW_S, RunProgress
+from jdp.worker.run_summary import RunSummary
 
 
 def status(steps, phase="", since_s=0.0, **counts):

@@ -1,4 +1,4 @@
-"""`jdp run` on a pseudoterminal, for tests; and training without JAX, as far as a test says."""
+"""Programs on a pseudoterminal, for tests; and training without JAX, as far as a test says."""
 
 import json
 import os
@@ -28,7 +28,8 @@ def go(steps, rows=25, loss=None):
             pass
         time.sleep(0.01)
     if loss is not None:
-        progress.own.slot.counter.write_loss(10 * a.generation + progress.own.num_steps, loss)
+        counter, step = progress.own.slot.counter, progress.own.num_steps
+        counter.write_metrics(10 * a.generation + step, loss=loss)
 """
 # Generation 1 begins at step 10, as SCRIPT says.
 AFTER = """
@@ -41,20 +42,16 @@ OFTEN = "from jdp.launch.host import console; console.PLAIN_S = 0.1"
 
 
 class Terminal:
-    """`jdp run` on a pseudoterminal, whose screen the test reads."""
+    """A program on a pseudoterminal, whose screen the test reads."""
 
-    def __init__(self, folder, *flags, columns=500, changes="", err=None, **variables):
-        self.folder, self.columns = folder, columns
-        (folder / "train.py").write_text(SCRIPT)
+    def __init__(self, command, columns=500, err=None, **variables):
+        self.columns = columns
         self._ours, theirs = pty.openpty()
         self._resize(theirs, columns)
         self.before = termios.tcgetattr(theirs)
-        program = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("JDP_", "PET_", "NO_"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, "run", "--nproc-per-node=2", *flags]
-            + ["--local-ranks-filter=all", f"--log-dir={folder / 'logs'}", "--shutdown-timeout-s=2"]
-            + [str(folder / "train.py"), "", TRAINS, AFTER],
+            command,
             env={**kept, "PYTHONPATH": PACKAGES, "TERM": "xterm-256color", **variables},
             stdin=theirs,
             stdout=theirs,
@@ -65,6 +62,9 @@ class Terminal:
         self.data = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def type(self, text):
+        os.write(self._ours, text.encode())
 
     @staticmethod
     def _resize(fd, columns):
@@ -99,17 +99,7 @@ class Terminal:
             time.sleep(0.01)
         return found
 
-    def trained(self, generation):
-        here = [f"trained {generation} {i}" for i in (0, 1)]
-        return lambda: all((self.folder / name).exists() for name in here)
-
-    def events(self, event):
-        text = (self.folder / "logs" / "events.jsonl").read_text()
-        found = [json.loads(line) for line in text.splitlines()]
-        return [it for it in found if it["event"] == event]
-
     def end(self, code=0):
-        (self.folder / "done").touch()
         assert self.process.wait(DEADLINE_S) == code, self.data.decode()
         assert termios.tcgetattr(self._theirs) == self.before
         return self.close()
@@ -124,3 +114,31 @@ class Terminal:
         self._reader.join(1.0)
         os.close(self._ours)
         return lines
+
+
+class RunTerminal(Terminal):
+    """`jdp run` on a pseudoterminal."""
+
+    def __init__(self, folder, *flags, changes="", **options):
+        self.folder = folder
+        (folder / "train.py").write_text(SCRIPT)
+        program = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
+        super().__init__(
+            [sys.executable, "-c", program, "run", "--nproc-per-node=2", *flags]
+            + ["--local-ranks-filter=all", f"--log-dir={folder / 'logs'}", "--shutdown-timeout-s=2"]
+            + [str(folder / "train.py"), "", TRAINS, AFTER],
+            **options,
+        )
+
+    def trained(self, generation):
+        here = [f"trained {generation} {i}" for i in (0, 1)]
+        return lambda: all((self.folder / name).exists() for name in here)
+
+    def events(self, event):
+        text = (self.folder / "logs" / "events.jsonl").read_text()
+        found = [json.loads(line) for line in text.splitlines()]
+        return [it for it in found if it["event"] == event]
+
+    def end(self, code=0):
+        (self.folder / "done").touch()
+        return super().end(code)

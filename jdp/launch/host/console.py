@@ -6,10 +6,10 @@ import sys
 import time
 from typing import IO
 
-from jdp.launch.host.live_line import LiveLine
 from jdp.launch.options.flag_types import STDERR, STDOUT
 from jdp.launch.options.options import Options
-from jdp.launch.run_summary import RunSummary
+from jdp.worker.live_line import LiveLine
+from jdp.worker.run_summary import RunSummary
 
 # Interval in seconds between lines where there is no terminal.
 PLAIN_S = 30.0
@@ -91,15 +91,9 @@ class Console:
 
     def _begin(self, now: float) -> None:
         if self._wanted == "auto" and _is_terminal(self.streams[STDERR]):
-            try:
-                self._live = LiveLine()
-                self._on_its_terminal = _same_terminal(self.streams)
-                return
-            except ImportError:
-                self.say(
-                    f"how far the run is, follows every {PLAIN_S:.0f} s. With the package rich "
-                    "(pip install rich) it is one line that changes."
-                )
+            self._live = LiveLine()
+            self._on_its_terminal = _same_terminal(self.streams)
+            return
         self._plain_at = now + PLAIN_S
 
     def _say_last(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from jdp.launch.host.known_electors import KnownElectors
 from jdp.launch.host.leader_connection import Link
 from jdp.launch.options.options import Options
-from jdp.launch.run_history import LeaderLoss, RunHistory
+from jdp.worker.run_history import LeaderLoss, RunHistory
 
 
 class KnownRun:

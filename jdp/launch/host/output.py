@@ -18,7 +18,7 @@ from jdp.launch.append_file import AppendFile
 from jdp.launch.host.console import Console
 from jdp.launch.host.worker_output import WorkerOutput
 from jdp.launch.options.options import Options
-from jdp.launch.run_summary import RunSummary
+from jdp.worker.run_summary import RunSummary
 
 # Size of a read from a pipe, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass, field, replace
 
 from jdp.error_codes import with_code
-from jdp.launch.run_history import LeaderLoss
 from jdp.worker.exit_codes import STALLED, exit_code, in_words
+from jdp.worker.run_history import LeaderLoss
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from jdp.launch.leader.run_end import RunEnd
 from jdp.launch.leader.run_report import RunReport
 from jdp.launch.leader.succession import Succession
 from jdp.launch.options.options import Options
-from jdp.launch.run_summary import RunSummary
+from jdp.worker.run_summary import RunSummary
 
 # Interval in seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2

@@ -10,7 +10,7 @@ from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import Options
-from jdp.launch.run_history import RunHistory
+from jdp.worker.run_history import RunHistory
 
 # The messages that all processes send in turn, and the name of the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}

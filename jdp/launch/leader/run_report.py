@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdp.launch.leader.event_log import Events
-from jdp.launch.leader.run_progress import RunProgress
-from jdp.launch.run_history import RunHistory
-from jdp.launch.run_summary import RunSummary
 from jdp.worker.process_status import ProcessStatus
+from jdp.worker.run_history import RunHistory
+from jdp.worker.run_progress import RunProgress
+from jdp.worker.run_summary import RunSummary
 
 # Intervals in seconds between summaries: on the console, and among the events.
 SHOW_S = 0.5

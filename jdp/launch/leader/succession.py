@@ -9,7 +9,7 @@ from jdp.launch.leader.electors import Electors
 from jdp.launch.leader.rank_assignment import Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.run_history import LeaderLoss, RunHistory
+from jdp.worker.run_history import LeaderLoss, RunHistory
 
 
 class Succession:

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 # Erase from the cursor to the end of the row, and go up one row.
 _ERASE, _UP = b"\x1b[K", b"\x1b[A"
@@ -14,9 +13,6 @@ class LiveLine:
     It sets no mode of the terminal and leaves the cursor visible, so that a launcher that is killed
     leaves nothing behind but the line. It never fills a row to its end, so it has one row.
 
-    Raises:
-      ImportError: if rich is not installed.
-
     >>> line = LiveLine()
     >>> line.set_text(["step 3", "ETTR 100.0 %"])
     >>> drawn = line.draw(columns=80)
@@ -25,14 +21,6 @@ class LiveLine:
     """
 
     def __init__(self) -> None:
-        # A second of imports at worst, and only where there is a terminal.
-        from rich.console import Console
-        from rich.text import Text
-
-        self._text = Text
-        self._console = Console(
-            file=io.StringIO(), force_terminal=True, highlight=False, legacy_windows=False
-        )
         self._parts: Sequence[str] = ()
         self._is_drawn = False
         self._is_behind_bar = False  # the output above ends with a progress bar, without \n
@@ -71,15 +59,25 @@ class LiveLine:
         return b"\n" if is_drawn else b""
 
     def _rendered(self, columns: int) -> bytes:
-        text: Any = self._text()
+        # A second of imports at worst, and only where a line is drawn.
+        from rich.console import Console
+        from rich.text import Text
+
+        text = Text()
         for i, part in enumerate(self._parts):
             name, _, value = part.rpartition(" ") if part.startswith(_NAMED) else ("", "", part)
             text.append(" · " if i else "", "dim")
             text.append(f"{name} " if name else "", "dim")
             text.append(value, "bold" if i == 0 else "")
-        self._console.width = max(columns - 1, 1)
-        with self._console.capture() as captured:
-            self._console.print(text, end="", no_wrap=True, overflow="ellipsis")
+        console = Console(
+            file=io.StringIO(),
+            width=max(columns - 1, 1),
+            force_terminal=True,
+            highlight=False,
+            legacy_windows=False,
+        )
+        with console.capture() as captured:
+            console.print(text, end="", no_wrap=True, overflow="ellipsis")
         return captured.get().encode()
 
 

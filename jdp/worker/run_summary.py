@@ -7,7 +7,8 @@ class RunSummary(NamedTuple):
     """How far a run is, as the leader sees it.
 
     Attributes:
-      step: the last step that all processes have called, counted over all lives of the run.
+      step: the last step that all processes have called, counted over all lives of the run; None
+        before the first.
       loss: the last one that `jdp.log` has written; None if there is none.
       steps_per_s: lately; None until two steps were seen.
       rows_per_s: examples in these steps; None if jdp did not hand out their batches.
@@ -17,7 +18,11 @@ class RunSummary(NamedTuple):
       checkpoint: step of the last checkpoint; None if there is none.
       recoveries: from failures.
       ettr: effective training time ratio: the share of the time since the first step of the run in
-        which it came further. Recoveries do not count, nor do steps that are made again.
+        which it came further. Recoveries do not count, nor do steps that are made again. None
+        without a launcher.
+      learning_rate, gradient_norm: likewise.
+      activity: what a process has been doing for more than two seconds, such as "compiling for
+        7 s"; None if it trains.
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
     >>> print(summary)
@@ -25,7 +30,7 @@ class RunSummary(NamedTuple):
 commit 340, checkpoint 300
     """
 
-    step: int
+    step: int | None
     loss: float | None
     steps_per_s: float | None
     rows_per_s: float | None
@@ -33,20 +38,30 @@ commit 340, checkpoint 300
     commit: int | None
     checkpoint: int | None
     recoveries: int
-    ettr: float
+    ettr: float | None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    activity: str | None = None
 
     def parts(self) -> list[str]:
         """Return the numbers that are known, each in words, the least important ones last."""
-        found = [f"step {self.step}"]
+        found = [] if self.step is None else [f"step {self.step}"]
+        if self.activity is not None:
+            found.append(self.activity)
         if self.loss is not None:
             found.append(f"loss {self.loss:.4g}")
+        if self.learning_rate is not None:
+            found.append(f"learning rate {self.learning_rate:.3g}")
+        if self.gradient_norm is not None:
+            found.append(f"gradient norm {self.gradient_norm:.3g}")
         if self.rows_per_s is not None:
             found.append(f"{_rate(self.rows_per_s)} examples/s")
         elif self.steps_per_s is not None:
             found.append(f"{_rate(self.steps_per_s)} steps/s")
         if self.data_share is not None:
             found.append(f"data wait {100 * self.data_share:.0f} %")
-        found.append(f"ETTR {100 * self.ettr:.1f} %")
+        if self.ettr is not None:
+            found.append(f"ETTR {100 * self.ettr:.1f} %")
         if self.recoveries:
             found.append(f"{self.recoveries} recover{'y' if self.recoveries == 1 else 'ies'}")
         if self.commit is not None:

@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jdp.launch.run_history import RunHistory
-from jdp.launch.run_summary import RunSummary
-from jdp.worker.phases import DATA
+from jdp.worker import phases
 from jdp.worker.process_status import ProcessStatus
+from jdp.worker.run_counts import RunCounts
+from jdp.worker.run_history import RunHistory
+from jdp.worker.run_summary import RunSummary
 
 # Rates are those of the last seconds, or of the last two steps if these took longer.
 WINDOW_S = 30.0
@@ -25,6 +26,9 @@ class _Sample(NamedTuple):
 class RunProgress:
     """Adds up how far a run is. Times are those of `time.monotonic`, in seconds.
 
+    Args:
+      has_launcher: whether processes are replaced, so that time may be lost.
+
     >>> from jdp.worker.run_counts import RunCounts
     >>> progress = RunProgress()
     >>> progress.begin_generation(100.0, size=1, restored={})
@@ -35,7 +39,8 @@ class RunProgress:
     step 3, 128 examples/s, data wait 0 %, ETTR 100.0 %
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_launcher: bool = True) -> None:
+        self._has_launcher = has_launcher
         self._began: float | None = None  # when all processes had made a step
         self._size = 0  # of the generation that trains; 0 while none does
         self._restored: dict[int, int] = {}  # step at which each process began
@@ -46,7 +51,8 @@ class RunProgress:
         self._lost_s = 0.0
         self._recoveries, self._has_failed = 0, False
         self._samples: deque[_Sample] = deque()
-        self._loss: tuple[int, float] | None = None
+        self._logged = RunCounts()  # of the process that has logged a step last
+        self._activity: str | None = None
         self._commit: int | None = None
         self._checkpoint: int | None = None
 
@@ -106,6 +112,7 @@ class RunProgress:
 
     def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
         """Record statuses of processes of the generation, of some of them or of all."""
+        self._activity = phases.activity(now, statuses.values())
         self._statuses |= {**statuses, **self._ended}
         if not self._size or len(self._statuses) < self._size:
             return
@@ -125,31 +132,39 @@ class RunProgress:
         self._record_kept([it.counts for it in found.values()])
 
     def summary(self, now: float) -> RunSummary | None:
-        """Return how far the run is; None before its first step."""
-        if self._began is None:
+        """Return how far the run is; None before its first step, unless it takes long."""
+        if self._began is None and self._activity is None:
             return None
-        lost_s = self._all_lost_s(now)
         return RunSummary(
-            self._step,
-            self._loss and self._loss[1],
+            None if self._began is None else self._step,
+            self._logged.loss,
             *self._rates(now),
             self._commit,
             self._checkpoint,
             self._recoveries,
-            ettr=1 - lost_s / max(now - self._began, lost_s, 1e-9),
+            self._ettr(now),
+            self._logged.learning_rate,
+            self._logged.gradient_norm,
+            self._activity,
         )
+
+    def _ettr(self, now: float) -> float | None:
+        if self._began is None or not self._has_launcher:
+            return None
+        lost_s = self._all_lost_s(now)
+        return 1 - lost_s / max(now - self._began, lost_s, 1e-9)
 
     def _all_lost_s(self, now: float) -> float:
         return self._lost_s + (0.0 if self._outage is None else now - self._outage)
 
     # A commit counts once all that write it have it: hosts, or the processes of a split state.
-    def _record_kept(self, counts: list[Any]) -> None:
+    def _record_kept(self, counts: list[RunCounts]) -> None:
         self._commit = min((it.commit for it in counts if it.commit >= 0), default=self._commit)
         saved = (it.checkpoint for it in counts if it.checkpoint >= 0)
         self._checkpoint = min(saved, default=self._checkpoint)
-        logged, loss = max((it.logged, it.loss) for it in counts)
-        if logged >= 0:
-            self._loss = logged, loss
+        latest = max(counts, key=lambda it: it.logged)
+        if latest.logged >= 0:
+            self._logged = latest
 
     # Steps and rows for each second, and the share of waiting for data.
     def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
@@ -169,5 +184,5 @@ class RunProgress:
 
 def _waited_s(now: float, status: ProcessStatus) -> float:
     """Return for how many seconds a process has waited for data, with a wait that lasts."""
-    lasting_s = max(0.0, now - status.since_s) if status.phase == DATA else 0.0
+    lasting_s = max(0.0, now - status.since_s) if status.phase == phases.DATA else 0.0
     return status.counts.data_s + lasting_s

@@ -1,0 +1,252 @@
+"""Shows the progress of a script without a launcher: on a terminal, in a notebook, as lines."""
+
+import builtins
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from typing import Any, Protocol
+
+from jdp.worker import phases
+from jdp.worker.live_line import LiveLine
+from jdp.worker.own_progress import own
+from jdp.worker.progress_board import phase_name
+from jdp.worker.run_progress import RunProgress
+from jdp.worker.run_summary import RunSummary
+from jdp.worker.watchdog import is_debugged
+
+# Interval in seconds between lines where there is no terminal, as of `jdp run`.
+PLAIN_S = 30.0
+_TICK_S = 0.5
+# A script that writes more often than this does not pay for drawing.
+_REDRAW_S = 0.05
+# A run shows nothing before this time, so that short ones stay quiet.
+_QUIET_S = 2.0
+# For so long after output that moves the cursor, the script has the terminal to itself.
+_OWN_BAR_S = 5.0
+# A carriage return that begins a row again, or a sequence that moves the cursor or erases.
+_MOVES_CURSOR = re.compile(r"\r(?!\n)|\x1b\[[\d;?]*[A-HJKSTfsu]|\x1b[78M]")
+
+
+class Display(Protocol):
+    """Shows the line."""
+
+    def show(self, summary: RunSummary) -> None:
+        """Show how far the run is."""
+
+    def close(self) -> None:
+        """Show it no more."""
+
+
+class ProgressLine:
+    """A thread that reads the progress of this process and shows it, while the process trains.
+
+    Args:
+      is_plain: whether it writes lines on terminals, too.
+    """
+
+    def __init__(self, *, is_plain: bool = False) -> None:
+        self._is_plain = is_plain
+        self._progress = RunProgress(has_launcher=False)
+        self._display: Display | None = None
+        self._num_steps, self._has_shown = 0, False
+        self._began: float | None = None  # when a step or a long phase was seen first
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jdp-progress", daemon=True)
+
+    def start(self) -> None:
+        """Follow what the script writes from now on, and start the thread."""
+        self._display = PlainLines() if self._is_plain else _display()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and the line."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_QUIET_S)
+        if self._display is not None:
+            if self._has_shown:
+                self._update(time.monotonic())
+            self._display.close()
+            self._display = None
+
+    def _run(self) -> None:
+        # An output that has gone, as under `| head`, ends the line and not the script.
+        with contextlib.suppress(OSError, ValueError):
+            while not self._stopped.wait(_TICK_S):
+                self._update(time.monotonic())
+
+    def _update(self, now: float) -> None:
+        status = own.slot.read()
+        for phase, since_ns in [*own.phases]:  # an evaluation calls steps, which are phases, too
+            if (name := phase_name(phase)) not in phases.QUIET:
+                status = status._replace(phase=name, since_s=since_ns / 1e9)
+                break
+        has_stepped = status.steps != self._num_steps
+        if has_stepped and not self._num_steps:
+            restored = {} if own.restored_step is None else {0: own.restored_step}
+            self._progress.begin_generation(now, 1, restored)
+        self._num_steps = status.steps
+        self._progress.record(now, {0: status})
+        summary = self._progress.summary(now)
+        # At a prompt, in a debugger, or after its loop the script has the terminal to itself.
+        if summary is None or not (has_stepped or summary.activity) or is_debugged():
+            return
+        self._began = now if self._began is None else self._began
+        is_due = summary.activity is not None or now - self._began >= _QUIET_S
+        if is_due and self._display is not None:
+            self._has_shown = True
+            self._display.show(summary)
+
+
+def _display() -> Display:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel"):
+        return Notebook(shell)
+    # rich takes these for terminals of 80 columns that know no sequences.
+    knows_sequences = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
+    is_prompt = shell is not None or hasattr(sys, "ps1") or sys.flags.interactive
+    if sys.stderr.isatty() and knows_sequences and not is_prompt:
+        return TerminalLine()
+    return PlainLines()
+
+
+class PlainLines:
+    """Writes a line every PLAIN_S, where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._due: float | None = None
+
+    def show(self, summary: RunSummary) -> None:
+        """Write a line if it is time."""
+        now = time.monotonic()
+        if self._due is None:
+            self._due = now + PLAIN_S
+        if now >= self._due:
+            self._due = now + PLAIN_S
+            print(f"jdp: {summary}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: lines stay."""
+
+
+class Notebook:
+    """An output of the running cell, whose text changes."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._cell, self._handle = -1, None
+
+    def show(self, summary: RunSummary) -> None:
+        """Change the text, or begin another in a cell that has none."""
+        from IPython.display import DisplayHandle
+
+        data = {"text/plain": str(summary)}
+        if self._handle is None or self._cell != self._shell.execution_count:
+            self._cell, self._handle = self._shell.execution_count, DisplayHandle()
+            self._handle.display(data, raw=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def close(self) -> None:
+        """Do nothing: the last text stays."""
+
+
+class TerminalLine:
+    """A line below what the script writes to the terminal by `sys.stdout` and `sys.stderr`.
+
+    It takes over the method `write` of these streams, whoever refers to them, and `input`, which
+    debuggers call, too. Whatever a script writes or asks for erases the line first.
+    """
+
+    def __init__(self) -> None:
+        self._line = LiveLine()
+        self._lock = threading.RLock()
+        self._err = sys.stderr
+        self._is_at_start = True  # whether the output ends with a whole row
+        self._is_shown = False  # whether it is drawn again behind output of the script
+        self._is_asking = False
+        self._own_bar_until = self._drawn_at = 0.0
+        self._hooked: list[Any] = []
+        device = os.fstat(self._err.fileno()).st_rdev
+        for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # not of a terminal
+                if stream.isatty() and os.fstat(stream.fileno()).st_rdev == device:
+                    stream.flush()
+                    self._hook(stream)
+        self._ask, builtins.input = builtins.input, self._input_below
+        os.register_at_fork(after_in_child=self._release)
+
+    def show(self, summary: RunSummary) -> None:
+        """Draw the line, unless the last row of the script has not ended."""
+        self._line.set_text(summary.parts())
+        with self._lock:
+            self._is_shown = not self._is_asking and time.monotonic() >= self._own_bar_until
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the line below the output, and give the streams back."""
+        with self._lock:
+            self._draw()
+            self._put(self._line.end())
+            self._release()
+
+    def _input_below(self, prompt: object = "", /) -> str:
+        with self._lock:
+            self._put(self._line.erase())
+            self._is_shown, self._is_asking = False, True
+        try:
+            return self._ask(prompt)
+        finally:
+            self._is_asking, self._is_at_start = False, True
+
+    def _hook(self, stream: Any) -> None:
+        write = stream.write
+
+        def write_above(text: str) -> int:
+            with self._lock:
+                self._put(self._line.erase())
+                count = write(text)
+                self._redraw_after(stream, text)
+                return count
+
+        with contextlib.suppress(AttributeError):  # a stream whose methods cannot be changed
+            stream.write = write_above
+            self._hooked.append(stream)
+
+    def _redraw_after(self, stream: Any, text: str) -> None:
+        if not text:
+            return
+        self._is_at_start = text.endswith("\n")
+        if _MOVES_CURSOR.search(text):
+            self._is_shown, self._own_bar_until = False, time.monotonic() + _OWN_BAR_S
+        elif time.monotonic() - self._drawn_at >= _REDRAW_S:  # later output waits for the thread
+            stream.flush()
+            self._draw()
+
+    def _draw(self) -> None:
+        # The traceback of a script that fails is last.
+        if not (self._is_shown and self._is_at_start) or hasattr(sys, "last_value"):
+            return
+        with contextlib.suppress(OSError):
+            if os.tcgetpgrp(self._err.fileno()) != os.getpgrp():
+                return  # the terminal belongs to another program, as after `python train.py &`
+        try:
+            columns = os.get_terminal_size(self._err.fileno()).columns
+        except OSError:
+            columns = 0
+        self._drawn_at = time.monotonic()
+        self._put(self._line.draw(columns or 80))
+
+    def _put(self, data: bytes) -> None:
+        while data:
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(self._err.fileno(), data) :]
+
+    def _release(self) -> None:
+        hooked, self._hooked = self._hooked, []
+        for stream in hooked:
+            del stream.write
+        builtins.input = self._ask
