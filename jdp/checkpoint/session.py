@@ -107,8 +107,7 @@ class Session:
                 keeps_missing=keeps_missing,
                 edits=self._edits,
             )
-            self.steps = progress.own.restored_step = found.key.step
-            this_process.current.has_restored = True
+            self.steps, this_process.current.has_restored = found.key.step, True
             if found.key.is_commit:
                 self._is_unsaved, self._is_committed = True, not found.lacking
         self.record(state, batches)
@@ -119,9 +118,9 @@ class Session:
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)
         self._ends.callback(self._commits.end_thread)
+        progress.own.restored = {"step": self.steps, "tier": found.tier if found else "none"}
         if self._launcher is not None:
-            tier, seconds = found.tier if found else "none", time.monotonic() - began
-            self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
+            self._launcher.tell("restored", **progress.own.restored, s=time.monotonic() - began)
         return state
 
     def _find(self, resume: bool | None) -> Found:

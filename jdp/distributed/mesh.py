@@ -82,14 +82,7 @@ def init(
         raise TypeError(f"init got progress={progress!r}. Write progress=False to show none.")
     initialize.join()
     if mesh is None:
-        if len(wanted) > 1:
-            raise ValueError(
-                f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many "
-                "devices lie along each. Write init(jax.make_mesh((2, 4), ...), axis_name=...)."
-            )
-        chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
-        chosen = jax.devices() if chosen is None else list(chosen)
-        mesh = Mesh(np.array(chosen), wanted, axis_types=(AxisType.Auto,))
+        mesh = _mesh_of(_cpu_devices(cpu_ranks) if cpu_ranks is not None else devices, wanted)
     require_axes(mesh, wanted)
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
@@ -99,6 +92,16 @@ def init(
     )
     this_process.current.mesh = mesh
     return mesh
+
+
+def _mesh_of(devices: Sequence[jax.Device] | None, wanted: tuple[str, ...]) -> Mesh:
+    if len(wanted) > 1:
+        raise ValueError(
+            f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many "
+            "devices lie along each. Write init(jax.make_mesh((2, 4), ...), axis_name=...)."
+        )
+    chosen = jax.devices() if devices is None else list(devices)
+    return Mesh(np.array(chosen), wanted, axis_types=(AxisType.Auto,))
 
 
 def _require_devices(devices: Any) -> None:

@@ -30,7 +30,7 @@ class OwnProgress:
       compile_s: seconds of compiling.
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
       latest_kept: the newest step that this run could continue from, in words.
-      restored_step: step that a Checkpointer has restored; None if it has restored none.
+      restored: "step" and "tier" that a Checkpointer has restored; empty before.
       line: the `ProgressLine` of this process; None if it has none.
       watch: the thread that watches this process.
       step_clock: takes the times of steps; None if no launcher reads them.
@@ -47,7 +47,7 @@ class OwnProgress:
         self.compile_s = 0.0
         self.longest_wait_s = math.inf
         self.latest_kept: str | None = None
-        self.restored_step: int | None = None
+        self.restored: dict[str, Any] = {}
         self.line: Any = None
         self.watch: SelfWatch | None = None
         self.step_clock: StepClock | None = None

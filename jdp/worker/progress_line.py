@@ -86,8 +86,7 @@ class ProgressLine:
                 break
         has_stepped = status.steps != self._num_steps
         if has_stepped and not self._num_steps:
-            restored = {} if own.restored_step is None else {0: own.restored_step}
-            self._progress.begin_generation(now, 1, restored)
+            self._progress.begin_generation(now, 1, {0: own.restored} if own.restored else {})
         self._num_steps = status.steps
         self._progress.record(now, {0: status})
         summary = self._progress.summary(now)

@@ -152,3 +152,8 @@ def test_nothing_is_shown_where_nobody_wants_it_and_by_other_processes(options, 
 
 def test_a_script_that_does_not_step_says_nothing():
     assert plain("time.sleep(0.5)").stderr == ""
+
+
+def test_a_restored_run_counts_on(terminal):
+    found = terminal("progress.own.restored = {'step': 1000, 'tier': 'checkpoint'}\ngo(40)")
+    assert re.fullmatch(r"step 1040 · .* · checkpoint 1000", found.end()[-1])
