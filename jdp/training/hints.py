@@ -20,7 +20,12 @@ _SHAPES = re.compile(r"incompatible shapes|dot_general requires|Incompatible sha
 
 
 def add_hint(
-    error: Exception, spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int
+    error: Exception,
+    spec: StepSpec,
+    batch: Any,
+    rest: Sequence[Any],
+    num_ranks: int,
+    state: Any = None,
 ) -> None:
     """Add a sentence to an error if a usual mistake with steps explains it.
 
@@ -30,6 +35,7 @@ def add_hint(
       batch: a rank's rows, any tree.
       rest: the further arguments, whole on each rank.
       num_ranks: that share the batch.
+      state: the first argument of the step, if it is known.
     """
     text = str(error)
     hint = None
@@ -47,11 +53,7 @@ def add_hint(
             'print it behind the call, or write jax.debug.print("{x:.3f}", x=x).'
         )
     elif "requires real- or complex-valued inputs" in text:
-        hint = (
-            "differentiate with respect to the parameters alone, not to a whole state with its "
-            "step number: jax.value_and_grad(loss_fn)(state.params, batch). For parameters that "
-            "are integers write jdp.value_and_grad(loss_fn, allow_int=True)."
-        )
+        hint = _of_integers(spec, state)
     _add(error, spec, hint)
 
 
@@ -110,6 +112,27 @@ def _of_choice(error: Exception) -> str:
         "Write jnp.where(flag, a, b), or jax.lax.cond(flag, f, g, x) around code without "
         "collectives. What one process does alone, such as printing, goes behind the call of the "
         "step: if jax.process_index() == 0."
+    )
+
+
+def _of_integers(spec: StepSpec, state: Any) -> str:
+    params = getattr(state, "params", None)
+    named = jax.tree_util.tree_leaves_with_path(params)
+    integers = [
+        f"`{spec.argument(0)}.params{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf)}"
+        for path, leaf in named
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+    if not integers:
+        return (
+            "differentiate with respect to the parameters alone, not to a whole state with its "
+            "step number: jax.value_and_grad(loss_fn)(state.params, batch)."
+        )
+    others = f", and {len(integers) - 1} more are no floats" if len(integers) > 1 else ""
+    return (
+        f"{integers[0]}{others}, and jax.grad differentiates floats alone. Make parameters that "
+        "train floats, and keep other values outside of params; or write "
+        "jdp.value_and_grad(loss_fn, allow_int=True), which leaves them as they are."
     )
 
 

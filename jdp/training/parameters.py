@@ -100,6 +100,16 @@ def _parent(tree: Any, path: tuple) -> Any:
     return tree
 
 
+def require_numbers(name: str, tree: Any) -> None:
+    """Refuse NumPy's arrays of Python objects in a tree called `name`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if getattr(leaf, "dtype", None) == object:
+            raise TypeError(
+                f"`{name}{jax.tree_util.keystr(path)}` is an array of Python objects. Make it an "
+                'array of numbers: np.asarray(value, "float32").'
+            )
+
+
 def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     """Return for each leaf of the parameters whether it trains.
 

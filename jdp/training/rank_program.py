@@ -221,7 +221,8 @@ class RankProgram:
             named |= {f"split.state[{i}]": names for i, names in enumerate(parts)}
             text = unknown_value.explained(error, self.spec, named)
             if text is None:
-                hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
+                num_ranks = axis.size(self.spec.axis_name)
+                hints.add_hint(error, self.spec, batch, rest, num_ranks, pytrees.restore(held))
                 raise
             raise TypeError(text) from error
 

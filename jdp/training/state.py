@@ -97,6 +97,7 @@ class TrainState:
                 name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
             )
             shared_variables.require_unshared(name, tree)
+            parameters.require_numbers(name, tree)
         parameters.require_no_numbers_of_modules(params)
         if (sharding := sharding_of(tx)) is not None:
             mixed_precision.require_masters(params, sharding.gather_dtype)

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import importlib
 import os
 import re
 import sys
@@ -135,16 +136,14 @@ class Notebook:
     """An output of the running cell, whose text changes."""
 
     def __init__(self, shell: Any) -> None:
-        self._shell = shell
+        self._shell, self._new = shell, importlib.import_module("IPython.display").DisplayHandle
         self._cell, self._handle = -1, None
 
     def show(self, summary: RunSummary) -> None:
         """Change the text, or begin another in a cell that has none."""
-        from IPython.display import DisplayHandle
-
         data = {"text/plain": str(summary)}
         if self._handle is None or self._cell != self._shell.execution_count:
-            self._cell, self._handle = self._shell.execution_count, DisplayHandle()
+            self._cell, self._handle = self._shell.execution_count, self._new()
             self._handle.display(data, raw=True)
         else:
             self._handle.update(data, raw=True)

@@ -308,3 +308,23 @@ def test_an_nnx_model_as_params_is_told_how_to_be_split():
     made = jdp.TrainState.create(nnx.Linear(5, 1, rngs=nnx.Rngs(0)), sgd())
     with pytest.raises(ValueError, match=r"nnx\.split\(model, nnx\.Param\)"):
         step(made, batch())
+
+
+def test_integers_among_parameters_are_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda p: jnp.mean(batch["x"]) * p["w"].sum() * p["n"])(state.params)
+        return state.apply_gradients(grads), {}
+
+    given = {"n": 3, "size": np.arange(2), "w": np.ones(2, "float32")}
+    (note,) = notes(TypeError, step, jdp.TrainState.create(given, sgd()), batch())
+    assert "`state.params['n']` is int32, and 1 more are no floats" in note
+    assert "allow_int=True" in note
+
+
+def test_an_array_of_objects_among_parameters_is_named():
+    ranks(1)
+    with pytest.raises(TypeError, match=r"`params\['w'\]` is an array of Python objects"):
+        jdp.TrainState.create({"w": np.array([0.5, None])}, sgd())
