@@ -206,6 +206,8 @@ class Session:
                 self.save()
                 has_begun = True
             self._saves.wait()
+        except KeyboardInterrupt:
+            has_begun, why = False, "the save was interrupted, too"
         except Exception as error:  # Ctrl-C stays the error of the author
             has_begun, why = False, f"{type(error).__name__}: {error}"
         if has_begun and self._process == 0:

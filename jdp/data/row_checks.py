@@ -68,6 +68,8 @@ def _checksums(batch: Any) -> list[int]:
         return []  # which has an error of its own
     found = [0] * len(leaves[0])
     for leaf in map(host_arrays.native, leaves):
+        if np.issubdtype(leaf.dtype, np.inexact):
+            leaf = leaf + leaf.dtype.type(0)  # -0.0 equals 0.0
         found = [zlib.crc32(row.tobytes(), begun) for row, begun in zip(leaf, found, strict=True)]
     return found
 

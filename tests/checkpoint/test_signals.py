@@ -13,6 +13,7 @@ from support.processes import environment, free_port
 
 import jdp
 from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.session import Session
 
 USER = [signal.SIGUSR1, signal.SIGUSR2]
 DEADLINE_S = 240
@@ -76,6 +77,12 @@ def test_what_ctrl_c_loses_is_said(tmp_path, caplog):
     interrupted(tmp_path, deletes=True)
     assert saved_in(tmp_path) == [2]
     assert "step 3 is not saved" in caplog.text and "step 2 (" in caplog.text
+
+
+def test_a_second_ctrl_c_ends_the_save_and_is_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(Session, "save", lambda self: signal.raise_signal(signal.SIGINT))
+    interrupted(tmp_path, deletes=False)
+    assert "because the save was interrupted, too" in caplog.text
 
 
 def test_an_earlier_handler_runs_once_after_the_save(tmp_path):

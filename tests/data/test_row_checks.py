@@ -75,7 +75,8 @@ def test_rows_that_are_flipped_at_random_are_accepted_each_time(processes):
 
 
 def same():
-    return {"x": np.full((NUM_ROWS, 3), np.nan), "y": np.arange(NUM_ROWS)}
+    zeros = np.copysign(np.zeros((NUM_ROWS, 2)), 1 - 2 * jax.process_index())  # 0.0 and -0.0
+    return {"x": np.full((NUM_ROWS, 3), np.nan), "y": np.arange(NUM_ROWS), "z": zeros}
 
 
 @pytest.mark.parametrize(
