@@ -35,6 +35,14 @@ CRASHES_ON_EMPTY_ARGUMENTS = jax.__version_info__ == (0, 11, 2)
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
+try:
+    from jax._src import core as _core
+
+    _core.trace_ctx.trace, _core.eval_trace  # noqa: B018
+except (ImportError, AttributeError):
+    _core: Any = None
+
+
 def trace_of(x: Any) -> Any:
     """Return JAX's trace that a tracer belongs to, None for other values."""
     return getattr(x, "_trace", None)
@@ -126,6 +134,8 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def is_tracing() -> bool:
     """Whether JAX traces or transforms the code that calls this, also where no tracer is in it."""
+    if _core is not None:  # a tenth of the time of the public name
+        return _core.trace_ctx.trace is not _core.eval_trace
     return jax.extend.core.get_opaque_trace_state() != _outside_of_traces()
 
 

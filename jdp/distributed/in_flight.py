@@ -48,7 +48,7 @@ def add(call: StepCall) -> None:
     """Record that a call is running."""
     _calls.append(call)
     if progress.own.step_clock is not None and call.spec.returns_state:
-        progress.own.step_clock.end_dispatch(call.weight, call.waits_in_xla)
+        progress.own.step_clock.end_dispatch(call.weight, call.program.waits_in_xla)
 
 
 def make_room() -> None:
@@ -56,7 +56,8 @@ def make_room() -> None:
 
     This comes before the dispatch, so that an error is raised before the state is donated.
     """
-    _drain(_MAX - 1)
+    if len(_calls) >= _MAX:
+        _drain(_MAX - 1)
 
 
 def drain() -> None:
@@ -129,8 +130,8 @@ def _drain(num_left: int) -> None:
         call = _calls[0]  # keep it there while waiting for it, see `_num_running`
         try:
             call.weight.block_until_ready()
-            call.check()
-            text = _error_of(call)
+            call.program.check()
+            text = _error_of(call) if call.is_checked() else None
         except RuntimeError as error:
             if not call.is_deleted():
                 raise failed(call, call.spec.donate, error) from error

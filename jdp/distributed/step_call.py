@@ -1,7 +1,6 @@
 """A call of a step that may still be running, and the checks that its ranks report."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -24,59 +23,64 @@ class RankReports(NamedTuple):
     weight: jax.Array | None
 
 
-class StepCall(NamedTuple):
-    """A call of a step that may still be running.
+class CalledProgram(Protocol):
+    """What a call runs: the `CompiledStep`.
+
+    Attributes:
+      arguments: compares the arguments between processes; None if they are not compared.
+      jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
+      waits_in_xla: whether ranks may wait for each other in collectives of XLA's.
+    """
+
+    arguments: Any
+    jaxprs: Any
+    waits_in_xla: bool
+
+    def check(self) -> None:
+        """Raise a RuntimeError for a failure during a call that JAX does not report."""
+
+    def why_invalid(self, total: jax.Array, given: jax.Array) -> str | None:
+        """Return an error for invalid weights of ranks, None if they are valid."""
+
+
+class StepCall:
+    """A call of a step that may still be running. Each step makes one, so it has slots.
 
     Attributes:
       spec: the step.
       number: number of the call among those of the step, from 1.
-      arguments: compares the arguments between processes; None if they are not compared.
+      program: what it runs.
       given: the arguments that are compared.
-      check: raises a RuntimeError for a failure during the call that JAX does not report.
-      why_invalid: returns an error for invalid weights of ranks, given `weight` and
-        `reports.weight`; None if they are valid.
-      jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
-      waits_in_xla: whether its ranks may wait for each other in collectives of XLA's.
       reports: the reports of the ranks; None while the call is being dispatched.
       weight: the weight of the batch, `[]` float; -inf if one of `integer_sums` has overflowed. It
         is ready when the call has run.
       integer_sums: the author's lines of sums of integers over ranks.
     """
 
-    spec: StepSpec
-    number: int
-    arguments: Arguments | None
-    given: Given | None
-    check: Callable[[], None]
-    why_invalid: Callable[[jax.Array, jax.Array], str | None]
-    jaxprs: Sequence[tuple[Any, list[str]]] = ()
-    waits_in_xla: bool = False
-    reports: RankReports | None = None
-    weight: Any = None
-    integer_sums: tuple[str, ...] = ()
+    __slots__ = ("given", "integer_sums", "number", "program", "reports", "spec", "weight")
+
+    def __init__(
+        self, spec: StepSpec, number: int, program: CalledProgram, given: Given | None = None
+    ) -> None:
+        self.spec, self.number, self.program, self.given = spec, number, program, given
+        self.reports: RankReports | None = None
+        self.weight: Any = None
+        self.integer_sums: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"call {self.number} of `{self.spec.name}`"
 
-    def dispatched(
-        self,
-        weight: Any,
-        reports: RankReports,
-        integer_sums: tuple[str, ...],
-        waits_in_xla: bool,
-    ) -> "StepCall":
-        """Return the call with its results, see the fields."""
-        return self._replace(
-            weight=weight,
-            reports=reports,
-            integer_sums=integer_sums,
-            waits_in_xla=waits_in_xla,
-        )
+    @property
+    def arguments(self) -> Arguments | None:
+        """What compares the arguments; None if they are not compared."""
+        return self.program.arguments
 
     def is_checked(self) -> bool:
         """Whether its ranks report anything."""
-        reports = (*(self.reports or ()), self.integer_sums or None)
-        return any(report is not None for report in reports)
+        reports = self.reports
+        if reports is not None and (reports.differs is not None or reports.weight is not None):
+            return True
+        return bool(self.integer_sums)
 
     def differs(self) -> bool:
         """Wait for the call, and return whether its arguments differ between processes."""
@@ -87,7 +91,7 @@ class StepCall(NamedTuple):
     def weight_error(self) -> str | None:
         """Wait for the call, and return the error for its weights, None if they are valid."""
         given = None if self.reports is None else self.reports.weight
-        return None if given is None else self.why_invalid(self.weight, given)
+        return None if given is None else self.program.why_invalid(self.weight, given)
 
     def overflow(self) -> str | None:
         """Wait for the call, and return the lines of sums of which one overflowed, or None."""

@@ -13,10 +13,11 @@ from jdp import axis
 from jdp.analysis import program_lines
 from jdp.analysis.traced import TraceFindings
 from jdp.collectives import beside_xla, call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
-from jdp.reduction import reported
+from jdp.reduction import reported, row_weight
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
 from jdp.training import hints, passes, program_facts, step_results, uncached
@@ -99,6 +100,29 @@ class CompiledStep:
             )
         finally:
             self._end_call(has_compiled=not self._is_part)
+
+    def again(self, args: tuple) -> Any:
+        """Call the program of the last call on arguments that lie as its arguments did."""
+        self._args = args
+        try:
+            return self._jitted(*args)
+        finally:
+            self._args = ()
+            if self._is_compiling:  # for other shapes
+                self._end_call(has_compiled=True)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `again` suffices: it compares nothing between processes, and JAX caches it."""
+        return self._first_runs is None and not self._is_uncached
+
+    def check(self) -> None:
+        """Raise a RuntimeError for a failure during a call that JAX does not report."""
+        cpu_runtime.check()
+
+    def why_invalid(self, total: jax.Array, given: jax.Array) -> str | None:
+        """Return an error for invalid weights of ranks, None if they are valid."""
+        return row_weight.why_invalid(total, given)
 
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state.

@@ -12,6 +12,7 @@ from jdp import pytrees
 _DELAY_S = 0.02
 _SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident or 0
+_getsignal, _get_ident = _signal.getsignal, threading.get_ident
 
 
 class Shield:
@@ -25,18 +26,19 @@ class Shield:
         self._handler: Any = None  # the author's
         self._donated: Any = None
         self._is_due = False
+        self._shielding = self._handle  # one object, so that `is` compares it
 
     # Written so that an interrupt between any two lines leaves a handler that works.
     def begin(self) -> Any:
         """Handle interrupts from here on, and return the argument of `end`."""
-        if threading.get_ident() != _MAIN:
+        handler = _getsignal(_SIGINT)
+        # In the trace of another step; without a handler; in another thread.
+        if handler is self._shielding or not callable(handler) or _get_ident() != _MAIN:
             return None
-        self._interrupt()
-        handler = _signal.getsignal(_SIGINT)
-        if handler == self._handle or not callable(handler):  # in the trace of another step; none
-            return None
+        if self._is_due:
+            self._interrupt()
         self._handler = handler
-        _signal.signal(_SIGINT, self._handle)
+        _signal.signal(_SIGINT, self._shielding)
         return handler
 
     def end(self, handler: Any) -> None:
@@ -48,8 +50,8 @@ class Shield:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 
     def donates(self, state: Any) -> None:
-        """Record the arrays that the call is about to donate."""
-        if threading.get_ident() == _MAIN:
+        """Record the arrays that the call is about to donate, if an interrupt would lose them."""
+        if _get_ident() == _MAIN:
             self._donated = state
 
     def _handle(self, number: int, frame: Any) -> None:

@@ -3,33 +3,76 @@
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jdp import jax_compat
 from jdp.distributed.checks import known_leaves
 
+_flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
 
-class LatestCall(NamedTuple):
-    """A call of a step, whose arguments were taken as they were given. It holds none of them.
 
-    It never changes, so that threads may call one step.
+class KnownState:
+    """A state that a step takes as it is, without holding it.
+
+    Another thread may call the step, too: the call of one then finds the state of the other, and is
+    prepared.
+
+    Args:
+      program: the `CompiledStep`.
+      state: the state.
+      is_callers: whether it is the caller's, who may donate it to another step.
 
     Attributes:
-      program: its `CompiledStep`.
-      state: references to the leaves of a state that needs no placing: the one that was returned,
-        or that of an `eval_step`.
-      is_callers: whether that state is the caller's, who may donate it to another step.
-      tree: the structure of the other arguments.
-      places: how each of their arrays lies.
+      leaves: references to its leaves; empty if the object itself is recognised.
     """
 
-    program: Any
-    state: list[weakref.ref]
-    is_callers: bool
-    tree: Any
-    places: Sequence[tuple]
+    __slots__ = ("_is_callers", "_object", "leaves")
+
+    def __init__(self, program: Any, state: Any, *, is_callers: bool = False) -> None:
+        self._is_callers = is_callers
+        self._object: weakref.ref | None = None
+        self.leaves: list[weakref.ref] = []
+        # Processes compare the leaves that the author has exchanged within a state.
+        if program.arguments is None and _is_frozen(type(state)):
+            self._object = weakref.ref(state)
+        else:
+            self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+
+    def is_followed_by(self, state: Any) -> None:
+        """Record that the step has returned another state of the same type."""
+        if self._object is not None:
+            self._object = weakref.ref(state)
+        else:
+            self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+
+    def is_state(self, state: Any) -> bool:
+        """Whether another state is this one, and alive."""
+        if self._object is not None:
+            return self._object() is state
+        leaves = jax.tree.leaves(state)
+        if not known_leaves.are(self.leaves, leaves):
+            return False
+        looks = self._is_callers or jax_compat.DELETED_ARRAY_CRASHES
+        return not (looks and any(map(jax_compat.is_deleted, leaves)))
+
+
+class LatestCall:
+    """A call of a step, whose arguments were taken as they were given. It holds none of them.
+
+    Args:
+      program: its `CompiledStep`.
+      known: the state of the next call: the one that was returned, or that of an `eval_step`.
+      rest: the other arguments.
+    """
+
+    __slots__ = ("_places", "_tree", "known", "program")
+
+    def __init__(self, program: Any, known: KnownState, rest: tuple) -> None:
+        self.program, self.known = program, known
+        leaves, self._tree = jax.tree.flatten(rest)
+        self._places = [_place(leaf) for leaf in leaves]
 
     def is_like(self, args: tuple) -> bool:
         """Whether another call has this state, and further arrays that lie as those of this one.
@@ -37,35 +80,28 @@ class LatestCall(NamedTuple):
         Args:
           args: of that call, all by position.
         """
-        if not args:
-            return False
-        state = jax.tree.leaves(args[0])
-        if not known_leaves.are(self.state, state):
+        if not args or not self.known.is_state(args[0]):
             return False
         try:
-            leaves, tree = jax.tree.flatten(args[1:])
+            leaves, tree = _flatten(args[1:])
         except ValueError:  # keys that cannot be sorted, which have an error of their own
             return False
-        may_be_gone = state if self.is_callers else []
-        if jax_compat.DELETED_ARRAY_CRASHES:
-            may_be_gone = [*state, *leaves]
-        return (
-            tree == self.tree
-            and all(map(_lies, leaves, self.places))
-            and {*map(id, leaves)}.isdisjoint(map(id, state))  # a donated array is copied
-            and not any(map(jax_compat.is_deleted, may_be_gone))
-        )
-
-    def after(self, returned: list[weakref.ref]) -> "LatestCall":
-        """Return the record of a call like this one.
-
-        Args:
-          returned: references to the leaves of the state that it returned.
-        """
-        return self if self.is_callers else self._replace(state=returned)
+        if tree != self._tree:
+            return False
+        for leaf, (kind, shape, sharding, committed) in zip(leaves, self._places, strict=True):
+            if not (
+                type(leaf) is kind  # not a tracer
+                and leaf.shape == shape
+                and (leaf.sharding is sharding or leaf.sharding == sharding)
+                and leaf.committed == committed
+            ):
+                return False
+        return not (jax_compat.DELETED_ARRAY_CRASHES and any(map(jax_compat.is_deleted, leaves)))
 
 
-def of(program: Any, given: tuple, taken: tuple, returned: Any) -> LatestCall | None:
+def of(
+    program: Any, given: tuple, taken: tuple, returned: Any, known: KnownState | None
+) -> LatestCall | None:
     """Return the record of a call, None if an argument had to be placed.
 
     Args:
@@ -73,17 +109,24 @@ def of(program: Any, given: tuple, taken: tuple, returned: Any) -> LatestCall | 
       given: its arguments as the caller gave them.
       taken: as the program took them.
       returned: the state that it returned, None for an `eval_step`.
+      known: the same.
     """
     placed = slice(0 if returned is None else 1, None)  # a returned state lies where it has to
     leaves = jax.tree.leaves(given[placed])
     if not _are_taken(leaves, jax.tree.leaves(taken[placed])):
         return None
-    state = jax.tree.leaves(given[0] if returned is None else returned)
-    if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in state):
+    state = given[0] if returned is None else returned
+    if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in jax.tree.leaves(state)):
         return None  # the mesh is that of `init`, which may change
-    leaves, tree = jax.tree.flatten(given[1:])
-    refs, places = [weakref.ref(leaf) for leaf in state], [_place(leaf) for leaf in leaves]
-    return LatestCall(program, refs, returned is None, tree, places)
+    known = KnownState(program, state, is_callers=True) if known is None else known
+    return LatestCall(program, known, given[1:])
+
+
+def _is_frozen(kind: type) -> bool:
+    """Whether objects of a class keep their fields, as those of TrainStates do."""
+    params = getattr(kind, "__dataclass_params__", None)
+    is_frozen = params is not None and params.frozen and kind.__weakrefoffset__ != 0
+    return is_frozen and not jax_compat.DELETED_ARRAY_CRASHES
 
 
 def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:
@@ -93,13 +136,3 @@ def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:
 
 def _place(array: Any) -> tuple:
     return type(array), array.shape, array.sharding, array.committed
-
-
-def _lies(leaf: Any, place: tuple) -> bool:
-    kind, shape, sharding, committed = place
-    return (
-        type(leaf) is kind  # not a tracer
-        and leaf.shape == shape
-        and (leaf.sharding is sharding or leaf.sharding == sharding)
-        and leaf.committed == committed
-    )

@@ -103,7 +103,7 @@ def _parent(tree: Any, path: tuple) -> Any:
 def require_numbers(name: str, tree: Any) -> None:
     """Refuse NumPy's arrays of Python objects in a tree called `name`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if getattr(leaf, "dtype", None) == object:
+        if getattr(getattr(leaf, "dtype", None), "hasobject", False):
             raise TypeError(
                 f"`{name}{jax.tree_util.keystr(path)}` is an array of Python objects. Make it an "
                 'array of numbers: np.asarray(value, "float32").'

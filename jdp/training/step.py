@@ -11,12 +11,11 @@ from jax.sharding import Mesh
 
 from jdp import jax_compat, pytrees
 from jdp.analysis.traced import TraceFindings
-from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.sharding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
-from jdp.distributed.checks import arguments, known_leaves
+from jdp.distributed.checks import known_leaves
 from jdp.distributed.step_call import StepCall
-from jdp.reduction import reported, row_weight
+from jdp.reduction import reported
 from jdp.step_spec import StepSpec
 from jdp.training import latest_call, parameters, placing
 from jdp.training.compiled_step import CompiledStep
@@ -38,7 +37,8 @@ class Step:
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
-        self._returned: list[weakref.ref] = []  # the leaves of the state that was returned last
+        self._returned: latest_call.KnownState | None = None  # the state that was returned last
+        self._leaves: list[weakref.ref] = []  # its leaves, over several processes
         self._latest: latest_call.LatestCall | None = None
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are not arrays
@@ -48,8 +48,9 @@ class Step:
         handler = SHIELD.begin() if self.spec.donate else None
         try:
             state, metrics, _ = self.run(*args, **kwargs)
-            if any(compiled.returns_rows for compiled in self._compiled_steps.values()):
-                metrics = reported.unmarked(metrics)
+            for compiled in self._compiled_steps.values():
+                if compiled.returns_rows:
+                    metrics = reported.unmarked(metrics)
             return (state, metrics) if self.spec.returns_state else metrics
         finally:
             SHIELD.end(handler)
@@ -61,46 +62,99 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
-        given = args
-        compiled, args, is_traced, is_returned, like = self._prepare(args, kwargs)
+        latest = self._latest  # read once: another thread may replace it
+        if latest and not kwargs and latest.is_like(args) and not jax_compat.is_tracing():
+            try:
+                return self._run(latest.program, args, args, self.spec.returns_state, latest)
+            except ValueError as error:
+                if not _shares_arrays(error, args):
+                    raise
+        compiled, taken, is_traced, is_returned = self._prepare(args, kwargs)
         if is_traced:
-            state, metrics, weight, *_ = compiled(*args)  # inside a jit or scan of the caller's
+            state, metrics, weight, *_ = compiled(*taken)  # inside a jit or scan of the caller's
             return pytrees.restore(state), metrics, weight
-        checksums = None
+        return self._run(compiled, taken, None if kwargs else args, is_returned, None)
+
+    def _run(
+        self,
+        compiled: CompiledStep,
+        args: tuple,
+        given: tuple | None,
+        is_returned: bool,
+        latest: latest_call.LatestCall | None,
+    ) -> tuple[Any, Any, jax.Array]:
+        """Run a program on its placed arguments.
+
+        Args:
+          compiled: the program.
+          args: the arguments.
+          given: as the caller gave them, None if some were given by keyword.
+          is_returned: whether the state is what the last call of this step returned.
+          latest: the last call, if this one is like it.
+        """
         with self._phase:
-            if not is_returned or in_flight.latest_spec() not in (None, self.spec):
-                _order_between_processes(compiled.mesh)
+            if compiled.arguments is not None:
+                self._order_between_processes(compiled.mesh, is_returned)
             in_flight.make_room()
             self._num_calls += 1
+            call = StepCall(self.spec, self._num_calls, compiled)
             if compiled.arguments is not None:
-                checksums = compiled.arguments.of(args, self._unknown(args[0], is_returned))
-            call = self._call(compiled, checksums)
+                call.given = compiled.arguments.of(args, self._unknown(args[0], is_returned))
             in_flight.begin_call(call)
             SHIELD.donates(args[0] if self.spec.donate else None)
             try:
-                results = compiled(*args, is_returned=is_returned, given=checksums)
-                state, metrics, weight, reports, found = results
+                if latest is not None and compiled.is_plain:
+                    results = compiled.again(args)
+                else:
+                    results = compiled(*args, is_returned=is_returned, given=call.given)
+                state, metrics, call.weight, call.reports, found = results
             except (RuntimeError, ValueError) as error:
-                if "delete" in str(error):
-                    placing.require_alive(compiled.spec, args)
-                if not failed_run.is_failed_run(error):
-                    raise
-                raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
+                self._explain(error, compiled, args, call)
+                raise
             finally:
                 in_flight.end_call()
-            self._returned[:] = returned = [*map(weakref.ref, jax.tree.leaves(state))]
-            if like is not None:
-                self._latest = like.after(returned)
-            else:
-                self._latest = None if kwargs else latest_call.of(compiled, given, args, state)
-            in_flight.add(
-                call.dispatched(weight, reports, found.integer_sums, compiled.waits_in_xla)
-            )
+            call.integer_sums = found.integer_sums
+            self._record(compiled, args, given, state, latest)
+            in_flight.add(call)
             self._look_at_some_calls(compiled.mesh, args[0])
-        return pytrees.restore(state), metrics, weight
+        return pytrees.restore(state), metrics, call.weight
+
+    def _explain(
+        self, error: Exception, compiled: CompiledStep, args: tuple, call: StepCall
+    ) -> None:
+        """Raise an error of jdp's for one of JAX's that it explains."""
+        if _shares_arrays(error, args):
+            return
+        if "delete" in str(error):
+            placing.require_alive(compiled.spec, args)
+        if failed_run.is_failed_run(error):
+            raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
+
+    def _record(
+        self,
+        compiled: CompiledStep,
+        args: tuple,
+        given: tuple | None,
+        state: Any,
+        latest: latest_call.LatestCall | None,
+    ) -> None:
+        """Record how the call lay, for the next one. The arguments are those of `_run`."""
+        known = None
+        if self.spec.returns_state:
+            if latest is not None:
+                known = latest.known
+                known.is_followed_by(state)
+            else:
+                self._returned = known = latest_call.KnownState(compiled, state)
+            if compiled.arguments is not None:
+                self._leaves[:] = known.leaves
+        if latest is None:
+            self._latest = None
+            if given is not None:
+                self._latest = latest_call.of(compiled, given, args, state, known)
 
     def _look_at_some_calls(self, where: Mesh, state: Any) -> None:
-        if self.spec.donate and self._num_calls in _LOOKS_FOR_VIEWS:
+        if self._num_calls in _LOOKS_FOR_VIEWS and self.spec.donate:
             placing.log_views(self.spec, where, state)
         if progress.own.is_first_step and self.spec.returns_state:
             with progress.FIRST_STEP:  # others may still compile: as much time as for that
@@ -142,22 +196,19 @@ class Step:
 
     def _prepare(
         self, args: tuple, kwargs: dict[str, Any], where: Mesh | None = None
-    ) -> tuple[CompiledStep, tuple, bool, bool, latest_call.LatestCall | None]:
-        """Return `(compiled, placed arguments, is_traced, is_returned, like)`.
+    ) -> tuple[CompiledStep, tuple, bool, bool]:
+        """Return `(compiled, placed arguments, is_traced, is_returned)`.
 
         `is_traced`: JAX traces this call. `is_returned`: the state is what the last call of this
-        step returned. `like`: the last call, if this one is like it.
+        step returned.
         """
         is_traced = jax_compat.is_tracing()
-        latest = self._latest  # read once: another thread may replace it
-        if latest and not (is_traced or kwargs or where) and latest.is_like(args):
-            return latest.program, args, False, self.spec.returns_state, latest
         spec, (given, batch, *rest) = self.bound(args, kwargs)
         state = pytrees.hold(given) if self._holds_others else given
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
         # A state that the last call returned is placed, and no two of its leaves share a buffer.
-        is_returned = known_leaves.are(self._returned, leaves)
+        is_returned = self._returned is not None and self._returned.is_state(state)
         is_traced = is_traced or not is_returned and _holds_tracer(leaves)
         if not is_returned:
             placing.require_usable(spec, state)
@@ -184,7 +235,7 @@ class Step:
         if compiled is None:
             placing.require_batch(spec, batch, len(rest))  # placed, as an empty one is
             compiled = self._new_compiled(spec, where, given, is_traced)
-        return compiled, (state, batch, *rest), is_traced, is_returned, None
+        return compiled, (state, batch, *rest), is_traced, is_returned
 
     def _new_compiled(
         self, spec: StepSpec, where: Mesh, state: Any, is_traced: bool
@@ -217,21 +268,18 @@ class Step:
             spec = dataclasses.replace(spec, keywords=keywords)
         return spec, (*bound.args, *(bound.kwargs[name] for name in names))
 
-    def _call(self, compiled: CompiledStep, given: arguments.Given | None) -> StepCall:
-        return StepCall(
-            spec=self.spec,
-            number=self._num_calls,
-            arguments=compiled.arguments,
-            given=given,
-            check=cpu_runtime.check,
-            why_invalid=row_weight.why_invalid,
-            jaxprs=compiled.jaxprs,
-        )
+    def _order_between_processes(self, where: Mesh, is_returned: bool) -> None:
+        # Processes match their reductions by the order alone, and a CPU may run steps that do not
+        # depend on each other in another order in each process.
+        if is_returned and in_flight.latest_spec() in (None, self.spec):
+            return
+        if where.devices.flat[0].platform == "cpu":
+            in_flight.drain()
 
     def _unknown(self, state: Any, is_returned: bool) -> Sequence[int]:
         """Return the positions of the leaves of a state that no step has returned."""
-        known_leaves.keep(self._returned)
-        return () if is_returned else known_leaves.unknown(jax.tree.leaves(state), self._returned)
+        known_leaves.keep(self._leaves)
+        return () if is_returned else known_leaves.unknown(jax.tree.leaves(state), self._leaves)
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -251,11 +299,9 @@ class Step:
         return f"{self.__name__}{self.spec.signature}: {error}.{hint}"
 
 
-def _order_between_processes(where: Mesh) -> None:
-    # Processes match their reductions by the order alone, and a CPU may run steps that do not
-    # depend on each other in another order in each process.
-    if where.is_multi_process and where.devices.flat[0].platform == "cpu":
-        in_flight.drain()
+def _shares_arrays(error: Exception, args: tuple) -> bool:
+    """Whether a call failed because another argument has an array of its state, to be copied."""
+    return "donated in the same call" in str(error) and not pytrees.any_deleted(args[0])
 
 
 def _holds_tracer(tree: Any) -> bool:

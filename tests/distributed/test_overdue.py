@@ -20,7 +20,8 @@ def calls(*numbers, asked):
     spec = SimpleNamespace(name="step")
     compares = SimpleNamespace(difference=difference, explained=explained)
     given = {n: SimpleNamespace(small=n, large=[]) for n in numbers}
-    return [StepCall(spec, n, compares, given[n], None, None) for n in numbers]
+    program = SimpleNamespace(arguments=compares)
+    return [StepCall(spec, n, program, given[n]) for n in numbers]
 
 
 DIFFERENCES = {1: None, 2: "`key`.", 3: None, 4: None}

@@ -102,6 +102,21 @@ def test_other_arguments_are_placed_and_count(change, n):
         assert values(state) == [w.tolist()] * n
 
 
+@pytest.mark.parametrize("value", [np.ones(4, "float32"), np.ones(6, "float32"), "placed"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_leaf_that_is_exchanged_within_the_state_counts(value, n):
+    mesh, state = ranks(n), made()
+    batch = placed(mesh)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    if isinstance(value, str):
+        value = jax.device_put(np.ones(4, "float32"), jax.NamedSharding(mesh, jax.P()))
+    state.params["w"] = value  # a dict may change, though a TrainState is frozen
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert values(state) == [[1 - 2 * ROWS.mean()] * len(state.params["w"])] * n
+
+
 def test_a_row_that_is_a_leaf_of_the_state_is_not_donated_with_it(prepared):
     everywhere = jax.NamedSharding(ranks(1), jax.P())  # as the state lies
     batch = {"x": jax.device_put(ROWS, everywhere)}

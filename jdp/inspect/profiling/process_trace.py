@@ -38,7 +38,7 @@ def process_trace(
     """
     found = device_operations.read(profile)
     ranks = _ranks()
-    jaxprs = {_program(call): call.call.jaxprs for call in calls if call.call is not None}
+    jaxprs = {_program(call): call.call.program.jaxprs for call in calls if call.call is not None}
     ranked = {device: ran for device, ran in found.items() if device in ranks}
     named = by_order(ranked, collectives_of(_names(found), jaxprs))
     slices = _phases(marks, begin, calls[-1].end)
