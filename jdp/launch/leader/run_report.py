@@ -33,6 +33,10 @@ class RunReport:
         """Return the past of the run, without failures."""
         return self._progress.history(time.monotonic())
 
+    def summary(self) -> RunSummary | None:
+        """Return how far the run is; None before its first step."""
+        return self._progress.summary(time.monotonic())
+
     def take_over(self, history: RunHistory) -> None:
         """Begin with the past of the run under another leader."""
         self._progress.take_over(history)
