@@ -208,7 +208,9 @@ class Batches:
                 num_rows = self._run.next_rows(self._position)
                 self._position += num_rows
                 self._num_done += 1
-                progress.own.slot.counter.next_rows = num_rows  # without padding
+                counter = progress.own.slot.counter
+                counter.next_rows = num_rows  # without padding
+                counter.num_left = self._run.num_left(self._position)
                 self._handed_out = True
                 if self._run.has_mask:
                     record_mask(batch)

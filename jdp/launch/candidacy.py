@@ -7,7 +7,9 @@ from typing import Any
 
 from jdp.launch.claim import claim_of, read_claim
 from jdp.launch.host.leader_connection import RETRY_S
+from jdp.launch.leader import metrics_endpoint
 from jdp.launch.leader.leader import Leader
+from jdp.launch.leader.metrics_endpoint import MetricsEndpoint
 from jdp.launch.options.options import Options
 from jdp.launch.rendezvous import Address, Rendezvous
 from jdp.launch.transport.connection import Channel, connect, start_task
@@ -37,6 +39,7 @@ class Candidacy:
         self._options, self._token, self._rendezvous = options, token, rendezvous
         self._say, self._show, self._resigned = say, show, resigned
         self._leader: Leader | None = None
+        self._endpoint: MetricsEndpoint | None = None
         self._looking: asyncio.Task[None] | None = None
         rendezvous.turn_away()
 
@@ -47,6 +50,9 @@ class Candidacy:
             *(self._options, self._token, listener, self._say, self._show, self._claim)
         )
         self._leader.members.home = home
+        self._endpoint = metrics_endpoint.serve(
+            self._options.metrics_port, self._leader.metrics, self._say
+        )
         if self._rendezvous.is_elective:
             self._looking = start_task(self._look_for_better())
 
@@ -56,6 +62,7 @@ class Candidacy:
             self._looking.cancel()
         if self._leader is not None:
             await self._leader.finish_run(code, why)
+        self._close_endpoint()
 
     def _claim(self) -> list[int]:
         assert self._leader is not None
@@ -92,8 +99,14 @@ class Candidacy:
         leader, self._leader = self._leader, None
         assert leader is not None
         leader.resign()
+        self._close_endpoint()
         self._rendezvous.turn_away()
         self._resigned()
+
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
 
 
 # The claim of the launcher that leads at that address, or None.

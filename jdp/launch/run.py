@@ -12,6 +12,7 @@ from jdp.launch.candidacy import Candidacy
 from jdp.launch.host.agent import Host, Outcome
 from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
+from jdp.launch.leader.metrics_endpoint import require_endpoint
 from jdp.launch.options.options import Options
 
 # The processes get SIGTERM in place of the last three, for which scripts have no handler.
@@ -31,6 +32,7 @@ def run(options: Options) -> int:
     _open_standard_streams()
     try:
         meeting = rendezvous.find(options)
+        require_endpoint(options.metrics_port, may_lead=meeting.own is not None)
         resources = HostResources(options)
         resources.orphans.start_adopting()
     except (OSError, ValueError) as error:

@@ -65,12 +65,12 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
     if isinstance(batches, Batches):
         batches.position = 0
     counter = progress.own.slot.counter
-    rows_of_training = counter.next_rows
+    of_training = counter.next_rows, counter.num_left
     try:
         with progress.EVALUATING:
             return _evaluate(lambda batch: step.run(state, batch, *rest, **keywords), batches)
     finally:
-        counter.next_rows = rows_of_training
+        counter.next_rows, counter.num_left = of_training
 
 
 def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:

@@ -27,7 +27,8 @@ From a host to the leader:
   ended   generation, port, step   no process is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
   commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
-  beat    at, statuses, windows    its time, the statuses of its processes, times of their steps
+  beat    at, standbys, ...        its time, how many standbys wait, the statuses of its processes,
+                                   times of their steps
   nccl    report                   the report of NCCL's RAS service, or why there is none
 On a second connection, where several hosts may lead (`jdp/launch/transport/lifeline.py`):
   lifeline  id, source, proof      from a host: this connection shows its death, and the leader's;

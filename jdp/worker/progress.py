@@ -94,7 +94,7 @@ def _record_step() -> None:
     phase, since_ns = own.phases[-1]
     now = time.monotonic_ns()
     own.slot.write_step(own.num_steps, now, since_ns or now, phase)
-    own.slot.counter.count_rows()
+    own.slot.counter.count_rows(own.num_steps)
     if own.is_first_step:
         _tell_first_step()
 

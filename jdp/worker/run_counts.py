@@ -13,6 +13,7 @@ class RunCounts(NamedTuple):
       checkpoint: step of the last checkpoint that it wrote; -1 for none.
       logged: last step for which `jdp.log` wrote one of the following; -1 for none.
       loss, learning_rate, gradient_norm: the latest of each; None for none.
+      target: steps at which the loop over `jdp.batches` ends; -1 if unknown.
     """
 
     rows: int = 0
@@ -23,13 +24,15 @@ class RunCounts(NamedTuple):
     loss: float | None = None
     learning_rate: float | None = None
     gradient_norm: float | None = None
+    target: int = -1
 
 
 # Words of 8 bytes. Of steps they hold one more, so that 0 is none.
 _ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED = range(5)
 _METRICS = ("loss", "learning_rate", "gradient_norm")
 _VALUES, _HAS = range(5, 8), 8  # one bit for each value
-NUM_BYTES = 72
+_TARGET = 9
+NUM_BYTES = 80
 
 
 class Counter:
@@ -40,31 +43,34 @@ class Counter:
 
     Attributes:
       next_rows: rows of the batch that was handed out last, 0 once a step has counted them.
+      num_left: batches that follow it; -1 if that is not known.
 
     >>> memory = bytearray(NUM_BYTES)
     >>> counter = Counter(memoryview(memory))
-    >>> counter.next_rows = 250
-    >>> counter.count_rows()
+    >>> counter.next_rows, counter.num_left = 250, 3
+    >>> counter.count_rows(steps=7)
     >>> counter.write_metrics(7, loss=0.5, learning_rate=0.1)
     >>> counts_in(memory)[4:]
-    (7, 0.5, 0.1, None)
+    (7, 0.5, 0.1, None, 10)
     """
 
     def __init__(self, memory: memoryview):
-        self.next_rows = 0
+        self.next_rows, self.num_left = 0, -1
         self._memory = memory
         self._words, self._floats = memory.cast("q"), memory.cast("d")
 
     def reset(self) -> None:
         """Begin to count anew."""
-        self.next_rows = 0
+        self.next_rows, self.num_left = 0, -1
         self._memory[:] = bytes(NUM_BYTES)
 
-    def count_rows(self) -> None:
-        """Count the rows of the batch that was handed out last: a step was called."""
+    def count_rows(self, steps: int) -> None:
+        """Count the rows of the batch that was handed out last: step number `steps` was called."""
         if self.next_rows:
             self._words[_ROWS] += self.next_rows
-            self.next_rows = 0
+            # Not the batches that are left, which a reader could see before the step.
+            self._words[_TARGET] = 1 + steps + self.num_left if self.num_left >= 0 else 0
+            self.next_rows, self.num_left = 0, -1
 
     def add_data_wait(self, ns: int) -> None:
         """Add a time for which the process waited for data."""
@@ -102,4 +108,5 @@ def counts_in(memory: bytes) -> RunCounts:
             for i, (name, word) in enumerate(zip(_METRICS, _VALUES, strict=True))
             if words[_HAS] >> i & 1
         },
+        target=words[_TARGET] - 1,
     )

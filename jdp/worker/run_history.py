@@ -10,16 +10,21 @@ class RunHistory(NamedTuple):
       failures: time, step if it is known, and error of each one that the restart budget counts.
       began: when all processes had made the first step; None before that.
       lost_s: since then, in which the run did not come further.
-      recoveries: from failures.
+      recoveries: number of them, by the error code of the first failure of each.
 
     >>> RunHistory([(90.0, 7, "")], began=10.0).moved(-100.0).facts()
-    {'failures': [[-10.0, 7, '']], 'began': -90.0, 'lost_s': 0.0, 'recoveries': 0}
+    {'failures': [[-10.0, 7, '']], 'began': -90.0, 'lost_s': 0.0, 'recoveries': {}}
     """
 
     failures: list[tuple[float, int | None, str]] = []  # noqa: RUF012
     began: float | None = None
     lost_s: float = 0.0
-    recoveries: int = 0
+    recoveries: dict[str, int] = {}  # noqa: RUF012
+
+    @property
+    def num_recoveries(self) -> int:
+        """The number of recoveries from failures."""
+        return sum(self.recoveries.values())
 
     def moved(self, by_s: float) -> "RunHistory":
         """Return it on another clock, which shows `by_s` more.

@@ -1,6 +1,6 @@
 """How far a run is, added up from the statuses of its processes, over all its generations."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -49,21 +49,23 @@ class RunProgress:
         self._step = self._furthest = 0
         self._outage: float | None = None  # since when the run did not come further
         self._lost_s = 0.0
-        self._recoveries, self._has_failed = 0, False
+        self._recoveries: Counter[str] = Counter()  # by the code of the first failure
+        self._cause = ""  # that of the outage, once something has failed
         self._samples: deque[_Sample] = deque()
         self._logged = RunCounts()  # of the process that has logged a step last
         self._activity: str | None = None
         self._commit: int | None = None
         self._checkpoint: int | None = None
+        self._target: int | None = None
 
     def history(self, now: float) -> RunHistory:
         """Return what another leader would need to go on; an outage that lasts ends now."""
-        return RunHistory([], self._began, self._all_lost_s(now), self._recoveries)
+        return RunHistory([], self._began, self._all_lost_s(now), dict(self._recoveries))
 
     def take_over(self, history: RunHistory) -> None:
         """Begin with what another leader has recorded."""
         self._began, self._lost_s = history.began, history.lost_s
-        self._recoveries = history.recoveries
+        self._recoveries = Counter(history.recoveries)
 
     def begin_generation(
         self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
@@ -79,8 +81,9 @@ class RunProgress:
         self._size, self._statuses, self._ended = size, {}, {}
         self._restored = {i: facts["step"] for i, facts in restored.items()}
         self._samples.clear()
-        self._recoveries += self._has_failed
-        self._has_failed = False
+        if self._cause:
+            self._recoveries[self._cause] += 1
+            self._cause = ""
         for facts in restored.values():
             step = facts["step"]
             self._commit = step if facts["tier"] == "commit" else None
@@ -89,13 +92,13 @@ class RunProgress:
             elif self._checkpoint is not None and self._checkpoint > step:
                 self._checkpoint = None  # it is of another life, or damaged
 
-    def record_failure(self, at: float, step: int | None, *, grows: bool) -> None:
+    def record_failure(self, at: float, step: int | None, error_code: str) -> None:
         """Record that the generation ends.
 
         Args:
           at: since when nothing went on.
           step: the last one that all its processes called, if it is known.
-          grows: whether nothing has failed, and there is room for more processes.
+          error_code: of the failure; "" if there is room for more processes.
         """
         if self._began is None:
             return
@@ -103,7 +106,7 @@ class RunProgress:
             self._step = self._furthest = max(self._furthest, step or 0)
             self._outage = at
         self._size = 0
-        self._has_failed = self._has_failed or not grows
+        self._cause = self._cause or error_code
 
     def record_end(self, now: float, process_id: int, status: ProcessStatus) -> None:
         """Record the last status of a process, which has ended."""
@@ -130,6 +133,8 @@ class RunProgress:
         while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_S:
             self._samples.popleft()
         self._record_kept([it.counts for it in found.values()])
+        ends = [self._restored.get(i, 0) + it.counts.target for i, it in found.items()]
+        self._target = max(ends) if all(it.counts.target >= 0 for it in found.values()) else None
 
     def summary(self, now: float) -> RunSummary | None:
         """Return how far the run is; None before its first step, unless it takes long."""
@@ -141,11 +146,12 @@ class RunProgress:
             *self._rates(now),
             self._commit,
             self._checkpoint,
-            self._recoveries,
+            self._recoveries.total(),
             self._ettr(now),
             self._logged.learning_rate,
             self._logged.gradient_norm,
             self._activity,
+            self._target,
         )
 
     def _ettr(self, now: float) -> float | None:

@@ -23,6 +23,7 @@ class RunSummary(NamedTuple):
       learning_rate, gradient_norm: likewise.
       activity: what a process has been doing for more than two seconds, such as "compiling for
         7 s"; None if it trains.
+      target: step at which the loop over `jdp.batches` ends; None if it is not known.
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
     >>> print(summary)
@@ -42,6 +43,7 @@ commit 340, checkpoint 300
     learning_rate: float | None = None
     gradient_norm: float | None = None
     activity: str | None = None
+    target: int | None = None
 
     def parts(self) -> list[str]:
         """Return the numbers that are known, each in words, the least important ones last."""

@@ -32,16 +32,17 @@ def test_there_is_nothing_to_show_before_the_first_step():
 def test_the_next_leader_goes_on_with_recoveries_and_lost_time():
     first = begun(at=100.0)
     first.record(110.0, {0: status(5)})
-    first.record_failure(110.0, 5, grows=False)
+    first.record_failure(110.0, 5, "JDP302")
     first.begin_generation(112.0, 1, {0: {"step": 5, "tier": "commit"}})
     first.record(112.0, {0: status(0)})
     second = RunProgress()
     second.take_over(first.history(115.0).moved(1000.0))
-    second.record_failure(1120.0, 9, grows=False)
+    second.record_failure(1120.0, 9, "JDP311")
     second.begin_generation(1124.0, 1, {0: {"step": 9, "tier": "commit"}})
     second.record(1124.0, {0: status(0)})
     found = second.summary(1200.0)
     assert (found.step, found.recoveries, found.ettr) == (9, 2, 1 - (2 + 4) / 100)
+    assert second.history(1200.0).recoveries == {"JDP302": 1, "JDP311": 1}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -52,6 +53,14 @@ def test_steps_and_rows_are_those_that_all_processes_have_called(size):
         progress.record(100.0 + i / 2, {**ahead, size - 1: status(i, rows=64 * i)})
     found = progress.summary(102.0)
     assert (found.step, found.steps_per_s, found.rows_per_s) == (44, 2.0, 128.0)
+
+
+def test_the_target_counts_from_the_step_that_was_restored():
+    progress = begun(size=2, step=40, tier="commit")
+    progress.record(100.0, {i: status(3, target=60) for i in (0, 1)})
+    assert progress.summary(100.0).target == 100
+    progress.record(101.0, {i: status(4) for i in (0, 1)})
+    assert progress.summary(101.0).target is None
 
 
 def test_a_process_whose_status_is_not_known_is_waited_for():
@@ -108,7 +117,7 @@ def test_the_loss_and_what_is_kept_are_the_latest_and_outlive_a_generation():
     progress = begun(size=2)
     writer = status(30, commit=30, checkpoint=20, logged=28, loss=0.5)
     progress.record(101.0, {0: writer, 1: status(30)})
-    progress.record_failure(102.0, 30, grows=False)
+    progress.record_failure(102.0, 30, "JDP302")
     progress.begin_generation(103.0, 2, dict.fromkeys((0, 1), {"step": 30, "tier": "commit"}))
     found = progress.summary(103.0)
     assert (found.loss, found.commit, found.checkpoint, found.recoveries) == (0.5, 30, 20, 1)
@@ -134,7 +143,7 @@ def test_a_commit_counts_once_all_hosts_have_it():
 def test_a_commit_that_was_lost_is_not_shown():
     progress = begun()
     progress.record(101.0, {0: status(30, commit=30, checkpoint=20)})
-    progress.record_failure(102.0, 30, grows=False)
+    progress.record_failure(102.0, 30, "JDP302")
     progress.begin_generation(103.0, 1, {0: {"step": 20, "tier": "checkpoint"}})
     found = progress.summary(103.0)
     assert (found.commit, found.checkpoint) == (None, 20)
@@ -143,7 +152,7 @@ def test_a_commit_that_was_lost_is_not_shown():
 def test_time_counts_until_the_failure_and_from_where_the_run_comes_further():
     progress = begun(at=100.0)
     progress.record(180.0, {0: status(80)})
-    progress.record_failure(180.0, 82, grows=False)  # 80 s that count
+    progress.record_failure(180.0, 82, "JDP302")  # 80 s that count
     assert progress.summary(180.0).step == 82
     assert progress.summary(190.0).ettr == pytest.approx(80 / 90)  # while it recovers
     progress.begin_generation(185.0, 1, {0: {"step": 70, "tier": "commit"}})
@@ -158,21 +167,22 @@ def test_time_counts_until_the_failure_and_from_where_the_run_comes_further():
 def test_failures_on_the_way_are_one_outage_and_growth_is_no_recovery():
     progress = begun(at=0.0)
     progress.record(10.0, {0: status(10)})
-    for at in (10.0, 12.0):
-        progress.record_failure(at, 10, grows=False)
+    for at, error_code in ((10.0, "JDP305"), (12.0, "JDP302")):
+        progress.record_failure(at, 10, error_code)
     progress.begin_generation(15.0, 1, {0: {"step": 10, "tier": "commit"}})
     progress.record(15.0, {0: status(1)})
-    progress.record_failure(17.0, 11, grows=True)
+    progress.record_failure(17.0, 11, "")
     progress.begin_generation(18.0, 2, dict.fromkeys((0, 1), {"step": 11, "tier": "commit"}))
     progress.record(18.0, {0: status(1), 1: status(1)})
     found = progress.summary(20.0)
     assert found.recoveries == 1 and found.ettr == pytest.approx(14 / 20)
+    assert progress.history(20.0).recoveries == {"JDP305": 1}  # the first failure is the cause
 
 
 def test_a_script_without_a_checkpointer_makes_its_steps_again():
     progress = begun(at=0.0)
     progress.record(10.0, {0: status(10)})
-    progress.record_failure(10.0, 10, grows=False)
+    progress.record_failure(10.0, 10, "JDP302")
     progress.begin_generation(12.0, 1, {})
     progress.record(20.0, {0: status(9)})
     assert progress.summary(20.0).ettr == 0.5

@@ -50,10 +50,25 @@ def test_rows_without_padding_count_once_a_step_was_called(state):
 
 
 def test_rows_of_an_evaluation_do_not_count(state):
+    begun = own.num_steps
     for batch in jdp.batches(ROWS, 4, num_steps=2, mask=True):
         jdp.evaluate(measure, state, jdp.batches(ROWS, 6, epochs=1))
         state, _ = step(state, batch)
+        assert counts().target == begun + 2
     assert counts().rows == 8
+
+
+def test_the_target_is_that_of_the_loop_that_trains(state):
+    begun, batches = own.num_steps, jdp.batches(ROWS, 4, num_steps=7, mask=True)
+    for batch in batches:
+        state, _ = step(state, batch)
+        break
+    for batch in batches:
+        state, _ = step(state, batch)
+        assert counts().target == begun + 7
+    for batch in jdp.shard_batches([{"x": np.ones(6, "float32"), "mask": np.ones(6, bool)}]):
+        state, _ = step(state, batch)
+    assert counts().target == -1  # jdp does not know how many batches a loader has
 
 
 def test_rows_of_a_loader_count_and_so_does_the_time_that_it_takes(state):

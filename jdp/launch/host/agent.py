@@ -150,7 +150,8 @@ class Host:
         while True:
             await asyncio.sleep(min(BEAT_S, self._options.heartbeat_timeout_s / 5))
             self._resources.orphans.reap()
-            self._link.beat(**self._generation.news() if self._generation else NO_NEWS)
+            news = self._generation.news() if self._generation else NO_NEWS
+            self._link.beat(standbys=self._standbys.num_parked, **news)
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         if self.over.done():

@@ -40,6 +40,11 @@ class Standbys:
     def __bool__(self) -> bool:
         return bool(self._processes or self._dropped)
 
+    @property
+    def num_parked(self) -> int:
+        """How many of them wait in `jdp.init()`."""
+        return sum(process.parked for process in self._processes)
+
     def fill(self) -> None:
         """Start the missing standbys, also to replace stopped or dying ones."""
         for process in [each for each in self._processes if not each.can_run()]:
@@ -101,5 +106,5 @@ class Standbys:
             process.kill()
 
     def _say_ready(self) -> None:
-        if sum(process.parked for process in self._processes) >= self._wanted:
+        if self.num_parked >= self._wanted:
             self._ready()

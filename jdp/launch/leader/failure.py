@@ -8,6 +8,9 @@ from jdp.error_codes import with_code
 from jdp.worker.exit_codes import STALLED, exit_code, in_words
 from jdp.worker.run_history import LeaderLoss
 
+# Of the causes below.
+CODES = ("JDP301", "JDP302", "JDP303", "JDP304", "JDP305", "JDP311")
+
 
 @dataclass(frozen=True)
 class Cause:

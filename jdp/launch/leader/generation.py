@@ -18,6 +18,7 @@ from typing import Any
 from jdp.launch.leader import early_ends, failure
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
+from jdp.launch.leader.metrics_endpoint import ProcessMetrics
 from jdp.launch.leader.progress_watch import ProgressWatch
 from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
@@ -158,6 +159,15 @@ class Generation:
         """Record that a host has no processes of it left, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
         self.parts.pop(remote, None)
+
+    def process_metrics(self) -> tuple[ProcessMetrics, ...]:
+        """Return the numbers of its processes that live."""
+        slow = self._progress.slow()
+        return tuple(
+            ProcessMetrics(i, part.remote.name, status.counts.data_s, slow.get(i))
+            for part in self.parts.values()
+            for i, status in part.statuses.items()
+        )
 
     def look(self, now: float) -> None:
         """Look whether the processes make progress, and fail if they do not."""

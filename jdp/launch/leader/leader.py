@@ -32,6 +32,7 @@ from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation, State
 from jdp.launch.leader.membership import Membership
+from jdp.launch.leader.metrics_endpoint import RunMetrics
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
@@ -86,6 +87,16 @@ class Leader:
     def has_generation(self) -> bool:
         """Whether a generation is running."""
         return self._generation is not None
+
+    def metrics(self) -> RunMetrics:
+        """Return the numbers of the run now."""
+        return RunMetrics(
+            self.number,
+            sum(remote.standbys for remote in self.members.remotes),
+            () if self._generation is None else self._generation.process_metrics(),
+            self._report.history(),
+            self._report.summary(),
+        )
 
     def give_up(self, why: str) -> None:
         """End the run with an error."""
@@ -146,8 +157,9 @@ class Leader:
                 self._asked_to_stop(facts["signal"], facts["at_once"])
         self._consider()
 
-    def _heard(self, remote: RemoteHost, at: float, **news: dict[str, list]) -> None:
+    def _heard(self, remote: RemoteHost, at: float, standbys: int, **news: dict[str, Any]) -> None:
         remote.channel.send("beat", at=at)
+        remote.standbys = standbys
         if self._generation is not None:
             self._generation.record_statuses(remote, remote.heard - at, **news)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jdp.launch.leader.slow_processes import SlowProcesses
+from jdp.launch.leader.slow_processes import Comparison, Slow, SlowProcesses
 from jdp.worker.hang_detector import Stall, Watch
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.step_times import Window
@@ -43,6 +43,11 @@ class ProgressWatch:
         """Record the windows of processes that have made steps."""
         self._windows |= {int(i): Window(*each) for i, each in windows.items()}
         self._has_new_windows = self._has_new_windows or bool(windows)
+
+    def slow(self) -> dict[int, Slow]:
+        """Return the facts of the processes that are named as slow, in their latest steps."""
+        compared = Comparison(self._windows)
+        return {i: compared.of(i) for i in self._slow.named}
 
     def look(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
         """Report what is new, and return a stall that was reported now.

@@ -152,7 +152,7 @@ class Recoveries:
             self._say(why.full_text)
         elif not why.grows:
             self._say(f"{why.text}. Restarting all processes.")
-        self._report.record_failure(why.noticed - why.silent_s, step, grows=why.grows)
+        self._report.record_failure(why.noticed - why.silent_s, step, why.error_code)
         if self._outage is None:
             self._outage = Outage(step)
         self._outage.record_failure(why)

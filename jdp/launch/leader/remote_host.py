@@ -80,6 +80,7 @@ class RemoteHost:
         self.generation = facts["generation"]
         self.took_part = False
         self.is_ready = False
+        self.standbys = 0
         self.heard = time.monotonic()
 
     def end_connection(self, lifeline_after_s: float = 0.0) -> None:

@@ -33,6 +33,10 @@ class RunReport:
         """Return the past of the run, without failures."""
         return self._progress.history(time.monotonic())
 
+    def summary(self) -> RunSummary | None:
+        """Return how far the run is; None before its first step."""
+        return self._progress.summary(time.monotonic())
+
     def take_over(self, history: RunHistory) -> None:
         """Begin with the past of the run under another leader."""
         self._progress.take_over(history)
@@ -43,9 +47,9 @@ class RunReport:
         self._progress.begin_generation(now, size, restored)
         self._event_at = min(self._event_at, now + EVENT_S)
 
-    def record_failure(self, at: float, step: int | None, *, grows: bool) -> None:
+    def record_failure(self, at: float, step: int | None, error_code: str) -> None:
         """Record that the generation ends; the arguments are those of `RunProgress`."""
-        self._progress.record_failure(at, step, grows=grows)
+        self._progress.record_failure(at, step, error_code)
 
     def record(self, statuses: Mapping[int, ProcessStatus]) -> None:
         """Record statuses of processes of the generation, and report if it is time."""

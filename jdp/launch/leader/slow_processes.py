@@ -154,6 +154,11 @@ class SlowProcesses:
     def __init__(self) -> None:
         self._named: dict[int, Slow] = {}
 
+    @property
+    def named(self) -> list[int]:
+        """The processes that are named as slow."""
+        return [*self._named]
+
     def look(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
         """Return the facts, and a line for people, of each process for which they have changed.
 

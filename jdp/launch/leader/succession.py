@@ -43,7 +43,7 @@ class Succession:
         if remote.generation > self.number:
             self.number, self._history, self._loss = remote.generation, history, None
         elif remote.generation == self.number:
-            self._history = max(self._history, history, key=lambda each: each.recoveries)
+            self._history = max(self._history, history, key=lambda each: each.num_recoveries)
         if remote.generation == self.number and facts["loss"]:
             loss = LeaderLoss(**facts["loss"]).moved(now)
             self._loss = min(self._loss or loss, loss, key=lambda each: each.at)

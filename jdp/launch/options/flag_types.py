@@ -50,6 +50,11 @@ def read_port(text: str) -> int:
     return int(text)
 
 
+def read_any_port(text: str) -> int:
+    """Read the number of a port; 0 is any free one."""
+    return 0 if text == "0" else read_port(text)
+
+
 def read_seconds(text: str) -> float:
     """Read a time."""
     try:

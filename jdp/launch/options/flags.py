@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from jdp.launch.options.flag_types import (
     DEFAULT_PORT,
+    read_any_port,
     read_conf,
     read_count,
     read_endpoints,
@@ -191,6 +192,9 @@ def _add_output(parser: Parser) -> None:
     text = "how far the run is: a line that changes on a terminal, else a line every 30 s (auto, "
     text += "the default); always the latter (plain); off"
     parser.flag(group, "--progress", text, choices=("auto", "plain", "off"))
+    text = "the host that leads serves metrics for Prometheus at port N of all its addresses, to "
+    text += "anyone; 0: any free port, which is printed"
+    parser.flag(group, "--metrics-port", text, type=read_any_port, metavar="N")
     text = "write all output to DIR/generation_K/process_P.log, too"
     parser.flag(group, "--log-dir", text, type=Path, metavar="DIR")
     text = "streams to show whatever the filter says: 1 output, 2 errors, 3 both, or 0:1,1:2 by "

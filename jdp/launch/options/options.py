@@ -44,6 +44,7 @@ class Options(NamedTuple):
     redirects: Mapping[int, int] | None = None
     local_ranks_filter: frozenset[int] | None = frozenset({0})
     progress: str = "auto"
+    metrics_port: int | None = None
     standalone: bool = False
     module: bool = False
     no_python: bool = False

@@ -1,0 +1,247 @@
+"""Serves the metrics of a run by HTTP, in the format of Prometheus, where the run is led.
+
+One thread answers one scrape after the other, so strangers that connect cannot exhaust the
+launcher: a silent connection delays the next scrape by TIMEOUT_S. The event loop of the leader
+collects the numbers for each scrape, since its state belongs to that loop.
+"""
+
+import asyncio
+import importlib.util
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from jdp.launch.leader.failure import CODES
+from jdp.launch.leader.slow_processes import Slow
+from jdp.worker.run_history import RunHistory
+from jdp.worker.run_summary import RunSummary
+
+# Seconds for which a connection may be silent, and the leader may be busy.
+TIMEOUT_S = 5.0
+
+# Gauges of a `RunSummary`: its attribute, the name and the help.
+_OF_SUMMARY = (
+    ("step", "jdp_step", "Last step that all processes have called, over all lives of the run."),
+    ("target", "jdp_target_steps", "Step at which the loop over jdp.batches ends."),
+    ("steps_per_s", "jdp_steps_per_second", "Steps per second, lately."),
+    ("rows_per_s", "jdp_examples_per_second", "Examples per second in these steps."),
+    ("commit", "jdp_commit_step", "Step of the last commit that all hosts have."),
+    ("checkpoint", "jdp_checkpoint_step", "Step of the last checkpoint."),
+    (
+        "ettr",
+        "jdp_effective_training_time_ratio",
+        "Share of the time since the first step in which the run came further.",
+    ),
+)
+
+
+class ProcessMetrics(NamedTuple):
+    """The numbers of a process that lives.
+
+    Attributes:
+      process_id: its number in the run.
+      host: name of its host.
+      data_s: seconds that it waited for data.
+      slow: how slow it is; None if it is not.
+    """
+
+    process_id: int
+    host: str
+    data_s: float
+    slow: Slow | None = None
+
+
+class RunMetrics(NamedTuple):
+    """The numbers of a run at the time of a scrape.
+
+    Attributes:
+      generation: number of the last one; -1 before the first.
+      standbys: that wait, on all hosts.
+      processes: those of the running generation.
+      history: lost seconds and recoveries.
+      summary: None before the first step.
+    """
+
+    generation: int
+    standbys: int
+    processes: tuple[ProcessMetrics, ...]
+    history: RunHistory
+    summary: RunSummary | None
+
+
+def require_endpoint(port: int | None, *, may_lead: bool) -> None:
+    """Refuse metrics that cannot be served, before any process is started.
+
+    Args:
+      port: of --metrics-port; None to serve no metrics.
+      may_lead: whether this launcher may lead, and would then need the port.
+
+    Raises:
+      ValueError: if the port or the library is missing.
+    """
+    if port is None:
+        return
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ValueError(
+            "--metrics-port needs a package that is not installed: pip install prometheus_client"
+        )
+    try:
+        if may_lead:
+            _Server.of_port(port).server_close()
+    except OSError as error:
+        raise ValueError(
+            f"--metrics-port {port} cannot be used: {_why(error)}. Give a free port, or 0 for any."
+        ) from None
+
+
+class RunCollector:
+    """Collects the metrics of a run for `prometheus_client`, from any thread.
+
+    Args:
+      read: returns the numbers; it is called in the running event loop.
+    """
+
+    def __init__(self, read: Callable[[], RunMetrics]) -> None:
+        self._read, self._loop = read, asyncio.get_running_loop()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of metrics of the run now."""
+        answer: Future[RunMetrics] = Future()
+        try:
+            self._loop.call_soon_threadsafe(self._answer, answer)
+        except RuntimeError:  # the loop is closed, since the run is over
+            return
+        yield from _families(answer.result(TIMEOUT_S))
+
+    # An error is that of the scrape, and not of the run.
+    def _answer(self, answer: Future[RunMetrics]) -> None:
+        try:
+            answer.set_result(self._read())
+        except Exception as error:
+            answer.set_exception(error)
+
+
+class MetricsEndpoint:
+    """Serves the metrics of a run until it is closed.
+
+    Args:
+      port: to listen at, on all addresses of this host; 0 for any free one.
+      read: that of `RunCollector`.
+
+    Raises:
+      OSError: if it cannot listen there.
+
+    Attributes:
+      url: of the metrics.
+    """
+
+    def __init__(self, port: int, read: Callable[[], RunMetrics]) -> None:
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+
+        registry = CollectorRegistry()  # without the metrics of the launcher's Python
+        registry.register(RunCollector(read))  # type: ignore[arg-type]
+        self._server = _Server.of_port(port)
+        self._server.set_app(make_wsgi_app(registry))
+        self.url = f"http://{socket.gethostname()}:{self._server.server_port}/metrics"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        """Begin to close it; a scrape that is answered now does not keep the run waiting."""
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._server:
+            self._server.serve_forever()
+
+
+def serve(
+    port: int | None, read: Callable[[], RunMetrics], say: Callable[[str], None]
+) -> MetricsEndpoint | None:
+    """Serve the metrics of a run, if there is a port for that, and report where or why not.
+
+    Args:
+      port: of --metrics-port; None to serve no metrics.
+      read: that of `RunCollector`.
+      say: prints a line for people.
+    """
+    if port is None:
+        return None
+    try:
+        endpoint = MetricsEndpoint(port, read)
+    except OSError as error:
+        say(f"no metrics from this host: --metrics-port {port} cannot be used: {_why(error)}.")
+        return None
+    say(f"metrics are at {endpoint.url}.")
+    return endpoint
+
+
+class _Server(WSGIServer):
+    # IPv4 comes in as IPv6 where there are both.
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    allow_reuse_port = False  # two runs would take turns
+
+    @classmethod
+    def of_port(cls, port: int) -> "_Server":
+        """Return a server that listens at a port of all addresses."""
+        return make_server("", port, lambda *_: [], cls, _Handler)
+
+    # That of http.server asks DNS for the name of the host, which may take long.
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = socket.gethostname(), self.server_address[1]
+        self.setup_environ()
+
+    # A client that has gone is no news.
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _families(run: RunMetrics) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for attribute, name, text in _OF_SUMMARY:
+        value = getattr(run.summary, attribute, None)
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value)
+    if run.generation >= 0:
+        yield GaugeMetricFamily("jdp_generation", "Number of the last generation.", run.generation)
+    text = "Processes of the running generation that live."
+    yield GaugeMetricFamily("jdp_processes", text, len(run.processes))
+    text = "Standbys that wait to take over, on all hosts."
+    yield GaugeMetricFamily("jdp_standbys", text, run.standbys)
+    text = "Seconds since the first step in which the run did not come further."
+    yield CounterMetricFamily("jdp_lost_seconds", text, run.history.lost_s)
+    text = "Recoveries from failures, by the error code of the first failure of each."
+    recoveries = CounterMetricFamily("jdp_recoveries", text, labels=["cause"])
+    # With those that did not happen yet: Prometheus cannot see the rise of a counter from nothing.
+    for cause, number in {**dict.fromkeys(CODES, 0), **run.history.recoveries}.items():
+        recoveries.add_metric([cause], number)
+    yield recoveries
+    text = "Seconds that a process waited for data; a wait counts when it ends."
+    waits = CounterMetricFamily("jdp_data_wait_seconds", text, labels=["process", "host"])
+    text = "Share of each step for which the other processes wait for a slow one, by where it is."
+    slow = GaugeMetricFamily("jdp_slow_process_ratio", text, labels=["process", "host", "part"])
+    for each in run.processes:
+        who = [str(each.process_id), each.host]
+        waits.add_metric(who, each.data_s)
+        if each.slow is not None:
+            slow.add_metric([*who, each.slow.part], each.slow.share)
+    yield from (waits, slow)
+
+
+def _why(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
