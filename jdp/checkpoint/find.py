@@ -185,7 +185,9 @@ def _require_own(directory: str, offer: dict[str, Any]) -> None:
     if what:
         _log.warning("jdp: %s. This begins anew; to begin with that, write %s.", what, advice)
     elif offer["is_later"]:
-        _log.warning("jdp: the run was stopped before a step was kept, and begins at step 0.")
+        _log.warning(
+            "jdp: the processes before kept no step in %s: this begins at step 0.", directory
+        )
     elif offer["resumes"]:
         _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
 

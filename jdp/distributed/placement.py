@@ -199,6 +199,12 @@ def _require_same_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
     if not isinstance(sharding, NamedSharding):
         return
     if sharding.mesh != mesh and sharding.mesh.size > 1:
+        if sharding.spec and axis.names(sharding.spec[0] or ()) == sharding.mesh.axis_names:
+            raise ValueError(
+                f"`{jax.tree_util.keystr(path)}` has a dim for {sharding.mesh.size} devices, as "
+                "jax.pmap and jax_utils.replicate return arrays. Leave replicate out, or take "
+                "jax_utils.unreplicate(state)."
+            )
         raise ValueError(
             f"`{jax.tree_util.keystr(path)}` lies on a mesh of {sharding.mesh.size} devices "
             f"{dict(sharding.mesh.shape)}, the rest of the state on one of {mesh.size} "

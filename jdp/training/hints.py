@@ -16,7 +16,9 @@ _CONSTRAINT = re.compile(
     r"|with_sharding_constraint requires a non-empty mesh"
     r"|Mesh for all inputs should be equal"  # of a constraint with a mesh of its own
 )
-_SHAPES = re.compile(r"incompatible shapes|dot_general requires|Incompatible shapes")
+_SHAPES = re.compile(
+    r"incompatible shapes|dot_general requires|Incompatible shapes|to generate shape"
+)
 
 
 def add_hint(
@@ -46,7 +48,9 @@ def add_hint(
     elif _CONSTRAINT.search(text):
         hint = _of_constraint(text, spec)
     elif _SHAPES.search(text):
-        hint = _of_rows(spec, batch, rest, num_ranks)
+        hint = _of_rows(spec, batch, rest, num_ranks) or _of_devices(spec, batch)
+    elif "accepts a single key, but was given a key array" in text:
+        hint = _of_keys(spec, rest, num_ranks)
     elif "unsupported format string passed to" in text and "Tracer" in text:
         hint = (
             "a value is formatted that is known only when the step runs. Return it as a metric and "
@@ -151,5 +155,30 @@ def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) ->
                 f"over the ranks. If rows of the two belong together, make them one batch: call "
                 f"{spec.name}({spec.argument(0)}, ({first}, {other})), and begin the step with "
                 f"{first}, {other} = batch."
+            )
+    return None
+
+
+def _of_devices(spec: StepSpec, batch: Any) -> str | None:
+    """Return a hint if a batch may have the dim for the devices that a pmap takes."""
+    shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(batch)}
+    if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[0] != 1:
+        return None
+    return (
+        f"a rank has one row of `{spec.argument(1)}`, with {shape[1]} entries in every leaf. "
+        "If these are its rows, leave out common_utils.shard, or the reshape to "
+        "[devices, rows, ...]: a batch of jdp is [rows, ...]."
+    )
+
+
+def _of_keys(spec: StepSpec, rest: Sequence[Any], num_ranks: int) -> str | None:
+    """Return a hint if a further argument has a key for each device, as a pmap takes them."""
+    for i, arg in enumerate(rest, 2):
+        if any(jnp.shape(leaf)[:1] == (num_ranks,) for leaf in jax.tree.leaves(arg)):
+            key, rank = spec.argument(i), f"jax.lax.axis_index({spec.axis_name[0]!r})"
+            return (
+                f"every rank has all {num_ranks} keys of `{key}`. Give one key, and write "
+                f"jax.random.fold_in({key}, {rank}); or take state.key of a jdp.TrainState, which "
+                "differs from rank to rank and from step to step."
             )
     return None

@@ -22,6 +22,12 @@ _VIEWED = (
     "more. Write np.array(x) in place of np.asarray(x) and jax.device_get(x), or drop the view."
 )
 _LARGE_BYTES = 1 << 16  # less memory is not worth a line
+_COPIED = (
+    "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. Copy it once, before the loop: "
+    "%s = jax.device_put(%s, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), with "
+    "mesh = jdp.init()."
+)
+_SLOW_BYTES = 1 << 20  # less is copied in less than a millisecond
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
@@ -181,6 +187,46 @@ def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
             spec.warned.add(_VIEWED)
             name = f"{spec.argument(0)}{jax.tree_util.keystr(path)}"
             _log.warning(_VIEWED, spec.name, name, leaf.nbytes / 1e6)
+            return
+
+
+def copied_leaves(where: Mesh, rest: Sequence[Any]) -> list[Any]:
+    """Return the large leaves of further arguments that each call copies to devices.
+
+    Args:
+      where: the mesh.
+      rest: the further arguments, as they were given.
+    """
+    return [
+        leaf
+        for leaf in jax.tree.leaves(rest)
+        if getattr(leaf, "nbytes", 0) >= _SLOW_BYTES
+        and (
+            isinstance(leaf, np.ndarray)
+            or isinstance(leaf, jax.Array)
+            and len(leaf.sharding.device_set) < where.size
+        )
+    ]
+
+
+def log_copies(spec: StepSpec, where: Mesh, rest: Sequence[Any], before: Sequence[Any]) -> None:
+    """Log, once for a step, a further argument that an earlier call had to copy, too.
+
+    Args:
+      spec: the step.
+      where: the mesh.
+      rest: the further arguments, as they were given.
+      before: large leaves that were copied in an earlier call.
+    """
+    known = {id(leaf) for leaf in before if leaf is not None}
+    if _COPIED in spec.warned or known.isdisjoint(map(id, copied_leaves(where, rest))):
+        return
+    for i, arg in enumerate(rest, 2):
+        if copied := copied_leaves(where, [arg]):
+            spec.warned.add(_COPIED)
+            name = spec.argument(i)
+            num_bytes = sum(leaf.nbytes for leaf in copied)
+            _log.warning(_COPIED, spec.name, name, num_bytes / 1e6, name, name)
             return
 
 

@@ -211,9 +211,6 @@ class RankProgram:
         """Raise an error of jdp's where the author's functions ask for a value of an argument."""
         try:
             yield
-        except (NameError, RuntimeError, ValueError) as error:
-            hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
-            raise
         except TypeError as error:
             held = layout.joined(lists)
             paths, *parts = layout.parted(self.spec.paths(0, held))
@@ -225,6 +222,9 @@ class RankProgram:
                 hints.add_hint(error, self.spec, batch, rest, num_ranks, pytrees.restore(held))
                 raise
             raise TypeError(text) from error
+        except Exception as error:  # also those of libraries, such as Flax's of shapes
+            hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
+            raise
 
     def _pair(self, returned: Any, tree: Any) -> tuple[Any, Any]:
         """Return the new state and the metrics, given the structure of the old state."""

@@ -41,6 +41,7 @@ class Step:
         self._leaves: list[weakref.ref] = []  # its leaves, over several processes
         self._latest: latest_call.LatestCall | None = None
         self._num_calls = 0
+        self._copied: list[weakref.ref] = []  # large further arguments of the second call
         self._holds_others = False  # whether the state has leaves that are not arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ class Step:
             call.integer_sums = found.integer_sums
             self._record(compiled, args, given, state, latest)
             in_flight.add(call)
-            self._look_at_some_calls(compiled.mesh, args[0])
+            self._look_at_some_calls(compiled.mesh, args[0], given[2:] if given else ())
         return pytrees.restore(state), metrics, call.weight
 
     def _explain(
@@ -153,9 +154,14 @@ class Step:
             if given is not None:
                 self._latest = latest_call.of(compiled, given, args, state, known)
 
-    def _look_at_some_calls(self, where: Mesh, state: Any) -> None:
+    def _look_at_some_calls(self, where: Mesh, state: Any, rest: Sequence[Any]) -> None:
         if self._num_calls in _LOOKS_FOR_VIEWS and self.spec.donate:
             placing.log_views(self.spec, where, state)
+        if rest and self._num_calls == 2:
+            self._copied = [weakref.ref(leaf) for leaf in placing.copied_leaves(where, rest)]
+        elif self._copied:
+            placing.log_copies(self.spec, where, rest, [leaf() for leaf in self._copied])
+            self._copied = []
         if progress.own.is_first_step and self.spec.returns_state:
             with progress.FIRST_STEP:  # others may still compile: as much time as for that
                 in_flight.drain()

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from jdp.checkpoint import find
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.last_commit import save_last_commit
@@ -74,3 +75,11 @@ def test_a_directory_that_is_on_another_host_is_not_made(memory, tmp_path):
     with pytest.raises(FileNotFoundError, match="elsewhere"):
         save_last_commit(memory)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_directory_without_a_step_of_the_processes_before_is_named(tmp_path, caplog):
+    # Another Checkpointer of theirs may have kept one: of a model that is trained before.
+    offer = {"keys": [], "resumes": True, "is_later": True}
+    assert find.latest({0: offer}, str(tmp_path)) is None
+    (line,) = caplog.messages
+    assert str(tmp_path) in line and "begins at step 0" in line

@@ -1,5 +1,6 @@
 """Every example runs as a user would run it, and does what it says."""
 
+import difflib
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 
 import jdp
 from jdp.checkpoint import directory
@@ -92,6 +93,39 @@ def test_the_cnn_stops_early_and_keeps_its_best_state(tmp_path):
     assert last == len(losses) == best + 2 < 40
     assert min(losses) == losses[best - 1]
     assert float(re.search(r"ranks: 4, test accuracy: ([\d.]+)% of 300", output)[1]) >= 97
+
+
+@pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("g2p_en", "misaki")), reason="needs g2p-en and misaki"
+)
+def test_lora_trains_and_saves_a_fiftieth_of_the_numbers(tmp_path):
+    output = run("lora.py", "--steps=60", folder=tmp_path)
+    line = r"^(.+): (\S+) numbers trained, (\S+)% -> (\S+)% of 997 words .* (\S+) bytes of"
+    lora, full = re.findall(line, output, re.MULTILINE)
+    trained, saved = [[int(x[i].replace(",", "")) for x in (lora, full)] for i in (1, 4)]
+    assert trained == [17_704, 834_890] and saved[0] < saved[1] / 30
+    assert lora[2] == full[2] and all(float(x[3]) > float(x[2]) + 10 for x in (lora, full))
+
+
+def test_pmap_after_has_the_state_of_pmap_before(tmp_path):
+    counted = {"before": 384, "after": 397}
+    states = []
+    for name, num_rows in counted.items():
+        output = run(f"pmap_{name}.py", folder=tmp_path)
+        assert re.search(rf"epoch 3 .* accuracy 9\d.* of {num_rows}$", output, re.MULTILINE)
+        saved = (tmp_path / f"pmap_{name}.msgpack").read_bytes()
+        states.append(serialization.msgpack_restore(saved))
+    # With one rank the bits are equal; with several XLA compiles each program in its own way.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *states)
+
+
+def test_coming_from_shows_the_difference_of_the_two():
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    (shown,) = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = ("pmap_before.py", "pmap_after.py")
+    texts = [(ROOT / "examples" / name).read_text().splitlines() for name in names]
+    lines = difflib.unified_diff(texts[0], texts[1], names[0], names[1], n=0, lineterm="")
+    assert shown.splitlines() == [*lines], "put this diff there, with n=0 lines around"
 
 
 def test_digits_fails_if_it_misses_its_target(tmp_path):

@@ -1,5 +1,6 @@
 """Mistakes in steps and their calls: the error, or a note on JAX's error, says what to write."""
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,40 @@ def test_the_axis_of_a_pmap_that_was_ported_is_named(num_ranks):
     ranks(num_ranks)
     (note,) = notes(NameError, with_mean_over("batch"), state(), batch())
     assert "'data'" in note and "jdp.init(axis_name='batch')" in note
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_keys_of_all_devices_of_a_pmap_that_was_ported_have_a_note(make):
+    def step(state, batch, keys):
+        return plain_step(state.replace(params=drawn(state.params, keys)), batch)
+
+    def drawn(params, keys):
+        noise = jax.random.normal(jax.random.fold_in(keys, 0), ())
+        return jax.tree.map(lambda x: x + noise, params)
+
+    ranks(3)
+    step, keys = jdp.train_step(step), jax.random.split(make(0), 3)
+    (note,) = notes(ValueError, step, state(), batch(), keys)
+    assert "state.key" in note and "lax.axis_index('data')" in note
+    step(state(), batch(), make(0))
+
+
+@pytest.mark.parametrize("error", [TypeError, flax.errors.ScopeParamShapeError])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_batch_with_a_dim_for_the_devices_of_a_pmap_has_a_note(num_ranks, error):
+    ranks(num_ranks)
+    layer = nn.Dense(2).init(jax.random.key(0), batch()["x"])
+
+    @jdp.train_step
+    def step(state, batch):
+        x = batch["x"].reshape(len(batch["y"]), -1)
+        if error is not TypeError:
+            nn.Dense(2).apply(layer, x)
+        return plain_step(state, {**batch, "x": x})
+
+    sharded = jax.tree.map(lambda x: x.reshape(num_ranks, -1, *x.shape[1:]), batch())
+    (note,) = notes(error, step, state(), sharded)
+    assert "common_utils.shard" in note and "[rows, ...]" in note
 
 
 @pytest.mark.parametrize("takes_batch", [True, False])

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import logging
 import time
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from support.processes import Processes
 from support.training import ranks
 
@@ -88,3 +90,41 @@ def test_steps_in_turn_do_not_wait_for_ever_behind_callbacks():
         [found] = process.run(alternate_behind_callbacks)
     for values, right in zip(found, 2 * (-6,) + 3 * (-5,), strict=True):
         np.testing.assert_array_equal(values, np.full(4, right))
+
+
+def adds(state, batch, big):
+    return state.apply_gradients({"w": jnp.full(4, big.sum())}), {}
+
+
+@pytest.mark.parametrize(
+    ("place", "is_named"),
+    [
+        (lambda x, mesh: x, True),
+        (lambda x, mesh: jnp.asarray(x), True),
+        (lambda x, mesh: jax.device_put(x, jax.devices()[0]), True),
+        (lambda x, mesh: x[:100], False),
+        (lambda x, mesh: jax.device_put(x, NamedSharding(mesh, PartitionSpec())), False),
+    ],
+    ids=["NumPy", "jnp", "one device", "small", "placed"],
+)
+def test_a_large_argument_that_each_call_copies_is_logged_once(place, is_named, caplog):
+    mesh = ranks(2)
+    step = jdp.train_step(adds)
+    big = place(np.zeros(1 << 19, "float32"), mesh)
+    state = jdp.TrainState.create({"w": jnp.zeros(4)}, jdp.replicated(optax.sgd(0.1)))
+    with caplog.at_level(logging.WARNING, "jdp"):
+        for _ in range(10):
+            state, _ = step(state, np.zeros((4, 1), "float32"), big)
+    assert len(caplog.messages) == is_named
+    assert all("`big` (2.1 MB)" in line and "jax.device_put" in line for line in caplog.messages)
+
+
+def test_large_arguments_that_differ_from_call_to_call_are_not_logged(caplog):
+    ranks(2)
+    step = jdp.train_step(adds)
+    state = jdp.TrainState.create({"w": jnp.zeros(4)}, jdp.replicated(optax.sgd(0.1)))
+    with caplog.at_level(logging.WARNING, "jdp"):
+        for i in range(10):
+            big = np.full(1 << 19, i, "float32")
+            state, _ = step(state, np.zeros((4, 1), "float32"), big)
+    assert not caplog.messages

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import jax_utils
 from flax.training.train_state import TrainState as FlaxTrainState
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -262,6 +263,13 @@ def parameters_on_another_mesh():
     jdp.init(devices=jax.devices()[:4])
     state, batch = training()
     lower(applied, state.replace(params=away), batch)
+
+
+@refused(ValueError, "a dim for 4 devices.*jax_utils.unreplicate")
+def state_of_a_pmap():
+    jdp.init(devices=jax.devices()[:4])
+    state, batch = training()
+    lower(applied, jax_utils.replicate(state, jax.devices()[:4]), batch)
 
 
 # Axes
