@@ -118,7 +118,9 @@ class Session:
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)
         self._ends.callback(self._commits.end_thread)
-        progress.own.restored = {"step": self.steps, "tier": found.tier if found else "none"}
+        own = progress.own
+        tier, before = found.tier if found else "none", own.closed_steps - own.num_steps
+        own.restored = {"step": self.steps, "tier": tier, "base": before + self.steps}
         if self._launcher is not None:
             self._launcher.tell("restored", **progress.own.restored, s=time.monotonic() - began)
         return state
@@ -223,6 +225,8 @@ class Session:
 
     def end_session(self) -> None:
         """Wait for pending writes, and let other runs use the directory."""
+        if not self.is_over:
+            progress.own.closed_steps += self.steps
         self.is_over, self._state = True, None
         self._ends.close()
 

@@ -10,7 +10,8 @@ From a process to its host:
                                 it compiled these modules at its start, for s seconds, since they
                                 have no bytecode; why, and the command that writes it
   joined      s                 it found the others, which took s seconds
-  restored    step, tier, s     it has the state after `step` steps, from memory or disk
+  restored    step, tier, s,    it has the state after `step` steps, from memory or disk; its calls
+              base              of steps are counted from `base`: with models trained before
   first_step  s, compile_s      it finished its first step, s seconds after `go`
   failed      code, traceback   its script raised, and it is about to exit with that code
   closed      step              its `Checkpointer` has saved the last step

@@ -30,7 +30,8 @@ class OwnProgress:
       compile_s: seconds of compiling.
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
       latest_kept: the newest step that this run could continue from, in words.
-      restored: "step" and "tier" that a Checkpointer has restored; empty before.
+      restored: what a Checkpointer has restored, see `messages`; empty before.
+      closed_steps: steps of Checkpointers that were closed: of models that were trained before.
       line: the `ProgressLine` of this process; None if it has none.
       watch: the thread that watches this process.
       step_clock: takes the times of steps; None if no launcher reads them.
@@ -48,6 +49,7 @@ class OwnProgress:
         self.longest_wait_s = math.inf
         self.latest_kept: str | None = None
         self.restored: dict[str, Any] = {}
+        self.closed_steps = 0
         self.line: Any = None
         self.watch: SelfWatch | None = None
         self.step_clock: StepClock | None = None

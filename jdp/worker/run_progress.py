@@ -79,7 +79,7 @@ class RunProgress:
         """
         self._began = now if self._began is None else self._began
         self._size, self._statuses, self._ended = size, {}, {}
-        self._restored = {i: facts["step"] for i, facts in restored.items()}
+        self._restored = {i: facts["base"] for i, facts in restored.items()}
         self._samples.clear()
         if self._cause:
             self._recoveries[self._cause] += 1

@@ -76,7 +76,7 @@ def begin_watching(
     own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
     own.phases[0] = STARTING, time.monotonic_ns()
     own.num_steps = own.num_counted = own.num_own_steps = 0
-    own.restored = {}
+    own.restored, own.closed_steps = {}, 0
     own.is_first_step, own.compile_s = not is_alone, 0.0
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)

@@ -17,6 +17,7 @@ from support.launched import Launcher
 
 import jdp
 from jdp.checkpoint import commit_memory, directory_lock
+from jdp.worker import progress
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
 TX = jdp.replicated(optax.adam(0.1))
@@ -787,3 +788,19 @@ def test_a_leaf_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, 
     with pytest.raises(TypeError, match=r"`\['a'\]\[0\]`"):
         jdp.Checkpointer(tmp_path / "run").restore({"a": [np.zeros(2, dtype)]})
     assert not (tmp_path / "run").exists()
+
+
+def test_steps_of_two_models_in_turn_count_on(tmp_path):
+    own = progress.own
+    before = own.num_steps, own.closed_steps
+    for folder, num_steps in (("first", 3), ("second", 4)):
+        with jdp.Checkpointer(tmp_path / folder) as checkpointer:
+            state = checkpointer.restore({"n": jnp.int32(0)})
+            for _ in range(num_steps):
+                checkpointer.step(state)
+    with jdp.Checkpointer(tmp_path / "second", resume=True) as checkpointer:
+        checkpointer.restore({"n": jnp.int32(0)})
+        # As in a process that has trained the first model, and continues with the second one.
+        assert own.num_steps - before[0] == own.closed_steps - before[1] == 7
+        assert own.restored["step"] == 4
+        assert own.restored["base"] + own.num_steps == own.closed_steps + 4

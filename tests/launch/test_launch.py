@@ -81,6 +81,26 @@ def test_a_killed_process_is_replaced_by_a_standby(jdp_run, size, rank):
     assert recovered["restored_step"] == 10
 
 
+# A second model, trained after one of 60 steps.
+SECOND = """
+from jdp.worker import progress, watching
+watching.begin_watching(600.0, a.process_id, a.num_processes)
+step, base = (5, 65) if a.generation else (0, 60)
+launcher.tell("restored", step=step, base=base, tier="commit", s=0.0)
+for _ in range(7 * (1 - a.generation)):
+    with progress.TRAIN_STEP: pass
+"""
+
+
+def test_steps_that_are_lost_are_those_of_the_model_that_trains(jdp_run):
+    run = jdp_run("--nproc-per-node=2", after=SECOND)
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+    [recovered] = run.events("recovered")
+    assert (recovered["restored_step"], recovered["lost_steps"]) == (5, 2)
+
+
 def test_each_recovery_has_standbys_again(jdp_run):
     run = jdp_run("--nproc-per-node=2")
     for generation in range(3):

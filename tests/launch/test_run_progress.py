@@ -19,6 +19,8 @@ def status(steps, phase="", since_s=0.0, **counts):
 
 def begun(size=1, at=100.0, **restored):
     progress = RunProgress()
+    if restored:
+        restored["base"] = restored["step"]
     progress.begin_generation(at, size, {i: restored for i in range(size)} if restored else {})
     return progress
 
@@ -33,12 +35,12 @@ def test_the_next_leader_goes_on_with_recoveries_and_lost_time():
     first = begun(at=100.0)
     first.record(110.0, {0: status(5)})
     first.record_failure(110.0, 5, "JDP302")
-    first.begin_generation(112.0, 1, {0: {"step": 5, "tier": "commit"}})
+    first.begin_generation(112.0, 1, {0: {"step": 5, "base": 5, "tier": "commit"}})
     first.record(112.0, {0: status(0)})
     second = RunProgress()
     second.take_over(first.history(115.0).moved(1000.0))
     second.record_failure(1120.0, 9, "JDP311")
-    second.begin_generation(1124.0, 1, {0: {"step": 9, "tier": "commit"}})
+    second.begin_generation(1124.0, 1, {0: {"step": 9, "base": 9, "tier": "commit"}})
     second.record(1124.0, {0: status(0)})
     found = second.summary(1200.0)
     assert (found.step, found.recoveries, found.ettr) == (9, 2, 1 - (2 + 4) / 100)
@@ -118,7 +120,9 @@ def test_the_loss_and_what_is_kept_are_the_latest_and_outlive_a_generation():
     writer = status(30, commit=30, checkpoint=20, logged=28, loss=0.5)
     progress.record(101.0, {0: writer, 1: status(30)})
     progress.record_failure(102.0, 30, "JDP302")
-    progress.begin_generation(103.0, 2, dict.fromkeys((0, 1), {"step": 30, "tier": "commit"}))
+    progress.begin_generation(
+        103.0, 2, dict.fromkeys((0, 1), {"step": 30, "base": 30, "tier": "commit"})
+    )
     found = progress.summary(103.0)
     assert (found.loss, found.commit, found.checkpoint, found.recoveries) == (0.5, 30, 20, 1)
 
@@ -144,7 +148,7 @@ def test_a_commit_that_was_lost_is_not_shown():
     progress = begun()
     progress.record(101.0, {0: status(30, commit=30, checkpoint=20)})
     progress.record_failure(102.0, 30, "JDP302")
-    progress.begin_generation(103.0, 1, {0: {"step": 20, "tier": "checkpoint"}})
+    progress.begin_generation(103.0, 1, {0: {"step": 20, "base": 20, "tier": "checkpoint"}})
     found = progress.summary(103.0)
     assert (found.commit, found.checkpoint) == (None, 20)
 
@@ -155,7 +159,7 @@ def test_time_counts_until_the_failure_and_from_where_the_run_comes_further():
     progress.record_failure(180.0, 82, "JDP302")  # 80 s that count
     assert progress.summary(180.0).step == 82
     assert progress.summary(190.0).ettr == pytest.approx(80 / 90)  # while it recovers
-    progress.begin_generation(185.0, 1, {0: {"step": 70, "tier": "commit"}})
+    progress.begin_generation(185.0, 1, {0: {"step": 70, "base": 70, "tier": "commit"}})
     progress.record(190.0, {0: status(5)})  # step 75 is made again
     assert progress.summary(190.0).ettr == pytest.approx(80 / 90)
     progress.record(195.0, {0: status(12)})
@@ -169,10 +173,12 @@ def test_failures_on_the_way_are_one_outage_and_growth_is_no_recovery():
     progress.record(10.0, {0: status(10)})
     for at, error_code in ((10.0, "JDP305"), (12.0, "JDP302")):
         progress.record_failure(at, 10, error_code)
-    progress.begin_generation(15.0, 1, {0: {"step": 10, "tier": "commit"}})
+    progress.begin_generation(15.0, 1, {0: {"step": 10, "base": 10, "tier": "commit"}})
     progress.record(15.0, {0: status(1)})
     progress.record_failure(17.0, 11, "")
-    progress.begin_generation(18.0, 2, dict.fromkeys((0, 1), {"step": 11, "tier": "commit"}))
+    progress.begin_generation(
+        18.0, 2, dict.fromkeys((0, 1), {"step": 11, "base": 11, "tier": "commit"})
+    )
     progress.record(18.0, {0: status(1), 1: status(1)})
     found = progress.summary(20.0)
     assert found.recoveries == 1 and found.ettr == pytest.approx(14 / 20)

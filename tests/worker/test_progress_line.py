@@ -155,5 +155,7 @@ def test_a_script_that_does_not_step_says_nothing():
 
 
 def test_a_restored_run_counts_on(terminal):
-    found = terminal("progress.own.restored = {'step': 1000, 'tier': 'checkpoint'}\ngo(40)")
+    found = terminal(
+        "progress.own.restored = {'step': 1000, 'base': 1000, 'tier': 'checkpoint'}\ngo(40)"
+    )
     assert re.fullmatch(r"step 1040 · .* · checkpoint 1000", found.end()[-1])

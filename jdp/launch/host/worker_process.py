@@ -206,7 +206,7 @@ class Process:
             self.parked = True
             self._output.hold()
         elif kind == "restored":
-            self.restored_step = facts["step"]
+            self.restored_step = facts["base"]
         elif kind == "ended":
             self.has_ended = True
         elif kind == "failed":

@@ -24,7 +24,8 @@ class Outage:
 
     def __init__(self, step: int | None) -> None:
         self._step = step
-        self._restored_step: int | None = None
+        # The step, and the same with the steps of models that were trained before.
+        self._restored: tuple[int, int] | None = None
         self._compile_s = 0.0
         self._causes: list[Cause] = []
         self._times: list[tuple[str, float]] = []
@@ -40,10 +41,14 @@ class Outage:
         if what not in _PARTS:
             return
         self._times.append((_PARTS[what], time.monotonic()))
-        if what == "restored":
-            self._restored_step = min(facts["step"] for facts in told)
         if what == "first_step":
             self._compile_s = max(facts.get("compile_s") or 0.0 for facts in told)
+
+    def record_restored(self, told: Iterable[dict[str, Any]]) -> None:
+        """Record what each process has restored last before its first step."""
+        for facts in told:
+            steps = facts["step"], facts["base"]
+            self._restored = min(self._restored or steps, steps)
 
     @property
     def text(self) -> str:
@@ -64,13 +69,13 @@ class Outage:
             "whole_s": self._times[-1][1] - self._times[0][1] + silent_s,
         }
         lost = None
-        if self._step is not None and self._restored_step is not None:
-            lost = max(self._step - self._restored_step, 0)
+        if self._step is not None and self._restored is not None:
+            lost = max(self._step - self._restored[1], 0)
         return {
             "cause": self.text,
             "error_codes": [cause.error_code for cause in self._causes if cause.error_code],
             **{name: round(value, 4) for name, value in seconds.items()},
-            "restored_step": self._restored_step,
+            "restored_step": self._restored and self._restored[0],
             "lost_steps": lost,
         }
 
@@ -167,9 +172,11 @@ class Recoveries:
         if what != "first_step":
             return
         self.stepped = True
-        self._report.begin_generation(generation.size, generation.told.get("restored", {}))
+        restored = generation.told.get("restored", {})
+        self._report.begin_generation(generation.size, restored)
         done, self._outage = self._outage, None
         if done is not None:
+            done.record_restored(restored.values())
             self._events.write("recovered", generation=generation.number, **done.record())
             self._say(
                 f"{done.text}. Generation {generation.number} of {generation.size} processes is "
