@@ -94,7 +94,9 @@ for _ in range(7 * (1 - a.generation)):
 
 def test_steps_that_are_lost_are_those_of_the_model_that_trains(jdp_run):
     run = jdp_run("--nproc-per-node=2", init=SECOND)
-    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    pids = run.pids(0, 2)
+    run.until("first_step", 4)  # the script tells it, too
+    os.kill(pids[1], signal.SIGKILL)
     run.pids(1, 2)
     assert run.finish() == 0
     [recovered] = run.events("recovered")
