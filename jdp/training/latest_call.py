@@ -10,6 +10,7 @@ import jax
 from jdp import jax_compat
 from jdp.distributed.checks import known_leaves
 
+_is_deleted = operator.methodcaller("is_deleted")
 _flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
 
 
@@ -28,14 +29,18 @@ class KnownState:
       leaves: references to its leaves; empty if the object itself is recognised.
     """
 
-    __slots__ = ("_is_callers", "_object", "leaves")
+    __slots__ = ("_any_deleted", "_is_callers", "_object", "leaves")
 
     def __init__(self, program: Any, state: Any, *, is_callers: bool = False) -> None:
         self._is_callers = is_callers
         self._object: weakref.ref | None = None
         self.leaves: list[weakref.ref] = []
-        # Processes compare the leaves that the author has exchanged within a state.
-        if program.arguments is None and _is_frozen(type(state)):
+        # On one device an array has one shard, and JAX's own method tells all.
+        is_alone = program.mesh.size == 1
+        self._any_deleted = _any_deleted_of_one if is_alone else _any_deleted
+        # Processes compare leaves that the author has exchanged within a state, and a program that
+        # does not read a leaf does not notice that it is gone.
+        if program.arguments is None and not is_callers and _is_frozen(type(state)):
             self._object = weakref.ref(state)
         else:
             self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
@@ -55,7 +60,7 @@ class KnownState:
         if not known_leaves.are(self.leaves, leaves):
             return False
         looks = self._is_callers or jax_compat.DELETED_ARRAY_CRASHES
-        return not (looks and any(map(jax_compat.is_deleted, leaves)))
+        return not (looks and self._any_deleted(leaves))
 
 
 class LatestCall:
@@ -120,6 +125,14 @@ def of(
         return None  # the mesh is that of `init`, which may change
     known = KnownState(program, state, is_callers=True) if known is None else known
     return LatestCall(program, known, given[1:])
+
+
+def _any_deleted(leaves: Sequence[Any]) -> bool:
+    return any(map(jax_compat.is_deleted, leaves))
+
+
+def _any_deleted_of_one(leaves: Sequence[Any]) -> bool:
+    return any(map(_is_deleted, leaves))
 
 
 def _is_frozen(kind: type) -> bool:

@@ -296,3 +296,13 @@ def test_threads_that_call_one_step_on_two_meshes_get_their_own_programs():
     finally:
         sys.setswitchinterval(switch)
     assert not wrong
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_leaf_of_a_train_state_that_an_evaluation_does_not_read_may_not_be_gone(n):
+    batch, state = placed(ranks(n)), made()
+    evaluated(state, batch)
+    evaluated(state, batch)
+    state.seed.delete()
+    with pytest.raises(ValueError, match=r"`state.seed` was donated"):
+        evaluated(state, batch)
