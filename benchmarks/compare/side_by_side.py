@@ -6,7 +6,7 @@
 
 PyTorch is looked for in the environment of `--torch-python` or of the variable JDP_TORCH_PYTHON,
 in the folder `.venv-torch`, and in this Python; a run without it names the line that installs it.
-Writes all rows to benchmarks/results/, and prints a short table for README.md; a quick run writes
+Writes all rows to benchmarks/results/, and prints a short table for docs/results.md; a quick run writes
 to out/benchmarks/.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     where = report.SCRATCH if options.quick else report.RESULTS
     print("\nwrote", report.write(where, "compare", report.hardware(), sections))
     rows = [row for section in sections for row in section.rows]
-    print(f"\nFor README.md:\n\n{tables.readme(rows)}\n\nWhere jdp loses:")
+    print(f"\nFor docs/results.md:\n\n{tables.readme(rows)}\n\nWhere jdp loses:")
     print("\n".join(tables.losses(rows)) or "nowhere beyond the intervals")
 
 

@@ -20,7 +20,10 @@ from jdp.launch.options import flags, options
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Without Python, and with a script that is run by its command alone.
-OTHERS = ("not_proved.md", "quickstart.md", "slow_processes.md", "surprises.md")
+OTHERS = (
+    *("not_proved.md", "quickstart.md", "slow_processes.md", "surprises.md"),
+    *("results.md", "why.md"),
+)
 COMMANDS = [
     *PAGES,
     ROOT / "examples" / "slurm.sh",
