@@ -1,6 +1,8 @@
 """Arrays in the format of Orbax: of a checkpoint that one process writes alone, and of others."""
 
 import contextlib
+import importlib
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,14 @@ from jdp.checkpoint.saved_leaves import ArrayForm, SavedLeaf
 
 def write(state: Path, arrays: dict[str, Any]) -> None:
     """Write nonempty arrays to a new folder."""
-    import orbax.checkpoint as ocp
-
+    ocp = _imported()
     with _orbax() as orbax:
         orbax.save(state, args=ocp.args.PyTreeSave(arrays))
 
 
 def read(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Read the arrays with these names from a folder."""
-    import orbax.checkpoint as ocp
-
+    ocp = _imported()
     wanted = ocp.args.PyTreeRestore(
         item=dict.fromkeys(names, 0),
         restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names},
@@ -45,8 +45,7 @@ def tree_leaves(tree: Path) -> list[SavedLeaf]:
 
 def read_tree(tree: Path, numbers: Collection[int]) -> list[np.ndarray]:
     """Read those of its `tree_leaves` with these numbers, in order."""
-    import orbax.checkpoint as ocp
-
+    ocp = _imported()
     with _orbax() as orbax:
         leaves, form = jax.tree.flatten(orbax.metadata(tree).item_metadata.tree)
         places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -71,17 +70,24 @@ def forms(state: Path) -> dict[str, ArrayForm]:
     return {name: (tuple(each.shape), np.dtype(each.dtype)) for name, each in tree.items()}
 
 
+def _imported() -> Any:
+    """Import Orbax, and leave the form of log lines as it is."""
+    # The first line of absl's log, which Orbax writes to, would give the root logger another form.
+    if not logging.root.handlers and logging.lastResort is not None:
+        logging.root.addHandler(logging.lastResort)
+    return importlib.import_module("orbax.checkpoint")
+
+
 def prepare() -> None:
     """Import Orbax ahead of the first write."""
-    import orbax.checkpoint  # noqa: F401
+    _imported()
 
 
 # Configures Orbax for a single process, regardless of the number of processes: only process 0 calls
 # this, with unsharded host arrays.
 @contextlib.contextmanager
 def _orbax() -> Iterator[Any]:
-    import orbax.checkpoint as ocp
-
+    ocp = _imported()
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix="jdp"

@@ -442,3 +442,15 @@ def test_a_gathering_of_a_later_commit_outlives_one_that_is_complete(folder):
     kept, done = folder.gathering(1, 20, "b"), folder.gathering(1, 10, "a")
     folder.discard_gathering(up_to=(1, 10))
     assert kept.is_dir() and not done.exists()
+
+
+def test_the_import_of_orbax_leaves_the_form_of_log_lines():
+    script = (
+        "import logging; from jdp.checkpoint import orbax_files; orbax_files.prepare()\n"
+        "from absl import logging as absl_logging; absl_logging.info('hidden')\n"
+        "logging.getLogger('jdp').warning('jdp: a line')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "jdp: a line\n"
