@@ -6,8 +6,8 @@
 
 PyTorch is looked for in the environment of `--torch-python` or of the variable JDP_TORCH_PYTHON,
 in the folder `.venv-torch`, and in this Python; a run without it names the line that installs it.
-Writes all rows to benchmarks/results/, and prints a short table for docs/results.md; a quick run writes
-to out/benchmarks/.
+Writes all rows to benchmarks/results/, and prints a short table for docs/results.md; a quick run
+writes to out/benchmarks/.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The tables of the comparison: all rows for the page of results, and a short one for docs/results.md."""
+"""Tables of the comparison: all rows for the results, and a short one for docs/results.md."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
