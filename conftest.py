@@ -29,7 +29,7 @@ ON_OLDEST = (
     "tests/checkpoint/test_format.py",
     "tests/checkpoint/test_load.py",
     "tests/checkpoint/test_sharded_state.py",
-    "tests/collectives/test_beside_xla.py",
+    "tests/collectives/test_xla_interleaving.py",
     "tests/collectives/test_collectives.py",
     "tests/collectives/test_native.py",
     "tests/collectives/test_several_processes.py",

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jdp.inspect.rounds import alternate as alternate
-from jdp.inspect.rounds import interval
+from jdp.inspect.paired_timing import alternate as alternate
+from jdp.inspect.paired_timing import interval
 
 
 class Word(str):

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp.inspect.rounds import Clock as Clock
-from jdp.inspect.rounds import interval as interval
+from jdp.inspect.paired_timing import Clock as Clock
+from jdp.inspect.paired_timing import interval as interval
 
 
 class Comparison(NamedTuple):

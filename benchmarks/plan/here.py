@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdp.collectives import auto
+from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.bench import collectives, faults, step
 from jdp.inspect.bench.faulty_launch import FaultSetting
 from jdp.inspect.bench.step_command import found_model
-from jdp.inspect.law_fit import fitted
 from jdp.inspect.plan.fabric import Fabric
 from jdp.inspect.plan.failures import Failures
 from jdp.inspect.plan.schedule import REPLICATED, Deployment, program_of

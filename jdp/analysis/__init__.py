@@ -1,7 +1,8 @@
 """Which values may differ from rank to rank, and where ranks could wait for each other."""
 
+from jdp.analysis.abstract_value import Class
 from jdp.analysis.analyse import analyse, find_shard_maps
-from jdp.analysis.classes import Class
+from jdp.analysis.backward_slice import Node
 from jdp.analysis.declared import declare_pure
 from jdp.analysis.findings import Deadlock, Marked
 from jdp.analysis.loop_refusals import unknown_primitives
@@ -11,7 +12,6 @@ from jdp.analysis.report import Report
 from jdp.analysis.source_lines import line_of
 from jdp.analysis.source_lines import source as source_of
 from jdp.analysis.uniformity import uniformity
-from jdp.analysis.way_back import Node
 from jdp.analysis.wording import bulleted, shown
 
 __all__ = [

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdp.analysis.classes import Class
+from jdp.analysis.abstract_value import Class
 
 _KINDS = (
     "varying unsummed unrepeated single total divided even uneven averaging undivided duplicated"

@@ -8,7 +8,7 @@ import jax
 
 from jdp import pytrees
 from jdp.analysis import Node, Origin, Provenance, Report, shown
-from jdp.analysis.decisions import decision, without_skipped
+from jdp.analysis.divergent_branches import decision, without_skipped
 from jdp.analysis.explanation import since, why
 from jdp.analysis.findings import Marked
 from jdp.analysis.marks import PART, SHARED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.analysis.classes import Class
+from jdp.analysis.abstract_value import Class
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jdp.analysis import deadlocks, eqn_axes, reductions
-from jdp.analysis.decisions import decision, without_skipped
+from jdp.analysis import eqn_axes, reductions, unmatched_collectives
+from jdp.analysis.divergent_branches import decision, without_skipped
 from jdp.analysis.explanation import why
 from jdp.analysis.report import Report
 from jdp.analysis.wording import shown, spelled
@@ -29,7 +29,9 @@ def refusals(
       paths: names of its outputs in the enclosing function, by position.
       inputs: names of its inputs in the enclosing function, in order.
     """
-    yield from deadlocks.refusals(report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
+    yield from unmatched_collectives.refusals(
+        report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2"
+    )
     yield from reductions.refusals(eqn, report, names)
     yield from _torn_outputs(eqn, report, names, paths, inputs)
     yield from _torn_refs(eqn, report, names)

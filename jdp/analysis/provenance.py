@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jdp.analysis import jaxprs
+from jdp.analysis.backward_slice import Frame, Node, WayBack, is_source
 from jdp.analysis.marks import ALL_REDUCED, LOCAL
 from jdp.analysis.records import Record
 from jdp.analysis.rules import collectives
-from jdp.analysis.way_back import Frame, Node, WayBack, is_source
 
 
 class Origin(NamedTuple):

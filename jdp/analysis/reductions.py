@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from jdp.analysis import eqn_axes
+from jdp.analysis.backward_slice import Node
 from jdp.analysis.findings import Marked
 from jdp.analysis.marks import LOCAL, OWN_WEIGHT, SYNCED
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
-from jdp.analysis.way_back import Node
 from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 

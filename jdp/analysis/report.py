@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jdp.analysis.classes import Class
+from jdp.analysis.abstract_value import Class
 from jdp.analysis.findings import Deadlock, Marked
 from jdp.analysis.provenance import Provenance
 

@@ -14,10 +14,9 @@ from jdp.analysis import (
     bfloat16_reductions,
     bulleted,
     causes,
-    deadlocks,
     find_shard_maps,
     jaxprs,
-    own_gradients,
+    lint_clip_before_reduce,
     padding,
     reductions,
     scales,
@@ -25,6 +24,7 @@ from jdp.analysis import (
     source_of,
     transposed,
     unknown_primitives,
+    unmatched_collectives,
 )
 from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.analysis.traced import Traced
@@ -76,7 +76,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_means(report, traced),
         *scales.warnings(step, report, traced),
         *padding.warnings(step, report, traced),
-        *own_gradients.warnings(report, traced),
+        *lint_clip_before_reduce.warnings(report, traced),
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)
@@ -102,7 +102,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     if unknown := [*_not_compiled(step, report, traced)]:
         return unknown
     problems = [
-        *deadlocks.refusals(report, causes.input_names(report, traced), _UNIFORM),
+        *unmatched_collectives.refusals(report, causes.input_names(report, traced), _UNIFORM),
         *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),

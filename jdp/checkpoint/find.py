@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp.checkpoint import other_tools, split_commit
+from jdp.checkpoint.code_change import facts_of_script
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.edits import facts_of_script
 from jdp.checkpoint.shared_checkpoint import require_shared
 from jdp.checkpoint.sources import Key, Sources
 from jdp.distributed import agree, kv_store

@@ -15,7 +15,7 @@ import numpy as np
 
 from jdp.checkpoint import orbax_files, other_tools, split_disk
 from jdp.checkpoint.directory import Checkpoint, Folder
-from jdp.checkpoint.fill import fill
+from jdp.checkpoint.load_into import fill
 from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.restore_split import split_values
 from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, from_disk, is_split, leaves_of

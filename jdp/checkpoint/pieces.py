@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import pytrees, rank_state
-from jdp.checkpoint import next_host, shards, shares
+from jdp.checkpoint import buddy_copy, shards, shares
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe, padded_bytes
 from jdp.pytrees import is_array, without_key
 
@@ -80,7 +80,7 @@ class Finder:
         split = {}
         if self._parts:
             if self._keeps_for_others():
-                copies = next_host.copies(arrays, self._parts, self.hosts)
+                copies = buddy_copy.copies(arrays, self._parts, self.hosts)
                 pieces += [StatePiece(-1, None, x, n) for n, x in copies.items()]
             held = [piece.part for piece in pieces if piece.part is not None]
             split = shards.split_facts(self._parts, held, has_whole=here)
@@ -108,7 +108,7 @@ class Finder:
         whole = [leaf for i, leaf in enumerate(self._leaves) if i not in split] if here else []
         numbers = [n for n, part in enumerate(self._parts) if part.writer == jax.process_index()]
         if self._parts and self._keeps_for_others():
-            numbers += next_host.kept(arrays, self._parts, self.hosts)
+            numbers += buddy_copy.kept(arrays, self._parts, self.hosts)
         mine = [shards.described_part(self._leaves, self._parts[n]) for n in numbers]
         return sum(map(padded_bytes, [*whole, *mine]))
 

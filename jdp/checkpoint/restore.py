@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.checkpoint.code_change import Edits
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.edits import Edits
-from jdp.checkpoint.fill import fill
 from jdp.checkpoint.find import Found, Latest
+from jdp.checkpoint.load_into import fill
 from jdp.checkpoint.restore_split import split_values
 from jdp.checkpoint.saved_leaves import leaves_of, pack, packed_bytes, unpack
 from jdp.checkpoint.shards import SplitValue

@@ -10,7 +10,7 @@ import jax
 
 from jdp import pytrees
 from jdp.checkpoint import directory, orbax_files, part_files
-from jdp.checkpoint.edits import Edits
+from jdp.checkpoint.code_change import Edits
 from jdp.checkpoint.find import Found, all_processes, find
 from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.one_session import commits_of
@@ -118,12 +118,14 @@ class Session:
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)
         self._ends.callback(self._commits.end_thread)
-        own = progress.own
-        tier, before = found.tier if found else "none", own.closed_steps - own.num_steps
-        own.restored = {"step": self.steps, "tier": tier, "base": before + self.steps}
-        if self._launcher is not None:
-            self._launcher.tell("restored", **progress.own.restored, s=time.monotonic() - began)
+        self._tell_restored(found.tier if found else "none", time.monotonic() - began)
         return state
+
+    def _tell_restored(self, tier: str, seconds: float) -> None:
+        base = self.steps + progress.own.closed_steps - progress.own.num_steps
+        progress.own.restored = {"step": self.steps, "tier": tier, "base": base}
+        if self._launcher is not None:
+            self._launcher.tell("restored", **progress.own.restored, s=seconds)
 
     def _find(self, resume: bool | None) -> Found:
         """Return the states that all processes found, and begin a new life."""

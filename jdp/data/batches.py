@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 from jdp.axis import AxisName
 from jdp.data import host_arrays
 from jdp.data.dataset import has_rows_of_objects, reader
+from jdp.data.epoch_plan import Run
 from jdp.data.loader_batches import LoaderBatches
 from jdp.data.loops import Batches, Target
 from jdp.data.row_checks import RowCheck
-from jdp.data.run import Run
 from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
 from jdp.validation import allows, int_at_least

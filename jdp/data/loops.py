@@ -14,15 +14,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
-from jdp.data import current_loop, row_checks
+from jdp.data import active_iterator, row_checks
 from jdp.data.dataset import Read, record_mask, with_mask
+from jdp.data.epoch_plan import Run
 from jdp.data.first_batch_check import require_equal_layouts
 from jdp.data.host_arrays import RowError
 from jdp.data.prefetch import prefetch
-from jdp.data.run import Run
 from jdp.data.sampler import Sampler, continued, facts_of
 from jdp.data.sharding import Layout, batch_sharding, num_blocks, process_rows
-from jdp.data.uneven_loops import hand_out_equally
+from jdp.data.uneven_data import hand_out_equally
 from jdp.distributed import agree
 from jdp.distributed.mesh import current_mesh
 from jdp.validation import int_at_least
@@ -288,7 +288,7 @@ def place(
     assert isinstance(sharding.mesh, Mesh)
     # The phase shows the hang detector that this process waits for data, not for another process.
     with progress.DATA:
-        current_loop.current.raise_pending()
+        active_iterator.current.raise_pending()
         peers = agree.peers(sharding.mesh)
         with agree.propagating_errors(peers, "while it made its first batch"):
             first = next(host_batches, _END)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from jdp.data import current_loop
+from jdp.data import active_iterator
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     # The thread must not reference this generator, or it would keep it alive forever.
     producer = _Producer(iter(items), depth)
     producer.start()
-    loops = current_loop.current  # at interpreter exit the module may already be cleared
+    loops = active_iterator.current  # at interpreter exit the module may already be cleared
     loops.add_reader(producer)
     try:
         yield from producer

@@ -7,8 +7,8 @@ from collections import deque
 from typing import Any
 
 from jdp.distributed import call_log, failed_run, this_process
-from jdp.distributed.checks import different_calls
-from jdp.distributed.checks.overdue import Overdue
+from jdp.distributed.checks import call_mismatch
+from jdp.distributed.checks.stuck_step import Overdue
 from jdp.distributed.step_call import StepCall
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
@@ -229,7 +229,7 @@ def _num_running() -> int:
         running = [call for call in tuple(_calls) if not _is_ready(call.weight)]
     except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it is not running
         return 0
-    different_calls.current.look(bool(running or _being_made or call_log.num_waiting))
+    call_mismatch.current.look(bool(running or _being_made or call_log.num_waiting))
     # Call this even if no step runs here, because other processes may be ahead or behind.
     _overdue.look([*_calls, *_being_made] if running or _being_made else [])
     return len(running)

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jdp import jax_compat
-from jdp.distributed import run_of_file
+from jdp.distributed import metrics_ownership
 from jdp.distributed.trackers import NamedTracker, OwnTracker, Tracker, TrackerQueue
 from jdp.pytrees import is_deleted
 from jdp.worker.own_progress import own
@@ -226,7 +226,7 @@ def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str]
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # not /dev/null
             _lock(file, path)
             found = _read(file, path, first_step)
-            run_of_file.claim(path)
+            metrics_ownership.claim(path)
         stack.pop_all()
         return file, found
 
@@ -275,7 +275,7 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
             last[names] = max(step, last.get(names, step))
             begins_at = step if begins_at is None else begins_at
     is_later = begins_at is None or first_step > begins_at
-    if begins_at is not None and not run_of_file.may_continue(path, is_later=is_later):
+    if begins_at is not None and not metrics_ownership.may_continue(path, is_later=is_later):
         raise ValueError(
             f"{path} holds the metrics of an earlier run, up to step "
             f"{max(last.values())}, and the first line of this run is of step {first_step}. Move "

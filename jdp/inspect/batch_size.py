@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jdp.inspect.call_arguments import require_equal_rows, with_rows
 from jdp.inspect.compiled import TooLargeError, compile_step, devices_of
-from jdp.inspect.given import require_equal_rows, with_rows
 from jdp.inspect.memory import allocated_bytes
 from jdp.inspect.row_search import Search
 from jdp.inspect.targets import TargetDevices

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jdp.inspect import calibration_fields, results
+from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.calibration_fields import FORMAT
 from jdp.inspect.compute_rates import ComputeRates, Slowness
 from jdp.inspect.json_fields import checked
-from jdp.inspect.law_fit import fitted
 
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23

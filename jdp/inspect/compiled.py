@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jdp.distributed import mesh as meshes
-from jdp.inspect import given, planned
+from jdp.inspect import call_arguments, planned
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import TracedStep
 from jdp.inspect.targets import TargetDevices, target
@@ -82,7 +82,7 @@ def compile_step(
     """
     where, num_ranks = devices_of(step, args, keywords, on)
     spec, args = step.bound(args, keywords)
-    shapes = given.shapes_on(where.mesh, spec, args)
+    shapes = call_arguments.shapes_on(where.mesh, spec, args)
     traced = step.trace_on(where.mesh, *spec.by_keyword(shapes))
     names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
     try:

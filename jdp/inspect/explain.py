@@ -5,12 +5,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jdp.inspect import matched
+from jdp.inspect import hlo_matching
 from jdp.inspect.compiled import compile_step
-from jdp.inspect.facts import Facts
+from jdp.inspect.finding_inputs import Facts
 from jdp.inspect.findings import findings_of
+from jdp.inspect.hlo_matching import Match
 from jdp.inspect.leaf_names import update_of
-from jdp.inspect.matched import Match
 from jdp.inspect.measured import measured
 from jdp.inspect.memory import memory_of
 from jdp.inspect.planned import SentLeaf
@@ -103,7 +103,7 @@ def explain_call(
     simulated = predicted.at(chosen)
     transfers = list(simulated.transfers.values())
     _require_one_host(transfers, where.num_hosts)
-    matches = matched.match(program, transfers, found.traced.collectives)
+    matches = hlo_matching.match(program, transfers, found.traced.collectives)
     buckets = [
         _bucket(transfer, match, simulated.step_s)
         for transfer, match in zip(transfers, matches, strict=True)

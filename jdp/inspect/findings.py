@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from jdp.inspect import hlo, loop_findings, state_findings
-from jdp.inspect.facts import MIN_BYTES, Facts
+from jdp.inspect.finding_inputs import MIN_BYTES, Facts
 from jdp.inspect.report import Finding, of_bytes
 
 

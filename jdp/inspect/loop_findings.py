@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdp.inspect import hlo
-from jdp.inspect.facts import MIN_BYTES, Facts, parameters, parameters_of, train_states
+from jdp.inspect.finding_inputs import MIN_BYTES, Facts, parameters, parameters_of, train_states
 from jdp.inspect.planned import SentLeaf
 from jdp.inspect.report import Finding, of_bytes, of_s
 from jdp.reduction.sharding import sharding_of

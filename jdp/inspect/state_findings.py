@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.inspect.facts import MIN_BYTES, Facts, parameters_of, train_states
+from jdp.inspect.finding_inputs import MIN_BYTES, Facts, parameters_of, train_states
 from jdp.inspect.report import Finding, of_bytes
 from jdp.reduction.sharding import MIN_SIZE, sharding_of
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdp import pytrees
 from jdp.axis import AxisName
-from jdp.reduction import known_shards, metrics
+from jdp.reduction import metrics, shard_registry
 
 _OF_FLAX = {pytrees.OVERWRITTEN: "max"}
 
@@ -83,7 +83,7 @@ def over_ranks(grads: Any, chosen: Mapping[int, str], axis_name: AxisName) -> An
         places = [i for i in chosen if chosen[i] == name]
         combined = _OVER_RANKS[name]([found[i] for i in places], axis_name=axis_name)
         for i, value in zip(places, combined, strict=True):
-            found[i] = known_shards.remember_mean(value, jax.tree_util.keystr(named[i][0]))
+            found[i] = shard_registry.remember_mean(value, jax.tree_util.keystr(named[i][0]))
     return tree.unflatten(found)
 
 
@@ -105,7 +105,7 @@ def overwrite(params: Any, grads: Any, axis_name: AxisName, *, synced: bool) -> 
     flags = [pytrees.is_overwritten(path) for path, _ in named]
     if not any(flags) or jax.tree.structure(grads) != tree:
         return params
-    leaves, known = jax.tree.leaves(grads), known_shards.means()
+    leaves, known = jax.tree.leaves(grads), shard_registry.means()
     left = [i for i, flag in enumerate(flags) if flag and id(leaves[i]) not in known]
     maxima = {} if synced else dict.fromkeys(left, "max")
     new = jax.tree.leaves(over_ranks(grads, maxima, axis_name))

@@ -7,7 +7,7 @@ import jax
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.reduction import known_shards
+from jdp.reduction import shard_registry
 
 
 def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
@@ -43,7 +43,7 @@ def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     Raises:
       ValueError: naming the first one.
     """
-    means = known_shards.means()
+    means = shard_registry.means()
     for path, leaf in zip(paths, leaves, strict=True):
         if id(leaf) in means:
             raise ValueError(

@@ -14,13 +14,13 @@ from jdp.analysis.marks import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
 from jdp.reduction import (
+    bucket_order,
     declared_reductions,
     gradient_checks,
-    known_shards,
     loss_means,
     mixed_precision,
     row_weight,
-    send_order,
+    shard_registry,
     step_context,
     weighted_sum,
 )
@@ -83,7 +83,7 @@ def sync_gradients(
     """
     buckets.plan([], bucket_bytes)  # It complains here, also where no axis is bound.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    known = known_shards.means() if weight is None and mean else {}
+    known = shard_registry.means() if weight is None and mean else {}
     left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
     if maxima := {i: "max" for i in left if pytrees.is_overwritten(named[i][0])}:
         combined = declared_reductions.over_ranks(grads, maxima, axis_name)
@@ -120,7 +120,7 @@ def reduced(
     leaves = _checked(paths, leaves, axis_name, is_mean_of_step=weight is None and mean)
     bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
     weight = _valid_weight(weight, axis_name)
-    to_send = send_order.to_send(paths, step, weight, mean)
+    to_send = bucket_order.to_send(paths, step, weight, mean)
     leaves = _marked(paths, leaves, step, weight, axis_name)
     weights, scale = weighted_sum.factors(weight, axis_name, mean=mean)
     for i in to_send:  # Divided before the sum, or float16 would overflow.
@@ -131,7 +131,7 @@ def reduced(
     elif bound:
         mesh = _mesh_of_step(axes) if mesh is None else mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
-            to_send = send_order.as_ready(paths, to_send, step)
+            to_send = bucket_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
         losses = loss_means.taken(step, weight, all_reduce, mesh) if mean and sent else []
         along = [weights.term(x) for x in loss_means.packed(losses)]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp.reduction import tied
+from jdp.reduction import scheduling_barrier
 from jdp.reduction.layer_shards import LayerShards
 from jdp.reduction.traced_layer import TracedLayer
 
@@ -78,7 +78,7 @@ class LayerLoop(NamedTuple):
           ready: an array; the gather of that layer waits for it.
         """
         # Where there is no loop, XLA would gather all layers before it computes the first.
-        (following,) = tied.after([self.after(i)], ready if self.unroll != 1 else [])
+        (following,) = scheduling_barrier.after([self.after(i)], ready if self.unroll != 1 else [])
         return self.shards.gathered(stacked, following, share)
 
     def joined(self, split: Sequence[jax.Array], wholes: Sequence[jax.Array]) -> list[jax.Array]:

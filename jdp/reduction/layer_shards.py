@@ -12,9 +12,9 @@ from jdp import axis
 from jdp.collectives import buckets, shards
 from jdp.collectives.xla import scaled, split_scale
 from jdp.reduction import step_context, weighted_sum
-from jdp.reduction.known_shards import Shard
 from jdp.reduction.mixed_precision import cast
 from jdp.reduction.scattered_gradients import proved
+from jdp.reduction.shard_registry import Shard
 
 
 class LayerShards:

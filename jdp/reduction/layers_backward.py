@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp.reduction import tied
+from jdp.reduction import scheduling_barrier
 from jdp.reduction.layer_loop import LayerLoop, Operands
 from jdp.reduction.overlap.identities import instantiated, is_zero
 from jdp.reduction.traced_layer import is_inexact
@@ -78,7 +78,7 @@ class _Backward:
         late = shards.zeros() if of.shards else []
         cotangent = [instantiated(last[i]) for i in of.carry]
         # XLA would gather it together with the first one of the way there.
-        (first,) = tied.after([jnp.asarray(loop.first)], cotangent)
+        (first,) = scheduling_barrier.after([jnp.asarray(loop.first)], cotangent)
         state = (
             cotangent,
             shards.gathered(operands.shards, first, self._share),
@@ -112,7 +112,7 @@ class _Backward:
         found = self._pulled_back(inputs, cotangent, y)
         # XLA waits for a sent array at its first use, which is behind this layer's matmuls.
         new, following, found = lax.optimization_barrier((new, following, found))
-        (place,) = tied.after([self._loop.before(i)], found.shards)
+        (place,) = scheduling_barrier.after([self._loop.before(i)], found.shards)
         means = _put(means, new, place)
         sums = [x + more for x, more in zip(sums, found.closed_over, strict=True)]
         late = found.shards if of.shards else []

@@ -9,7 +9,7 @@ import jax
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.reduction import mixed_precision, step_context
-from jdp.reduction.whole_means import WholeMeans
+from jdp.reduction.unsharded_gradients import WholeMeans
 
 
 class LeafGradients(NamedTuple):

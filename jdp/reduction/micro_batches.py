@@ -29,10 +29,10 @@ from jdp.reduction.accumulation import (
     split,
 )
 from jdp.reduction.local_gradients import LeafGradients, WholeGradients, local_value_and_grad
-from jdp.reduction.reported import take_rows
 from jdp.reduction.scope import Scope
 from jdp.reduction.shard_gradients import ShardGradients
-from jdp.reduction.whole_means import WholeMeans
+from jdp.reduction.step_metrics import take_rows
+from jdp.reduction.unsharded_gradients import WholeMeans
 from jdp.validation import int_at_least
 
 # The share of a micro-batch in the loss of the step is known only after the last one.

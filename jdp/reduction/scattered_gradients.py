@@ -10,9 +10,9 @@ from jdp.analysis.marks import LOCAL, MEAN, SHARD, SUMMED, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import (
     gradients,
-    known_shards,
     loss_means,
     mixed_precision,
+    shard_registry,
     step_context,
     weighted_sum,
 )
@@ -66,7 +66,7 @@ def scattered(
     local = [mark(leaf, kind=LOCAL, path=path, axes=every) for path, leaf in named]
     uniform = (step.choices.uniform if sharding.mean else None) or frozenset()
     found = {
-        i: value if dim is None else known_shards.own(value, dim, over)
+        i: value if dim is None else shard_registry.own(value, dim, over)
         for i, (path, value, dim) in enumerate(zip(paths, local, dims, strict=True))
         if path in uniform
     }

@@ -13,17 +13,17 @@ from jdp.axis import AxisName
 from jdp.reduction import (
     flat_program,
     gradients,
-    known_shards,
     loss_means,
     mixed_precision,
     scattered_gradients,
+    shard_registry,
     step_context,
 )
 from jdp.reduction.flat_program import FlatProgram
-from jdp.reduction.gathered_in_time import Evaluation, first_floats
-from jdp.reduction.known_shards import Shard
+from jdp.reduction.fsdp_schedule import Evaluation, first_floats
 from jdp.reduction.local_gradients import LeafGradients
-from jdp.reduction.whole_means import WholeMeans
+from jdp.reduction.shard_registry import Shard
+from jdp.reduction.unsharded_gradients import WholeMeans
 
 
 def of(
@@ -43,7 +43,7 @@ def of(
         return None
     shards: dict[int, Shard] = {}
     for i, leaf in enumerate(jax.tree.leaves(params)):
-        shard = known_shards.known(leaf)
+        shard = shard_registry.known(leaf)
         if shard is not None and shard.owner is not None and i not in besides:
             shards[i] = shard
     trained = [i for i, it in shards.items() if it.trains and it.owner.sharding.mean]
@@ -92,7 +92,7 @@ class ShardGradients:
             for i, shard in self._shards.items()
             if i not in self._in_time and shard.gather_dtype is not None
         }
-        wholes = known_shards.gathered([*kept.values()], self._bucket_bytes)
+        wholes = shard_registry.gathered([*kept.values()], self._bucket_bytes)
         for i, whole in zip(kept, wholes, strict=True):
             self._leaves[i] = whole
 
@@ -112,7 +112,7 @@ class ShardGradients:
           args: rows of this rank, and further arguments; none for a loss that closes over them.
         """
         own_shards = [self._shards[i].value for i in self._sent]
-        with known_shards.forgotten_after():
+        with shard_registry.forgotten_after():
             program, first, restored = self._traced(loss_fn, has_aux, args)
             # Not whether the loss reads a parameter: a rule of the author's may make its gradient.
             zeros = flat_program.zeros_of(program)
@@ -124,7 +124,7 @@ class ShardGradients:
                 whole=[i for i in range(len(self._leaves)) if i not in self._shards],
                 capacity=self._bucket_bytes,
                 after=first_floats(args[:1]),
-                is_native=known_shards.are_native(self._shards.values()),
+                is_native=shard_registry.are_native(self._shards.values()),
             )
             along = self._wholes.along() if self._sent else []
             to_send = [first + i for i in sorted([*self._sent, *along]) if has_gradient[i]]
@@ -173,7 +173,7 @@ class ShardGradients:
             for i, value in zip(self._sent, shards, strict=True):
                 # Without an owner: a gradient inside of the loss is this rank's.
                 own = self._shards[i]._replace(value=value, owner=None)
-                leaves[i] = known_shards.remember(leaves[i], own)
+                leaves[i] = shard_registry.remember(leaves[i], own)
             return loss_fn(self._tree.unflatten(leaves), *args)
 
         def program(leaves: list[Any], shards: list[Any]) -> Any:
@@ -237,9 +237,9 @@ class ShardGradients:
             axes = axis.in_mesh_order(self._shards[i].owner.axis_name)
             value = scattered_gradients.proved(value, axes, mean=True)
             parts.append(self._shards[i]._replace(value=value, owner=None, gather_dtype=None))
-        wholes = known_shards.gathered(parts, self._bucket_bytes)
+        wholes = shard_registry.gathered(parts, self._bucket_bytes)
         found = self._wholes.means(grads.local, grads.means) | {
-            i: known_shards.remember_mean(whole, self._paths[i])
+            i: shard_registry.remember_mean(whole, self._paths[i])
             for i, whole in zip(split, wholes, strict=True)
         }
         return self._tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(grads.local)])

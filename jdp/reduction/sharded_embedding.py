@@ -13,14 +13,14 @@ from jdp.analysis.marks import MEAN, SHARD, WEIGHTED_SUM, mark
 from jdp.collectives import split_rows
 from jdp.collectives.xla import scaled, split_scale
 from jdp.reduction import (
-    known_shards,
     mixed_precision,
+    shard_registry,
     shared_values,
     step_context,
     weighted_sum,
 )
-from jdp.reduction.known_shards import Shard
 from jdp.reduction.scope import Scope
+from jdp.reduction.shard_registry import Shard
 from jdp.reduction.weighted_sum import Weighting
 
 _log = logging.getLogger("jdp")
@@ -123,7 +123,7 @@ def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
 
 def _rows(table: Any, ids: jax.Array) -> jax.Array:
     """Return rows; every id is one of the table."""
-    scope, part = step_context.innermost(), known_shards.known(table)
+    scope, part = step_context.innermost(), shard_registry.known(table)
     if scope is None or part is None or part.is_kept:
         if scope is not None and lax.axis_size(scope.axis_name) > 1:
             _log_whole(table, scope)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jdp.analysis.marks import SHARED, mark
 from jdp.reduction import layers_backward, step_context
-from jdp.reduction.known_shards import Shard, known
 from jdp.reduction.layer_loop import LayerLoop, Operands
 from jdp.reduction.layer_shards import LayerShards
+from jdp.reduction.shard_registry import Shard, known
 from jdp.reduction.traced_layer import traced
 
 

@@ -10,11 +10,11 @@ from jax import lax
 
 from jdp import axis, jax_compat
 from jdp.collectives import call_order, shards
-from jdp.reduction import known_shards, mixed_precision, step_context, tied
-from jdp.reduction.gradient_pieces import GradientPieces
-from jdp.reduction.known_shards import Shard
+from jdp.reduction import mixed_precision, scheduling_barrier, shard_registry, step_context
 from jdp.reduction.optimizer import Replicated, require_shapes, require_updates
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
+from jdp.reduction.reduce_scatter_gradients import GradientPieces
+from jdp.reduction.shard_registry import Shard
 from jdp.reduction.sharding import Sharded, Sharding
 from jdp.reduction.tree_arrays import TreeArrays
 
@@ -124,7 +124,7 @@ class Update:
         return [
             Piece(leaf, None)
             if dim is None
-            else Piece(known_shards.own(leaf, dim, self._axes), dim)
+            else Piece(shard_registry.own(leaf, dim, self._axes), dim)
             for leaf, dim in zip(leaves, self._dims(leaves), strict=True)
         ]
 
@@ -143,7 +143,7 @@ class Update:
         token = call_order.token()
         chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
         values = [pieces[i].value for i in chosen]
-        waiting = values if token is None else tied.after(values, [token])
+        waiting = values if token is None else scheduling_barrier.after(values, [token])
         found = dict(zip(chosen, waiting, strict=True))
         return [Piece(found.get(i, x.value), x.dim) for i, x in enumerate(pieces)]
 
@@ -157,7 +157,7 @@ class Update:
         }
         bucket_bytes = self._tx.sharding.bucket_bytes
         places = [overwrite[i] for i in parts] if overwrite else ()
-        wholes = known_shards.gathered([*parts.values()], bucket_bytes, places)
+        wholes = shard_registry.gathered([*parts.values()], bucket_bytes, places)
         found = dict(zip(parts, wholes, strict=True))
         return [found.get(i, piece.value) for i, piece in enumerate(pieces)]
 

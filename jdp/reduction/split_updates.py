@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jdp.reduction import known_shards, mixed_precision, unsplit_state
+from jdp.reduction import mixed_precision, shard_registry, unsplit_state
 from jdp.reduction.optimizer import require_shapes
 from jdp.reduction.sharded_update import Update, shard_axes
 from jdp.reduction.sharding import Sharded
@@ -38,8 +38,8 @@ def updated(
     axes = shard_axes(tx)
     if caller != unsplit_state.UPDATE_OF_STATE:
         mixed_precision.mark_gradients(grads, tx)
-    is_split = axes is not None and any(map(known_shards.known, jax.tree.leaves(opt_state)))
-    has_parts = known_shards.are_of(tx) or any(map(known_shards.known, jax.tree.leaves(params)))
+    is_split = axes is not None and any(map(shard_registry.known, jax.tree.leaves(opt_state)))
+    has_parts = shard_registry.are_of(tx) or any(map(shard_registry.known, jax.tree.leaves(params)))
     whole = () if is_split else opt_state, () if has_parts else params
     unsplit_state.log(tx.sharding, tx.axis_name, caller, *whole)
     if axes is None or not is_split:

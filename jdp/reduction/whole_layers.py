@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp.analysis.marks import SHARED, mark
-from jdp.reduction.known_shards import Shard
 from jdp.reduction.layer_shards import LayerShards
 from jdp.reduction.overlap.identities import instantiated
+from jdp.reduction.shard_registry import Shard
 
 
 def scan(

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
-from jdp.analysis.equal_draws import equal_draws
+from jdp.analysis.lint_shared_rng import equal_draws
 from jdp.axis import AxisName
 from jdp.distributed import mesh
 from jdp.reduction.accumulation import num_rows

@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 from jdp import axis
 from jdp.analysis import program_lines
 from jdp.analysis.traced import TraceFindings
-from jdp.collectives import beside_xla, call_order
+from jdp.collectives import call_order, xla_interleaving
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
-from jdp.reduction import reported, row_weight
+from jdp.reduction import row_weight, step_metrics
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import hints, passes, program_facts, step_results, uncached
+from jdp.training import disable_persistent_cache, error_hints, passes, program_facts, step_results
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 
@@ -144,7 +144,7 @@ class CompiledStep:
                 self._build_first(args)
             return self._jitted(*args)
         except ValueError as error:
-            hints.add_hint_of_lowering(error, self.spec)
+            error_hints.add_hint_of_lowering(error, self.spec)
             raise
 
     def _traced(self, *args: Any) -> Any:
@@ -153,7 +153,7 @@ class CompiledStep:
                 self._build_first(args)
             return self._jitted.trace(*args)
         except ValueError as error:
-            hints.add_hint_of_lowering(error, self.spec)
+            error_hints.add_hint_of_lowering(error, self.spec)
             raise
 
     def _begin_call(self, args: tuple) -> None:
@@ -165,14 +165,14 @@ class CompiledStep:
         self._is_uncached = True
         if not self._holds_cache:
             self._holds_cache = True
-            uncached.begin()
+            disable_persistent_cache.begin()
 
     def _end_call(self, *, has_compiled: bool) -> None:
         self._args, self._built = (), None
         if self._holds_cache:
             self._holds_cache = False
             if has_compiled:  # else the caller compiles it, at any time
-                uncached.end()
+                disable_persistent_cache.end()
         if self._is_compiling:
             self._is_compiling = False
             progress.compiling_ends()
@@ -234,7 +234,7 @@ class CompiledStep:
             if self._loses_order(built.jaxpr):
                 leaving = self._uncached(leaving)
             state, *others = step_results.put_together(self.spec, leaving, built.proved)
-            self.returns_rows |= reported.has_rows(others[0])
+            self.returns_rows |= step_metrics.has_rows(others[0])
             state = step_results.pinned(self.spec, self.mesh, state, args[0], self._args[0])
             return state, *others
 
@@ -246,12 +246,12 @@ class CompiledStep:
         return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
 
     def _waits_in_xla(self, jaxpr: Any) -> bool:
-        return self._has_other_axes() or beside_xla.has_collectives_of_xla(jaxpr)
+        return self._has_other_axes() or xla_interleaving.has_collectives_of_xla(jaxpr)
 
     def _loses_order(self, jaxpr: Any) -> bool:
         if self.mesh.size == 1 or axis.platform(self.mesh) != "cpu":
             return False
-        return self._has_other_axes() or beside_xla.loses_order(jaxpr)
+        return self._has_other_axes() or xla_interleaving.loses_order(jaxpr)
 
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
         """Compile the program that is being traced without JAX's cache."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdp.analysis.own_gradients import NONLINEAR
+from jdp.analysis.lint_clip_before_reduce import NONLINEAR
 from jdp.training.step_differences import LeafDifference, StepDifference, beyond
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import pytrees
-from jdp.training.known_values import UNKNOWN, Decay, DecayWalk, KnownValue
+from jdp.training.update_dataflow import UNKNOWN, Decay, DecayWalk, KnownValue
 
 # A schedule of decays has come to its end by then.
 MANY_STEPS = 10_000

@@ -17,20 +17,20 @@ from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
 from jdp.reduction import (
-    early_slices,
+    gather_on_read,
     integer_sums,
     optimizer,
     rank_trace,
-    read_in_time,
-    reported,
+    slice_pushdown,
     step_context,
+    step_metrics,
 )
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
 from jdp.training import (
+    error_hints,
     forward_mode,
-    hints,
     parameters,
     shard_layout,
     state_shards,
@@ -112,7 +112,7 @@ class RankProgram:
         if choices.ready:
             on_rank = wait_order.update_between(on_rank)
         if layout.adds_whole_updates:
-            on_rank = early_slices.sliced_early(on_rank)
+            on_rank = slice_pushdown.sliced_early(on_rank)
         elif not choices.ready:
             on_rank = rank_trace.evaluated(on_rank)
         axis_name = self.spec.axis_name
@@ -163,9 +163,9 @@ class RankProgram:
             with parameters.not_trained(self.floats, scope.marked, spec.argument(0)):
                 returned = call(given_state, split.batch, *positional, **named)
             new_state, metrics = self._pair(returned, tree)
-            metrics, rows = reported.take_rows(metrics)
-            reported.require_numbers(metrics)
-            own_metrics = reported.float_scalars(metrics)
+            metrics, rows = step_metrics.take_rows(metrics)
+            step_metrics.require_numbers(metrics)
+            own_metrics = step_metrics.float_scalars(metrics)
             metrics, differs = self._averaged(metrics, rest, given)
             new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
             arrays, *parts = state_shards.parts(new_groups, shard_axes)
@@ -184,7 +184,7 @@ class RankProgram:
         """
         axis_name = self.spec.axis_name
         pieces = None if self.checksum_spec is None else checksums.pieces(rest, given)
-        metrics, sums = reported.averaged(metrics, axis_name, pieces)
+        metrics, sums = step_metrics.averaged(metrics, axis_name, pieces)
         if pieces is None or sums is None:
             return metrics, None
         return metrics, checksums.differ(pieces, sums, axis.size(axis_name))
@@ -195,7 +195,7 @@ class RankProgram:
         def measured(state: Any) -> Any:
             return self.spec.fn(state, batch, *rest, **named)
 
-        return read_in_time.call(measured, state, batch)
+        return gather_on_read.call(measured, state, batch)
 
     def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""
@@ -219,11 +219,13 @@ class RankProgram:
             text = unknown_value.explained(error, self.spec, named)
             if text is None:
                 num_ranks = axis.size(self.spec.axis_name)
-                hints.add_hint(error, self.spec, batch, rest, num_ranks, pytrees.restore(held))
+                error_hints.add_hint(
+                    error, self.spec, batch, rest, num_ranks, pytrees.restore(held)
+                )
                 raise
             raise TypeError(text) from error
         except Exception as error:  # also those of libraries, such as Flax's of shapes
-            hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
+            error_hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
             raise
 
     def _pair(self, returned: Any, tree: Any) -> tuple[Any, Any]:

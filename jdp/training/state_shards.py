@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdp.reduction import known_shards
+from jdp.reduction import shard_registry
 from jdp.training import shard_layout
 
 
@@ -18,11 +18,11 @@ def whole(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[An
     """
     own, *by_dim = lists
     parts = [
-        known_shards.entering(value, dim, axes)
+        shard_registry.entering(value, dim, axes)
         for dim, values in enumerate(by_dim)
         for value in values
     ]
-    left = iter(known_shards.gathered(parts))
+    left = iter(shard_registry.gathered(parts))
     return [[*own], *([next(left) for _ in values] for values in by_dim)]
 
 
@@ -34,7 +34,7 @@ def claim(state: Any, *, trains: bool = True) -> None:
       trains: whether the function may update them.
     """
     for params, flags, tx in shard_layout.with_split_gradients(state):
-        known_shards.claim(params, [flag and trains for flag in flags], tx)
+        shard_registry.claim(params, [flag and trains for flag in flags], tx)
 
 
 def parts(lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]) -> list[list[jax.Array]]:
@@ -46,6 +46,7 @@ def parts(lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]) -> list[l
     """
     uniform, own, *by_dim = lists
     shards = [
-        [known_shards.own(leaf, dim, axes) for leaf in leaves] for dim, leaves in enumerate(by_dim)
+        [shard_registry.own(leaf, dim, axes) for leaf in leaves]
+        for dim, leaves in enumerate(by_dim)
     ]
     return [[*uniform], [*own], *shards]

@@ -15,9 +15,9 @@ from jdp.data.sharding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
 from jdp.distributed.checks import known_leaves
 from jdp.distributed.step_call import StepCall
-from jdp.reduction import reported
+from jdp.reduction import step_metrics
 from jdp.step_spec import StepSpec
-from jdp.training import latest_call, parameters, placing
+from jdp.training import dispatch_cache, parameters, placing
 from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
@@ -37,9 +37,9 @@ class Step:
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
-        self._returned: latest_call.KnownState | None = None  # the state that was returned last
+        self._returned: dispatch_cache.KnownState | None = None  # the state that was returned last
         self._leaves: list[weakref.ref] = []  # its leaves, over several processes
-        self._latest: latest_call.LatestCall | None = None
+        self._latest: dispatch_cache.LatestCall | None = None
         self._num_calls = 0
         self._copied: list[weakref.ref] = []  # large further arguments of the second call
         self._holds_others = False  # whether the state has leaves that are not arrays
@@ -51,7 +51,7 @@ class Step:
             state, metrics, _ = self.run(*args, **kwargs)
             for compiled in self._compiled_steps.values():
                 if compiled.returns_rows:
-                    metrics = reported.unmarked(metrics)
+                    metrics = step_metrics.unmarked(metrics)
             return (state, metrics) if self.spec.returns_state else metrics
         finally:
             SHIELD.end(handler)
@@ -82,7 +82,7 @@ class Step:
         args: tuple,
         given: tuple | None,
         is_returned: bool,
-        latest: latest_call.LatestCall | None,
+        latest: dispatch_cache.LatestCall | None,
     ) -> tuple[Any, Any, jax.Array]:
         """Run a program on its placed arguments.
 
@@ -137,7 +137,7 @@ class Step:
         args: tuple,
         given: tuple | None,
         state: Any,
-        latest: latest_call.LatestCall | None,
+        latest: dispatch_cache.LatestCall | None,
     ) -> None:
         """Record how the call lay, for the next one. The arguments are those of `_run`."""
         known = None
@@ -146,13 +146,13 @@ class Step:
                 known = latest.known
                 known.is_followed_by(state)
             else:
-                self._returned = known = latest_call.KnownState(compiled, state)
+                self._returned = known = dispatch_cache.KnownState(compiled, state)
             if compiled.arguments is not None:
                 self._leaves[:] = known.leaves
         if latest is None:
             self._latest = None
             if given is not None:
-                self._latest = latest_call.of(compiled, given, args, state, known)
+                self._latest = dispatch_cache.of(compiled, given, args, state, known)
 
     def _look_at_some_calls(self, where: Mesh, state: Any, rest: Sequence[Any]) -> None:
         if self._num_calls in _LOOKS_FOR_VIEWS and self.spec.donate:

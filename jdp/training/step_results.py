@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp import pytrees
 from jdp.analysis.step_refusals import Proved
 from jdp.error_codes import with_code
-from jdp.reduction import reported, weighted_sum
+from jdp.reduction import step_metrics, weighted_sum
 from jdp.step_spec import StepSpec
 from jdp.training.rank_program import RankOutputs
 
@@ -32,7 +32,7 @@ def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
       proved: of that program.
     """
     uniform, split = leaving
-    metrics = reported.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
+    metrics = step_metrics.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
     metrics = pytrees.put_nodes(metrics, split.rows)
     state = leaving.state()
     if uniform.found.weighed:

@@ -12,7 +12,7 @@ import jdp
 from jdp.collectives import call_order, native
 from jdp.collectives.call_chains import why_unordered
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.reduction import tied
+from jdp.reduction import scheduling_barrier
 
 pytestmark = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
@@ -60,14 +60,14 @@ def differentiated(x):
 
 def waiting(x):
     """The next call waits for a value, and so does another value for the token of the last one."""
-    (later,) = tied.after([x], [call_order.first_token()])
-    tied.next_call_after([x])
+    (later,) = scheduling_barrier.after([x], [call_order.first_token()])
+    scheduling_barrier.next_call_after([x])
     return total(later)
 
 
 def of_a_token_and_its_copy(x):
     x, token = total(x), call_order.first_token()
-    (copy,) = tied.after([token], [x])
+    (copy,) = scheduling_barrier.after([token], [x])
     both = [call_order.threaded(total)(each, x)[1] for each in (token, copy)]
     return both[0] + both[1]
 

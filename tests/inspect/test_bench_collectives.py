@@ -14,7 +14,7 @@ from jdp.collectives import native_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.inspect import calibration, known_values
 from jdp.inspect.bench import collectives, output
-from jdp.inspect.trial import Case, Trial, algorithms
+from jdp.inspect.collective_case import Case, Trial, algorithms
 
 NEEDS_LIBRARY = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason="needs the compiled library"

@@ -8,8 +8,8 @@ import pytest
 from support.calibrations import ALONE, FOUND, LAW, TOGETHER
 
 from jdp.inspect import calibration
+from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.bench import calibrate, output
-from jdp.inspect.law_fit import fitted
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
 FIRST = SAVED["computation"][0]

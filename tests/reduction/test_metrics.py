@@ -11,7 +11,7 @@ from support.per_rank import assert_equal_bits, per_rank
 
 import jdp
 from jdp import pytrees
-from jdp.reduction import reported, step_context
+from jdp.reduction import step_context, step_metrics
 
 both_types = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -182,7 +182,7 @@ def test_a_sum_counts_every_rank_also_of_what_is_the_same(make_mesh, check_vma):
 
 def test_the_float_scalars_of_a_step_are_averaged_and_the_rest_is_kept(make_mesh):
     def fn(x):
-        return reported.averaged(
+        return step_metrics.averaged(
             {
                 "loss": x,
                 "half": x.astype(jnp.bfloat16),
@@ -202,7 +202,7 @@ def test_the_float_scalars_of_a_step_are_averaged_and_the_rest_is_kept(make_mesh
 
 def test_all_float_scalars_share_one_reduction(make_mesh):
     mapped = jax.shard_map(
-        lambda x: reported.averaged([x.sum(), x.max(), jnp.bfloat16(x[0])], "data")[0],
+        lambda x: step_metrics.averaged([x.sum(), x.max(), jnp.bfloat16(x[0])], "data")[0],
         mesh=make_mesh(2),
         in_specs=P("data"),
         out_specs=P(),
@@ -214,7 +214,7 @@ def test_all_float_scalars_share_one_reduction(make_mesh):
 
 def test_without_float_scalars_nothing_is_reduced():
     tree = {"count": 3, "none": None}
-    assert reported.averaged(tree, "data") == (tree, None)
+    assert step_metrics.averaged(tree, "data") == (tree, None)
 
 
 # Rows
@@ -222,15 +222,15 @@ def test_without_float_scalars_nothing_is_reduced():
 
 def test_rows_are_taken_out_and_put_back_in_place():
     tree = {"a": 1.0, "b": [jdp.rows(np.arange(3)), jdp.rows({"c": np.arange(4)})], "d": None}
-    rest, values = reported.take_rows(tree)
+    rest, values = step_metrics.take_rows(tree)
     assert jax.tree.leaves(rest) == [1.0]
     assert [len(v) for v in values] == [3, 4]
-    plain = reported.unmarked(pytrees.put_nodes(rest, [v * 2 for v in values]))
+    plain = step_metrics.unmarked(pytrees.put_nodes(rest, [v * 2 for v in values]))
     np.testing.assert_array_equal(plain["b"][0], [0, 2, 4])
     np.testing.assert_array_equal(plain["b"][1]["c"], [0, 2, 4, 6])
     again = pytrees.put_nodes(rest, values)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
-    np.testing.assert_array_equal(reported.unmarked(tree)["b"][0], np.arange(3))
+    np.testing.assert_array_equal(step_metrics.unmarked(tree)["b"][0], np.arange(3))
 
 
 @pytest.mark.parametrize("wrong", [1.0, np.ones((3, 2)), [np.ones(4), np.ones(3)]])

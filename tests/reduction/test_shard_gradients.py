@@ -17,7 +17,7 @@ from jdp.analysis.liveness import used_inputs
 from jdp.collectives import shards
 from jdp.collectives.cpu import runtime
 from jdp.jax_compat import opened
-from jdp.reduction import known_shards, tied, whole_gradients
+from jdp.reduction import scheduling_barrier, shard_registry, whole_gradients
 
 # A loss here need not read all parameters.
 pytestmark = pytest.mark.filterwarnings("ignore:the loss does not depend on")
@@ -167,8 +167,8 @@ def test_a_gradient_knows_its_shard_and_is_the_mean_on_every_rank():
 
     def step(state, rows):
         grads = jdp.value_and_grad(dense)(state.params, rows)[1]
-        found["layer"] = known_shards.known(grads["layers"][0])
-        found["odd"] = known_shards.known(grads["odd"])
+        found["layer"] = shard_registry.known(grads["layers"][0])
+        found["odd"] = shard_registry.known(grads["odd"])
         new = {name: grads[name] for name in ("table", "layers")}
         return state.replace(params={**state.params, **new}), {}
 
@@ -221,7 +221,7 @@ def test_in_a_derivative_of_the_author_gradients_are_those_of_the_rank():
 
 def product(x, whole):
     """A product that takes the shard if it is known, as layers that gather by themselves do."""
-    shard = known_shards.known(whole)
+    shard = shard_registry.known(whole)
     if shard is None:
         return x @ whole
 
@@ -263,7 +263,7 @@ def test_integer_parameters_are_refused_as_by_jax():
 
 
 def test_what_a_gather_only_waits_for_counts_as_unread():
-    program = jax.make_jaxpr(lambda x, y: tied.after([x], [y]))(1.0, 2.0)
+    program = jax.make_jaxpr(lambda x, y: scheduling_barrier.after([x], [y]))(1.0, 2.0)
     assert used_inputs(opened(program)) == (True, False)
 
 
@@ -297,7 +297,7 @@ def test_gradients_of_frozen_parameters_are_not_sent():
 
     def step(state, rows):
         grads = jdp.value_and_grad(dense)(state.params, rows)[1]
-        found.append([known_shards.known(g) is None for g in grads["layers"]])
+        found.append([shard_registry.known(g) is None for g in grads["layers"]])
         return state.apply_gradients(grads), {}
 
     ranks(2)

@@ -16,7 +16,7 @@ from support.training import assert_close, fetched, step_of
 import jdp
 from jdp.collectives import native_rows
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.reduction import known_shards, sharded_embedding
+from jdp.reduction import shard_registry, sharded_embedding
 
 NUM_ROWS = 24  # of a batch; divides by 1, 2, 3 and 8
 BY_ROWS, BY_COLUMNS, WHOLE = (48, 6), (47, 24), (47, 5)
@@ -181,10 +181,10 @@ def test_a_small_dtype(shape, dtype):
 def test_the_program_never_holds_the_whole_table():
     @jdp.train_step
     def step(state, batch):
-        table = known_shards.known(state.params["table"])
+        table = shard_registry.known(state.params["table"])
         loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
-        moved = table.value - 0.1 * known_shards.known(grads["table"]).value
-        (moved,) = known_shards.gathered([table._replace(value=moved)])
+        moved = table.value - 0.1 * shard_registry.known(grads["table"]).value
+        (moved,) = shard_registry.gathered([table._replace(value=moved)])
         return state.replace(params={**state.params, "table": moved}), {"loss": loss}
 
     training.ranks(8)

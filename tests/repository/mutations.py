@@ -36,10 +36,10 @@ ROOMS = {
         ),
         Mutation(
             "a gradient that stays whole is sent as a slice of another",
-            "reduction/gradient_pieces.py",
+            "reduction/reduce_scatter_gradients.py",
             "found = zip(chosen, parts, dims, strict=True)",
             "found = zip(chosen, parts[::-1], dims, strict=True)",
-            "reduction/test_gradient_pieces.py::test_weighted_means_go_along_too",
+            "reduction/test_reduce_scatter_gradients.py::test_weighted_means_go_along_too",
         ),
         Mutation(
             "parts are averaged over the inner axis alone",
@@ -50,7 +50,7 @@ ROOMS = {
         ),
         Mutation(
             "a parameter is gathered from the slices of another",
-            "reduction/gathered_in_time.py",
+            "reduction/fsdp_schedule.py",
             "self._gathered.update(zip(members, wholes, strict=True))",
             "self._gathered.update(zip(members[::-1], wholes, strict=True))",
             "training/test_sharded.py::test_trains_as_replicated_does",
@@ -120,10 +120,10 @@ ROOMS = {
         ),
         Mutation(
             "a native call may block a thread that a collective of XLA's needs",
-            "collectives/beside_xla.py",
+            "collectives/xla_interleaving.py",
             "return found.is_unknown or any(_pairs(found.native, found.xla))",
             "return False",
-            "collectives/test_beside_xla.py::"
+            "collectives/test_xla_interleaving.py::"
             "test_a_pair_that_does_not_depend_on_each_other_is_found",
         ),
         Mutation(
@@ -189,12 +189,12 @@ ROOMS = {
             "analysis/rules/control_flow.py",
             "index, operands = ins[0] & interp.lattice.varying, ins[1:]",
             "index, operands = 0, ins[1:]",
-            "analysis/test_deadlocks.py::"
+            "analysis/test_unmatched_collectives.py::"
             "test_a_collective_under_control_flow_that_varies_is_a_deadlock",
         ),
         Mutation(
             "gather_dtype has no effect in a second loss",
-            "analysis/wide_losses.py",
+            "analysis/lint_unscaled_precision.py",
             "    if not found:\n",
             "    if True:\n",
             "training/test_mixed_precision_refused.py::"
@@ -216,7 +216,7 @@ ROOMS = {
         ),
         Mutation(
             "numbers that each rank draws by its own key count as equal",
-            "analysis/equal_draws.py",
+            "analysis/lint_shared_rng.py",
             'return [name == "axis_index"] * len(eqn.outvars)',
             "return [False] * len(eqn.outvars)",
             "training/test_check_step.py::test_says_what_the_analysis_cannot_see",
@@ -246,7 +246,7 @@ ROOMS = {
         ),
         Mutation(
             "each loader that hangs delays the end by 5 s",
-            "data/current_loop.py",
+            "data/active_iterator.py",
             "waiting = [reader for reader in list(self.readers) if reader.ask_to_end()]",
             "waiting = (reader for reader in list(self.readers) if reader.ask_to_end())",
             "data/test_prefetch.py::"
@@ -367,10 +367,10 @@ ROOMS = {
         ),
         Mutation(
             "a run that begins later continues the metrics of another one",
-            "distributed/run_of_file.py",
+            "distributed/metrics_ownership.py",
             "return assigned.resumes or this_process",
             "return is_later or assigned.resumes or this_process",
-            "distributed/test_run_of_file.py::"
+            "distributed/test_metrics_ownership.py::"
             "test_a_run_that_begins_later_does_not_continue_the_file_of_another_one",
         ),
         Mutation(

@@ -12,7 +12,7 @@ from support.training import assert_close, fetched, ranks, step_of
 
 import jdp
 from jdp.analysis import jaxprs
-from jdp.reduction import known_shards
+from jdp.reduction import shard_registry
 
 LAYERS, DIM = 5, 24
 
@@ -185,7 +185,7 @@ def gradients_of(state, n, fn):
 
     def step(current, rows):
         grads = fn(current.params, rows)[1]
-        found.update({name: known_shards.known(leaf) for name, leaf in grads.items()})
+        found.update({name: shard_registry.known(leaf) for name, leaf in grads.items()})
         return current.replace(params=grads), {}
 
     ranks(n)

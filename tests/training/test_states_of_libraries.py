@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from support.training import assert_close, batch, fetched, loss_fn, params, ranks
 
 import jdp
-from jdp.reduction import known_shards
+from jdp.reduction import shard_registry
 
 NUM_STEPS = 4
 
@@ -130,8 +130,8 @@ def test_gradients_of_a_state_of_flax_are_split_from_stage_2_on():
     class Recorded(Flax):
         def step(self, state, batch):
             grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, batch)[1]
-            is_split = known_shards.known(grads["v"]) is not None
-            seen.append((is_split, id(grads["v"]) in known_shards.means()))
+            is_split = shard_registry.known(grads["v"]) is not None
+            seen.append((is_split, id(grads["v"]) in shard_registry.means()))
             return state.apply_gradients(grads=grads), {}
 
     want = fetched(trained(Flax(), clipped_sgd(), lambda step: step).params)

@@ -13,8 +13,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jdp import axis
 from jdp.collectives import call_order
+from jdp.collectives.cpu import dead_results
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.collectives.cpu import unread
 from jdp.collectives.cpu.lowering import lowered
 from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
@@ -99,5 +99,5 @@ def _sum_of_rows(x: Any, dim: Any, size: int, axes: tuple[str, ...], *, scale: A
 ad.primitive_jvps[all_reduce_p] = _jvp
 ad.primitive_transposes[all_reduce_p] = _transpose
 batching.fancy_primitive_batchers[all_reduce_p] = _batch
-unread.drop(all_reduce_p)
+dead_results.drop(all_reduce_p)
 mlir.register_lowering(all_reduce_p, _lower, platform="cpu", cacheable=False)

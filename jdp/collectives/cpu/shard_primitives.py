@@ -16,8 +16,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jdp import axis
 from jdp.collectives import call_order
+from jdp.collectives.cpu import dead_results
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.collectives.cpu import unread
 from jdp.collectives.cpu.lowering import lowered
 from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
@@ -220,7 +220,7 @@ def _register(
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, of_rows)
-    unread.drop(primitive, of_leaves=of_leaves)
+    dead_results.drop(primitive, of_leaves=of_leaves)
     lower = functools.partial(_lower, primitive.name)
     mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jdp.distributed import agree, call_log, this_process
 from jdp.distributed.call_log import Call
-from jdp.distributed.checks import different_calls
+from jdp.distributed.checks import call_mismatch
 from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
 from jdp.distributed.hosts import own_host
 from jdp.error_codes import with_code
@@ -51,7 +51,7 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
             builds = agree.all_gather(group, build, what="builds of jdp")
             facts = {process: its | {"jdp": builds[process]} for process, its in facts.items()}
         require_equal_facts(facts)
-        different_calls.current.watch_end()
+        call_mismatch.current.watch_end()
     is_watched = launcher_client.current() is not None
     agree.set_timeout_s(math.inf if is_watched or timeout_s is None else PATIENCE * timeout_s)
 

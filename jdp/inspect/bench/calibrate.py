@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from jdp.distributed import agree, hosts
 from jdp.inspect import calibration, known_values
+from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.bench import collectives, compute, output
 from jdp.inspect.calibration import Calibration, CollectiveLaw
 from jdp.inspect.compute_rates import ComputeRates
-from jdp.inspect.law_fit import fitted
 
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)

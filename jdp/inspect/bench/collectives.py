@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.distributed import agree
-from jdp.inspect import rounds, trial
+from jdp.inspect import collective_case, paired_timing
+from jdp.inspect.collective_case import AUTO, Case, Trial
 from jdp.inspect.exact import WrongResultError
-from jdp.inspect.trial import AUTO, Case, Trial
 
 PEER = "xla"
 _MiB = 2**20
@@ -49,7 +49,7 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
       operation: such as "all-reduce".
       platform: of the devices: "cpu" or "gpu".
     """
-    known = [name for name in trial.algorithms(operation) if name != AUTO]
+    known = [name for name in collective_case.algorithms(operation) if name != AUTO]
     on_gpu = ("direct", "ring", "native")
     return tuple(name for name in known if platform == "cpu" or name not in on_gpu)
 
@@ -125,7 +125,7 @@ def measure(
                 able.remove(name)
                 skipped(name, str(error))
         if clocks:
-            found = rounds.alternate(
+            found = paired_timing.alternate(
                 clocks,
                 budget_s=0.0,
                 min_rounds=setting.num_rounds,

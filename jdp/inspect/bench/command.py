@@ -67,9 +67,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _collective(operation: str, arguments: Sequence[str]) -> int:
-    from jdp.inspect import trial
+    from jdp.inspect import collective_case
 
-    known = trial.algorithms(operation)
+    known = collective_case.algorithms(operation)
     parser = argparse.ArgumentParser(
         prog=f"jdp bench {operation}",
         description=f"How fast is an {operation} of each size, by each algorithm? Sizes, out of "

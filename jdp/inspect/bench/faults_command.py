@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jdp.inspect import results
+from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.bench import faults, flags
 from jdp.inspect.bench.fault_costs import PARTS
 from jdp.inspect.bench.faulty_launch import FaultSetting, FaultyRunError
-from jdp.inspect.law_fit import fitted
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 

@@ -13,8 +13,8 @@ from jdp.analysis.marks import ALL_REDUCED, mark
 from jdp.data.sharding import Layout, batch_sharding
 from jdp.distributed import agree
 from jdp.distributed.mesh import init
-from jdp.inspect import exact, rounds
-from jdp.inspect.trial import Case, Trial
+from jdp.inspect import exact, paired_timing
+from jdp.inspect.collective_case import Case, Trial
 
 # Relative to the largest element of a leaf: the order of float32 sums differs.
 TOLERANCE = 1e-4
@@ -59,7 +59,7 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
         if num_ranks > 1:
             made[num_ranks, False] = _Contestant(make, num_ranks, setting, all_reduces=False)
     clocks = {str(key): each.clock for key, each in made.items()}
-    found = rounds.alternate(
+    found = paired_timing.alternate(
         clocks, budget_s=0.0, min_rounds=setting.num_rounds, max_rounds=setting.num_rounds
     )
     rows, alone = [], found[str((1, True))]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.inspect import models, rounds, timeline
+from jdp.inspect import models, paired_timing, timeline
 from jdp.inspect.compute_rates import Slowness
 from jdp.inspect.exact import require
 from jdp.inspect.hlo import HloProgram
@@ -93,7 +93,7 @@ def slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
     trainings = _trainings(mesh.devices.flat[0].platform)
     made = {training.name: _made(mesh, training) for training in trainings}
     clocks = {name: clock for name, (clock, _) in made.items()}
-    found = rounds.alternate(clocks, budget_s=_BUDGET_S, warm_up=1)
+    found = paired_timing.alternate(clocks, budget_s=_BUDGET_S, warm_up=1)
     return fitted(
         [
             TimedStep(alone_seconds(program, rates), float(np.median(found[name])) / _NUM_STEPS)

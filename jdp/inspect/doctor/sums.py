@@ -3,9 +3,9 @@
 from jax.sharding import Mesh
 
 from jdp.inspect import known_values
+from jdp.inspect.collective_case import AUTO, Case, Trial
 from jdp.inspect.doctor.diagnosis import ERROR, OK, Diagnosis
 from jdp.inspect.exact import WrongResultError
-from jdp.inspect.trial import AUTO, Case, Trial
 
 # Elements: one, a few, an odd number, and more than the pieces in which the CPU library sends.
 _SIZES = (1, 3, 1001, 300_007)

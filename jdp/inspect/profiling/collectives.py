@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdp import jax_compat
-from jdp.inspect import explain, matched, replica_groups, timeline
+from jdp.inspect import explain, hlo_matching, replica_groups, timeline
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf, planned
 from jdp.inspect.profiling.device_operations import Operation
@@ -110,7 +110,9 @@ def _collectives(
     plan = _plan(transfers, [planned(*each).collectives for each in jaxprs])
     return {
         transfer.instruction.name: _collective(transfer, match)
-        for transfer, match in zip(transfers, matched.match(program, transfers, plan), strict=True)
+        for transfer, match in zip(
+            transfers, hlo_matching.match(program, transfers, plan), strict=True
+        )
     }
 
 
@@ -131,7 +133,7 @@ def _num_bytes(leaf: SentLeaf) -> int:
     return leaf.num_elements * bits // 8
 
 
-def _collective(transfer: SentArrays, match: matched.Match) -> Collective:
+def _collective(transfer: SentArrays, match: hlo_matching.Match) -> Collective:
     leaves = tuple(explain.leaf_name(leaf, transfer.kind) for leaf in match.leaves)
     has_arrays = any(leaf.path or leaf.num_elements > 1 for leaf in match.leaves)
     is_bucket = transfer.kind in _REDUCES and has_arrays and not match.is_of_author

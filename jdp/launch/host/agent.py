@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from jdp.error_codes import with_code
 from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.coordinator_port import CoordinatorPort
-from jdp.launch.host.known_run import KnownRun
 from jdp.launch.host.leader_connection import Link
 from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.local_generation import NO_NEWS, LocalGeneration
+from jdp.launch.host.run_record import KnownRun
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.host.worker_process import HostResources, Process
 from jdp.launch.options.options import Options

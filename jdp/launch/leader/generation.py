@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jdp.launch.leader import early_ends, failure
+from jdp.launch.leader import failure, premature_exit
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.metrics_endpoint import ProcessMetrics
@@ -178,7 +178,7 @@ class Generation:
             self._record_stall(stall)
         is_due = self._first_end is not None and now - self._first_end >= self._grace_s
         if is_due and (
-            why := early_ends.find(now, self._grace_s, statuses, self._steps_of_ended())
+            why := premature_exit.find(now, self._grace_s, statuses, self._steps_of_ended())
         ):
             self.fail(why)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp.reduction.flat_program import FlatValue
-from jdp.reduction.partition.alike import AlikeParts, Subprogram
 from jdp.reduction.partition.costs import Cost, cost_of
+from jdp.reduction.partition.isomorphic_subgraphs import AlikeParts, Subprogram
 from jdp.reduction.partition.ranks import Ranks, Ravel
 from jdp.reduction.partition.values import Computed
 

@@ -14,8 +14,8 @@ from jdp import jax_compat
 from jdp.analysis import jaxprs, source_lines
 from jdp.reduction import flat_program
 from jdp.reduction.flat_program import FlatOperation, FlatValue
-from jdp.reduction.partition import control_flow, owners
-from jdp.reduction.partition.alike import AlikeParts, with_alike_parts
+from jdp.reduction.partition import control_flow, work_assignment
+from jdp.reduction.partition.isomorphic_subgraphs import AlikeParts, with_alike_parts
 from jdp.reduction.partition.ranks import Dim, Ranks
 from jdp.reduction.partition.rules import Plan, plan
 from jdp.reduction.partition.rules.reductions import combine
@@ -142,7 +142,7 @@ class Partitioner:
                 is_effect_blocked |= acts
                 continue
             if isinstance(operation, AlikeParts):
-                if not owners.run(self, operation, env):
+                if not work_assignment.run(self, operation, env):
                     pending.extendleft(operation.operations()[::-1])
                 continue
             outs = self._step(operation, [env[each] for each in operation.ins], whole)

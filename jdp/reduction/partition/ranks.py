@@ -11,7 +11,7 @@ from jax import lax
 
 from jdp.analysis.source_lines import source
 from jdp.collectives import call_order, shards, xla_shards
-from jdp.reduction import parts, step_context
+from jdp.reduction import shard_ops, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 from jdp.reduction.partition.rank_data import bound_to_whole, names_axes
 
@@ -122,7 +122,7 @@ class Ranks:
         """Return this rank's slice of a whole array."""
         if isinstance(dim, Ravel):
             return self.cut(lax.reshape(x, dim.shape), dim.dim).reshape(-1)
-        return parts.own_slice(x, dim, self.axes)
+        return shard_ops.own_slice(x, dim, self.axes)
 
     def gather(self, x: jax.Array, dim: int | Ravel, shape: tuple[int, ...]) -> jax.Array:
         """Return the whole array of a slice along `dim`, and record it.
@@ -146,15 +146,15 @@ class Ranks:
 
     def joined(self, x: jax.Array, dim: int) -> jax.Array:
         """Return the whole array of the ranks' slices along `dim`."""
-        x = lax.all_gather(parts.checked(x, self.axes), self.axes, axis=dim, tiled=True)
-        return parts.joined(x, self.axes)
+        x = lax.all_gather(shard_ops.checked(x, self.axes), self.axes, axis=dim, tiled=True)
+        return shard_ops.joined(x, self.axes)
 
     def exchange(self, x: jax.Array, dim: int, other: int) -> jax.Array:
         """Return this rank's slice along `other` from the ranks' slices along `dim`."""
-        x = parts.checked(x, self.axes)
+        x = shard_ops.checked(x, self.axes)
         scope = step_context.innermost()
         mesh = None if scope is None else scope.mesh
         # In a loop, and where costs are estimated, no token of the step would order native calls.
         of = shards if call_order.is_in_step() else xla_shards
         [[x]] = of.all_to_all([[x]], [[(other, dim)]], self.axes, mesh=mesh)
-        return parts.part_of_whole(x, self.axes)
+        return shard_ops.part_of_whole(x, self.axes)

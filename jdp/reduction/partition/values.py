@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import lax
 
-from jdp.reduction import parts
+from jdp.reduction import shard_ops
 from jdp.reduction.partition.ranks import Dim, Ranks, Ravel
 
 
@@ -135,4 +135,6 @@ class Count(Value):
             return own
         start = lax.axis_index(self._ranks.axes) * shape[self._along]
         start = lax.convert_element_type(start, self._dtype)
-        return parts.part_of_whole(lax.add(own, lax.full_like(own, 0) + start), self._ranks.axes)
+        return shard_ops.part_of_whole(
+            lax.add(own, lax.full_like(own, 0) + start), self._ranks.axes
+        )

@@ -12,8 +12,8 @@ from jax import lax
 from jdp import jax_compat
 from jdp.reduction.partition.ranks import Ranks
 from jdp.reduction.partition.rules.plans import Plan, same
-from jdp.reduction.parts import checked, combined
-from jdp.reduction.parts import joined as gathered
+from jdp.reduction.shard_ops import checked, combined
+from jdp.reduction.shard_ops import joined as gathered
 
 # Combine the rows of ranks. Not pmax: XLA does not promise that a NaN of one rank reaches all.
 _OVER_ROWS = {

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jdp.analysis.backward_slice import Node
 from jdp.analysis.findings import Deadlock
 from jdp.analysis.provenance import Provenance
-from jdp.analysis.way_back import Node
 
 
 def decision(back: Provenance, node: Node) -> Node | None:

@@ -8,8 +8,8 @@ import jax
 import optax
 
 from jdp.inspect.compiled import StepForDevices
+from jdp.inspect.hlo_matching import Match
 from jdp.inspect.leaf_names import in_parameters
-from jdp.inspect.matched import Match
 from jdp.inspect.memory import Memory
 from jdp.inspect.report import Bucket
 from jdp.inspect.state_parts import category, parts_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jdp.distributed import fail_fast
-from jdp.distributed.checks.overdue import Overdue
+from jdp.distributed.checks.stuck_step import Overdue
 from jdp.distributed.step_call import StepCall
 
 

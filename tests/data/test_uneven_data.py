@@ -16,7 +16,7 @@ from support.threads import wait_until
 
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data import current_loop, uneven_loops
+from jdp.data import active_iterator, uneven_data
 from jdp.data.loop_ends import LoopEnd, problem_of
 from jdp.distributed import agree, in_flight, kv_store, this_process
 
@@ -67,7 +67,7 @@ def threads():
 
 # Call fn, and return the exception; afterwards this process is ready for the next test.
 def raised_by(fn):
-    uneven_loops.GRACE_S = 0.3  # the last one stays: a machine may be busy
+    uneven_data.GRACE_S = 0.3  # the last one stays: a machine may be busy
     try:
         fn()
     except Exception as error:
@@ -75,7 +75,7 @@ def raised_by(fn):
     else:
         found = None
     wait_until(lambda: not threads())
-    current_loop.current.compared.clear()
+    active_iterator.current.compared.clear()
     this_process.current.why_over = None
     in_flight._calls.clear()
     if cpu_runtime.why_missing() is None:

@@ -6,7 +6,7 @@ import pytest
 
 from jdp.distributed import call_log, kv_store
 from jdp.distributed.call_log import Call, CallLog, Described
-from jdp.distributed.checks import different_calls
+from jdp.distributed.checks import call_mismatch
 
 STEP = Described("call 2 of `step`", "step", {"batch": "float32[8]"})
 SMALL = STEP._replace(shapes={"batch": "float32[4]"})
@@ -54,10 +54,10 @@ def test_a_log_numbers_its_latest_calls_and_hides_refused_ones():
 
 
 def test_both_calls_and_the_shapes_that_differ_are_named():
-    text = different_calls.described(0, 3, 7, STEP, SMALL)
+    text = call_mismatch.described(0, 3, 7, STEP, SMALL)
     assert "call 2 of `step` (batch float32[8]) on process 0" in text and "JDP211" in text
     assert "call 2 of `step` (batch float32[4]) on process 3" in text and "call 7 " in text
-    text = different_calls.described(0, 3, 7, COMPARED, OTHER)
+    text = call_mismatch.described(0, 3, 7, COMPARED, OTHER)
     assert "the comparison of x on process 0" in text and "`other` on process 3" in text
 
 
@@ -73,9 +73,9 @@ def test_a_process_ends_though_the_store_does_not_answer(monkeypatch, compares):
     log.record(Call("call 1 of `f`"))
     monkeypatch.setattr(call_log, "logs", {(0, 1): log})
     monkeypatch.setattr(kv_store, "replace", replace)
-    monkeypatch.setattr(different_calls, "_END_S", 0.1)
-    monkeypatch.setattr(different_calls.atexit, "register", lambda function: function)
-    calls = different_calls.DifferentCalls(patience_s=0.0)
+    monkeypatch.setattr(call_mismatch, "_END_S", 0.1)
+    monkeypatch.setattr(call_mismatch.atexit, "register", lambda function: function)
+    calls = call_mismatch.DifferentCalls(patience_s=0.0)
     calls.watch_end()
     if compares:
         calls.look(is_waiting=True)
@@ -180,6 +180,6 @@ if me == 1:
 
 
 def test_a_process_that_waits_for_nobody_compares_nothing():
-    found = different_calls.DifferentCalls(patience_s=0.0)
+    found = call_mismatch.DifferentCalls(patience_s=0.0)
     found.look(is_waiting=False)
     assert found._thread is None

@@ -12,7 +12,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from jdp.axis import AxisName
-from jdp.reduction import gradients, known_shards, scattered_gradients, step_context
+from jdp.reduction import gradients, scattered_gradients, shard_registry, step_context
 
 
 class WholeMeans:
@@ -45,7 +45,7 @@ class WholeMeans:
         is_here = step is not None and step.trace == jax.extend.core.get_opaque_trace_state()
         self.are_sent, self.is_at_once = is_sent and is_here, is_at_once
         named = jax.tree_util.tree_leaves_with_path(params) if self.are_sent else []
-        found = [known_shards.owner_of_whole(leaf) for _, leaf in named]
+        found = [shard_registry.owner_of_whole(leaf) for _, leaf in named]
         self.owners = {
             i: it
             for i, it in enumerate(found)
@@ -90,4 +90,6 @@ class WholeMeans:
                 reduce_dtype=owner.reduce_dtype,
             )
             found |= dict(zip(chosen, means, strict=True))
-        return {i: known_shards.remember_mean(value, self._paths[i]) for i, value in found.items()}
+        return {
+            i: shard_registry.remember_mean(value, self._paths[i]) for i, value in found.items()
+        }

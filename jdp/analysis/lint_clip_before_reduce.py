@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jdp.analysis import jaxprs, kernels, scales
+from jdp.analysis.backward_slice import Frame, Node
 from jdp.analysis.interpreter import move
 from jdp.analysis.marks import LOCAL
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.rules import RULES, collectives, control_flow
 from jdp.analysis.traced import Traced
-from jdp.analysis.way_back import Frame, Node
 from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 

@@ -93,7 +93,7 @@ def warned(stage=0, num_ranks=2, *, change=lambda g: g, measure=lambda g: {}, **
 @pytest.mark.parametrize("change", CLIPPED, ids=lambda fn: fn.__name__)
 def test_warns_of_gradients_that_are_clipped_before_they_are_averaged(change, num_ranks):
     (text,) = warned(num_ranks=num_ranks, change=change)
-    assert "JDP131" in text and "test_own_gradients.py:" in text
+    assert "JDP131" in text and "test_lint_clip_before_reduce.py:" in text
     assert "`grads['b']`" in text and "`grads['w']`" in text
 
 

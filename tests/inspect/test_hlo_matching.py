@@ -9,7 +9,7 @@ from support.training import step_of
 
 import jdp
 from jdp import collectives
-from jdp.inspect import matched, transfers
+from jdp.inspect import hlo_matching, transfers
 from jdp.inspect.compiled import compile_step
 from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import HloProgram
@@ -167,7 +167,7 @@ def matches_of(text, computation, plan):
     costs = Costs(program.computations)
     held = [(one, transfers.collective_in(one, costs)) for one in inside]
     sent = [transfers.transfer_of(one, inner, computation, shapes) for one, inner in held if inner]
-    return sent, matched.match(program, sent, plan)
+    return sent, hlo_matching.match(program, sent, plan)
 
 
 def names_of(text, computation, plan):

@@ -17,7 +17,7 @@ import jax.extend.core
 from jdp import axis, pytrees
 from jdp.analysis.marks import SHARD, WHOLE, mark
 from jdp.collectives import buckets, shards
-from jdp.reduction import mixed_precision, parts, step_context
+from jdp.reduction import mixed_precision, shard_ops, step_context
 
 # JAX's trace, and the arrays that were remembered in it, see `recorded`.
 _record: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("jdp_known_shards", default=None)
@@ -66,7 +66,7 @@ def gathered(
     axes = found[0].axes
     sent = [mixed_precision.cast(part.value, part.gather_dtype) for part in found]
     plan = buckets.plan(sent, bucket_bytes)
-    checked = [parts.checked(value, axes) for value in sent]
+    checked = [shard_ops.checked(value, axes) for value in sent]
     values = [[checked[i] for i in bucket] for bucket in plan]
     dims = [[found[i].dim for i in bucket] for bucket in plan]
     scope = step_context.innermost()
@@ -154,7 +154,7 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
         part = known(leaf)
         dim = owner.sharding.dim(leaf, axis.size(axes)) if is_here else None
         if part is None and owner.sharding.stage < 3 and dim is not None:
-            part = Shard(parts.own_slice(leaf, dim, axes), dim, axes)
+            part = Shard(shard_ops.own_slice(leaf, dim, axes), dim, axes)
         if part is not None:
             owned = {"owner": owner, "trains": flag, "is_kept": owner.sharding.keeps_params}
             scope.shards[id(leaf)] = leaf, part._replace(**owned)
@@ -215,7 +215,7 @@ def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     found = known(whole)
     if found is not None and found.dim == dim and found.axes == axes:
         return found.value
-    return parts.own_slice(whole, dim, axes)
+    return shard_ops.own_slice(whole, dim, axes)
 
 
 def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:

@@ -178,7 +178,7 @@ def test_a_python_choice_by_the_rank_is_named():
         return state, {"loss": 0.0}
 
     (note,) = notes(jax.errors.TracerBoolConversionError, step, state(), batch())
-    assert "test_hints.py:" in note and "jax.process_index() == 0" in note
+    assert "test_error_hints.py:" in note and "jax.process_index() == 0" in note
 
 
 def test_a_formatted_value_is_named():

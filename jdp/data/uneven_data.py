@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data import current_loop
+from jdp.data import active_iterator
 from jdp.data.loop_ends import LoopEnd, Problem, problem_of
 from jdp.distributed import agree, fail_fast, kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
@@ -84,7 +84,7 @@ class _Loop:
         self._problem: Problem | None = None
         self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="jdp-lockstep", daemon=True)
-        current_loop.current.add_compared(self)
+        active_iterator.current.add_compared(self)
         self._thread.start()
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
@@ -198,7 +198,7 @@ class _Loop:
             text = f"the loops of the processes cannot be compared any more: {error!r}"
             self._problem = Problem(True, text)
         if self._problem is None:
-            current_loop.current.compared.discard(self)
+            active_iterator.current.compared.discard(self)
         elif not is_own and (self._mine is None or self._mine.how != "error"):
             # An error of this process is more specific than the problem.
             this_process.current.why_over = self._problem.text
@@ -231,7 +231,7 @@ class _Loop:
         if not is_out and self._place() == place:
             text = f"jdp: process {self._me} still waits, and ends: {problem}"
             print(text, file=sys.stderr, flush=True)
-            current_loop.leave()
+            active_iterator.leave()
 
     # The position of the thread that runs the loop, which does not change while that thread waits.
     def _place(self) -> Any:

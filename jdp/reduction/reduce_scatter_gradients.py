@@ -11,8 +11,8 @@ from jdp.analysis.marks import SYNCED, mark
 from jdp.reduction import (
     gradient_checks,
     gradients,
-    known_shards,
     scattered_gradients,
+    shard_registry,
     whole_gradients,
 )
 from jdp.reduction.partition import Piece
@@ -50,9 +50,9 @@ class GradientPieces:
         if not self._synced and not sharding.mean:
             gradient_checks.require_unreduced(self._paths, leaves)
         pieces: dict[int, Piece] = {}
-        averaged = known_shards.means()
+        averaged = shard_registry.means()
         for i, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
-            found, is_mean = known_shards.known(leaf), id(leaf) in averaged
+            found, is_mean = shard_registry.known(leaf), id(leaf) in averaged
             if self._synced:
                 leaves[i] = self._marked(leaf, self._paths[i])
             is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
@@ -63,10 +63,10 @@ class GradientPieces:
             elif self._synced and dim is None:
                 pieces[i] = Piece(jnp.asarray(leaves[i]), None)
             elif self._synced and dim is not None:
-                pieces[i] = Piece(known_shards.own(leaves[i], dim, self._axes), dim)
+                pieces[i] = Piece(shard_registry.own(leaves[i], dim, self._axes), dim)
         left = [i for i in range(len(leaves)) if i not in pieces]
         scattered = [i for i in left if self._dims[i] is not None]
-        is_at_stage_3 = sharding.stage == 3 and known_shards.are_of(self._tx)
+        is_at_stage_3 = sharding.stage == 3 and shard_registry.are_of(self._tx)
         if is_at_stage_3 and sharding.mean and not self._synced:
             whole_gradients.log([leaves[i] for i in scattered])
         scattered += self._going_along(left) if scattered else []

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jdp.collectives import native_rows
-from jdp.reduction import gather_schedule, known_shards, step_context, tied
-from jdp.reduction.derived_values import find_derived, sources_of
+from jdp.reduction import gather_schedule, scheduling_barrier, shard_registry, step_context
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
-from jdp.reduction.known_shards import Shard
+from jdp.reduction.rematerialization import find_derived, sources_of
+from jdp.reduction.shard_registry import Shard
 
 
 def first_floats(tree: Any) -> jax.Array | None:
@@ -99,7 +99,7 @@ class Evaluation:
             if not self._shards:
                 if not self._is_native:
                     # No gather waits for them, and XLA would send all of it together, last.
-                    grads = tied.after(grads, self._sent)
+                    grads = scheduling_barrier.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)
             sent.update(zip(chosen, results, strict=True))
@@ -125,13 +125,13 @@ class Evaluation:
         self._ties = [*self._used_last, *self._sent_before]
         self._sent_before, self._sent = self._sent, []
         if self._is_native:
-            tied.next_call_after(ties)
+            scheduling_barrier.next_call_after(ties)
         else:
-            values = tied.after([part.value for part in parts], ties)
+            values = scheduling_barrier.after([part.value for part in parts], ties)
             parts = [part._replace(value=x) for part, x in zip(parts, values, strict=True)]
         if (scope := step_context.innermost()) is not None:
             scope.groups.add(self._capacity)
-        wholes = known_shards.gathered(parts, self._capacity)
+        wholes = shard_registry.gathered(parts, self._capacity)
         self._gathered.update(zip(members, wholes, strict=True))
 
     def _keep(self, operation: FlatOperation, *, is_user: bool) -> None:
@@ -161,7 +161,7 @@ class Evaluation:
         if not floats:
             return operands
         _, smallest = min(floats)
-        (waits,) = tied.after([operands[smallest]], self._sent_before)
+        (waits,) = scheduling_barrier.after([operands[smallest]], self._sent_before)
         self._sent_before = []
         return [waits if i == smallest else x for i, x in enumerate(operands)]
 

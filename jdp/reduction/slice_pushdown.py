@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp.reduction import flat_program, known_shards, parts, rank_trace
+from jdp.reduction import flat_program, rank_trace, shard_ops, shard_registry
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
 from jdp.reduction.partition.rank_data import names_axes
 from jdp.reduction.partition.rules import elementwise
@@ -41,7 +41,7 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
         # JAX names this function, and the arguments of `fn`, where Python asks for a value: see
         # `unknown_value`.
         def recording(*args: Any) -> list[list[Any]]:
-            with known_shards.recorded() as found:
+            with shard_registry.recorded() as found:
                 leaves, tree = jax.tree.flatten(fn(*args))
             trees.append(tree)
             cuts.extend(_Cut(part.dim, part.axes) for _, part in found)
@@ -85,7 +85,7 @@ class _SlicedProgram:
 
     def _sliced(self, operation: FlatOperation) -> FlatValue | None:
         """Return the operand if an operation is a slice that is computed early, None if not."""
-        if operation.eqn.primitive is not parts.own_slice_p:
+        if operation.eqn.primitive is not shard_ops.own_slice_p:
             return None
         cut = _Cut(operation.eqn.params["dim"], operation.eqn.params["axes"])
         (operand,) = operation.ins
@@ -106,7 +106,7 @@ class _SlicedProgram:
 
         def slice_of(value: FlatValue, cut: _Cut) -> Any:
             if self._cuts.get(value) != cut:
-                return parts.own_slice(values[value], *cut)
+                return shard_ops.own_slice(values[value], *cut)
             return values[known[value]] if value in known else slices[value]
 
         for operation in self._program.operations:

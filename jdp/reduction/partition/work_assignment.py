@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp.reduction import parts
+from jdp.reduction import shard_ops
 from jdp.reduction.flat_program import FlatValue
-from jdp.reduction.partition.alike import AlikeParts
 from jdp.reduction.partition.deals import Deal, dealt, is_faster, out_dim, results_of_row
+from jdp.reduction.partition.isomorphic_subgraphs import AlikeParts
 from jdp.reduction.partition.ranks import Owned, Ranks
 from jdp.reduction.partition.values import Computed
 
@@ -104,7 +104,7 @@ class _Owners:
         held += [held[-1][-1:]] * missing
         stack = lax.concatenate(held, 0)
         if dim is None:
-            return parts.own_slice(stack, 0, self._ranks.axes)
+            return shard_ops.own_slice(stack, 0, self._ranks.axes)
         return self._ranks.exchange(stack, dim + self._new, 0)
 
     def _row(self, stack: jax.Array, i: int, row: int) -> jax.Array:

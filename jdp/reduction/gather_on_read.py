@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jdp.reduction import flat_program, gathered_in_time, gradients, known_shards
-from jdp.reduction.known_shards import Shard
+from jdp.reduction import flat_program, fsdp_schedule, gradients, shard_registry
+from jdp.reduction.shard_registry import Shard
 
 
 def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
@@ -18,7 +18,7 @@ def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
       batch: other values that `function` reads: the first gather waits for them.
     """
     leaves, tree = jax.tree.flatten(state)
-    found = {i: known_shards.known(leaf) for i, leaf in enumerate(leaves)}
+    found = {i: shard_registry.known(leaf) for i, leaf in enumerate(leaves)}
     shards = {i: part for i, part in found.items() if part is not None and not part.is_kept}
     if not shards:
         return function(state)
@@ -32,22 +32,22 @@ def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
         given = [*leaves]
         for i, part in shards.items():
             part = part._replace(value=own[i], owner=None)
-            given[i] = known_shards.remember(wholes[i], part)
+            given[i] = shard_registry.remember(wholes[i], part)
         result, result_tree = jax.tree.flatten(function(tree.unflatten(given)))
         trees.append(result_tree)
         others.extend(None if isinstance(leaf, jax.Array) else (leaf,) for leaf in result)
         return [leaf for leaf in result if isinstance(leaf, jax.Array)]
 
-    with known_shards.forgotten_after():
+    with shard_registry.forgotten_after():
         flat = flat_program.flatten(jax.make_jaxpr(reading)(wholes, own))
-        evaluation = gathered_in_time.Evaluation(
+        evaluation = fsdp_schedule.Evaluation(
             flat,
             [*wholes.values(), *own.values()],
             shards=dict(enumerate(shards.values())),
             whole=[],
             capacity=_capacity(list(shards.values())),
-            after=gathered_in_time.first_floats(batch),
-            is_native=known_shards.are_native(shards.values()),
+            after=fsdp_schedule.first_floats(batch),
+            is_native=shard_registry.are_native(shards.values()),
         )
         arrays = iter(evaluation.run([], lambda chosen, values: values))
     return trees[0].unflatten([next(arrays) if it is None else it[0] for it in others])

@@ -17,8 +17,8 @@ from support.training import assert_close, batch, fetched, loss_fn, plain_step, 
 
 import jdp
 from jdp.collectives import native, native_shards, shards, xla_shards
-from jdp.collectives.beside_xla import loses_order, runs_beside, why_not
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.collectives.xla_interleaving import loses_order, runs_beside, why_not
 
 pytestmark = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
