@@ -1,6 +1,6 @@
 """Which values may differ from rank to rank, and where ranks could wait for each other."""
 
-from jdp.analysis.abstract_value import Class
+from jdp.analysis.abstract_value import AbstractValue
 from jdp.analysis.analyse import analyse, find_shard_maps
 from jdp.analysis.backward_slice import Node
 from jdp.analysis.declared import declare_pure
@@ -15,7 +15,7 @@ from jdp.analysis.uniformity import uniformity
 from jdp.analysis.wording import bulleted, shown
 
 __all__ = [
-    "Class",
+    "AbstractValue",
     "Deadlock",
     "Marked",
     "Node",

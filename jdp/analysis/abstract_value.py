@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 
-class Class(NamedTuple):
+class AbstractValue(NamedTuple):
     """The facts about one value in a program that every rank runs.
 
     The one-rank value is what one rank would compute from the whole batch. Over n ranks, a *mean*
@@ -44,8 +44,8 @@ class Class(NamedTuple):
     undivided: frozenset[str] = frozenset()
     duplicated: frozenset[str] = frozenset()
 
-    def either(self, other: "Class") -> "Class":
+    def either(self, other: "AbstractValue") -> "AbstractValue":
         """Return the facts about a value of a function that is called in several places."""
         pairs: Any = zip(self, other, strict=True)  # sets, except for zero
-        joined = Class._make(mine | its for mine, its in pairs)
+        joined = AbstractValue._make(mine | its for mine, its in pairs)
         return joined._replace(zero=self.zero and other.zero)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdp.analysis.abstract_value import Class
+from jdp.analysis.abstract_value import AbstractValue
 
 _KINDS = (
     "varying unsummed unrepeated single total divided even uneven averaging undivided duplicated"
@@ -122,13 +122,13 @@ class Bits:
         """Whether a value depends on data and may differ from zero."""
         return bool(value & self.data and value & self.nonzero)
 
-    def decode(self, value: int) -> Class:
+    def decode(self, value: int) -> AbstractValue:
         """Return the class that `value` stands for."""
         uniform = self.varying & ~value if self.is_data(value) else 0
         summed = uniform & ~self.at(value, "unsummed")
         total = summed & self.at(value, "total")
         unclear = total & (self.at(value, "single") | self.at(value, "divided"))
-        return Class(
+        return AbstractValue(
             self.names(value),
             self.names(summed),
             not value & self.nonzero,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.analysis.abstract_value import Class
+from jdp.analysis.abstract_value import AbstractValue
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Marked:
     kind: str
     path: str
     axes: tuple[str, ...]
-    value: Class
+    value: AbstractValue
     under: frozenset[str]
     source: str
     eqn: Any = field(default=None, compare=False, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jdp.analysis.abstract_value import Class
+from jdp.analysis.abstract_value import AbstractValue
 from jdp.analysis.findings import Deadlock, Marked
 from jdp.analysis.provenance import Provenance
 
@@ -25,15 +25,15 @@ class Report:
       num_inputs: number of inputs of its body; the captured arrays come first.
       refs: position and final class of each input that is a `jax.Ref`.
       back: returns the way back for some axes: from the values that vary along them, or that are
-        "undivided" or "duplicated", see `Class`.
+        "undivided" or "duplicated", see `AbstractValue`.
     """
 
-    outputs: tuple[Class, ...]
+    outputs: tuple[AbstractValue, ...]
     output_sources: tuple[str, ...]
     deadlocks: tuple[Deadlock, ...]
     marks: tuple[Marked, ...]
     opaque: tuple[str, ...]
     unknown: tuple[tuple[str, str], ...]
     num_inputs: int
-    refs: tuple[tuple[int, Class], ...]
+    refs: tuple[tuple[int, AbstractValue], ...]
     back: Callable[..., Provenance] = field(compare=False, repr=False)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.shares import Share
-from jdp.worker.launcher_client import Assignment, Member
+from jdp.worker.launcher_client import Assignment, LauncherClient
 
 
 class Committing(Protocol):
@@ -33,7 +33,7 @@ def require_alone(session: Committing) -> None:
 
 
 def commits_of(
-    session: Committing, launcher: Member, assigned: Assignment, num_processes: int
+    session: Committing, launcher: LauncherClient, assigned: Assignment, num_processes: int
 ) -> HostCommits | None:
     """Return the commit memory that a launcher keeps, as this process uses it; None if it may not.
 

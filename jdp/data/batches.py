@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jdp.axis import AxisName
 from jdp.data import host_arrays
 from jdp.data.dataset import has_rows_of_objects, reader
-from jdp.data.epoch_plan import Run
+from jdp.data.epoch_plan import EpochPlan
 from jdp.data.loader_batches import LoaderBatches
 from jdp.data.loops import Batches, Target
 from jdp.data.row_checks import RowCheck
@@ -107,7 +107,7 @@ def batches(
         raise ValueError(f'rows={rows!r}: write rows="{_COMPARED}" or rows="{_OWN}".')
     num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
-    run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
+    run = EpochPlan.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
     if mesh is not None:
         run.padded_size(num_blocks(target.sharding()))

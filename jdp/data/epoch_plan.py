@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jdp.validation import int_at_least
 
 
-class Run(NamedTuple):
+class EpochPlan(NamedTuple):
     """The batches of one run over a stream of rows."""
 
     batch_size: int
@@ -25,7 +25,7 @@ class Run(NamedTuple):
         epochs: int | None,
         tail: str,
         mask: bool | None = None,
-    ) -> "Run":
+    ) -> "EpochPlan":
         """Plan a run of `num_steps` full batches, or of `epochs` passes over all rows.
 
         Args:
@@ -72,7 +72,7 @@ class Run(NamedTuple):
             return self.num_steps
         return self.num_left(0)
 
-    def continued(self, position: int, num_done: int) -> "Run":
+    def continued(self, position: int, num_done: int) -> "EpochPlan":
         """Return the run that goes on at a position, after batches that may have had another size.
 
         A run of `num_steps` ends after so many batches in all, one of epochs at the same row.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.axis import AxisName
 from jdp.data import active_iterator, row_checks
 from jdp.data.dataset import Read, record_mask, with_mask
-from jdp.data.epoch_plan import Run
+from jdp.data.epoch_plan import EpochPlan
 from jdp.data.first_batch_check import require_equal_layouts
 from jdp.data.host_arrays import RowError
 from jdp.data.prefetch import prefetch
@@ -66,7 +66,7 @@ class Batches:
         self,
         read: Read,
         sampler: Sampler,
-        run: Run,
+        run: EpochPlan,
         target: Target,
         *,
         allows_new_data: bool,
@@ -229,7 +229,7 @@ class _HostBatches(Iterator[Any]):
     """
 
     def __init__(
-        self, read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray
+        self, read: Read, sampler: Sampler, run: EpochPlan, position: int, mine: np.ndarray
     ) -> None:
         self.rows = np.empty(0, int)
         self._read, self._sampler, self._run, self._mine = read, sampler, run, mine

@@ -9,7 +9,7 @@ import sys
 
 from jdp.launch import rendezvous
 from jdp.launch.candidacy import Candidacy
-from jdp.launch.host.agent import Host, Outcome
+from jdp.launch.host.agent import Agent, Outcome
 from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
 from jdp.launch.leader.metrics_endpoint import require_endpoint
@@ -63,7 +63,7 @@ async def _run(
         *(options, token, meeting, resources.say, resources.logs.show_summary),
         resigned=lambda: host.search.resign(),
     )
-    host = Host(options, token, meeting, resources, candidacy.lead)
+    host = Agent(options, token, meeting, resources, candidacy.lead)
     host.search.lead_if_alone()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

@@ -25,7 +25,7 @@ def first_floats(tree: Any) -> jax.Array | None:
     return next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), None)
 
 
-class Evaluation:
+class ScheduledEvaluator:
     """One run of a program.
 
     Args:

@@ -40,7 +40,7 @@ def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
 
     with shard_registry.forgotten_after():
         flat = flat_program.flatten(jax.make_jaxpr(reading)(wholes, own))
-        evaluation = fsdp_schedule.Evaluation(
+        evaluation = fsdp_schedule.ScheduledEvaluator(
             flat,
             [*wholes.values(), *own.values()],
             shards=dict(enumerate(shards.values())),

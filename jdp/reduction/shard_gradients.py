@@ -20,7 +20,7 @@ from jdp.reduction import (
     step_context,
 )
 from jdp.reduction.flat_program import FlatProgram
-from jdp.reduction.fsdp_schedule import Evaluation, first_floats
+from jdp.reduction.fsdp_schedule import ScheduledEvaluator, first_floats
 from jdp.reduction.local_gradients import LeafGradients
 from jdp.reduction.shard_registry import Shard
 from jdp.reduction.unsharded_gradients import WholeMeans
@@ -117,7 +117,7 @@ class ShardGradients:
             # Not whether the loss reads a parameter: a rule of the author's may make its gradient.
             zeros = flat_program.zeros_of(program)
             has_gradient = [value not in zeros for value in program.outs[first:]]
-            evaluation = Evaluation(
+            evaluation = ScheduledEvaluator(
                 program,
                 [*self._leaves, *own_shards],
                 shards=self._in_time,
@@ -143,7 +143,7 @@ class ShardGradients:
         ]
         return restored(outs[:first]), LeafGradients(local, means)
 
-    def _sender(self, evaluation: Evaluation, to_send: Sequence[int], first: int) -> Any:
+    def _sender(self, evaluation: ScheduledEvaluator, to_send: Sequence[int], first: int) -> Any:
         """Return the function that sends gradients when they are ready, the last with the loss."""
         left = {*to_send}
 

@@ -30,7 +30,7 @@ class Stall(NamedTuple):
     is_over: bool
 
 
-class Watch:
+class HangDetector:
     """Decides from the status of the processes whether the run hangs.
 
     The processes with the fewest steps hold up the others, so only their time counts: a process is

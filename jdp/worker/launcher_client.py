@@ -74,7 +74,7 @@ def environment(assignment: Assignment) -> dict[str, str]:
     }
 
 
-class Member:
+class LauncherClient:
     """This process, as a part of a run.
 
     Args:
@@ -176,7 +176,7 @@ def is_asked_to_resume() -> bool:
 
 
 @functools.cache
-def current() -> Member | None:
+def current() -> LauncherClient | None:
     """Return the membership of this process in a run; None if `jdp run` did not start it.
 
     Raises:
@@ -197,7 +197,9 @@ def current() -> Member | None:
     os.environ.pop(VARIABLE)
     for name in ("socket", "board", "commit"):
         os.set_inheritable(fds[name], False)
-    return Member(socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"])
+    return LauncherClient(
+        socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"]
+    )
 
 
 def _is_socket(fd: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.worker.exit_codes import STALLED
-from jdp.worker.hang_detector import Watch
+from jdp.worker.hang_detector import HangDetector
 from jdp.worker.progress_board import Slot
 
 # Descriptor 2, not sys.stderr, whose lock a hung thread may hold.
@@ -50,7 +50,7 @@ class SelfWatch:
         self._is_alone = is_alone
         self._timeout_s = timeout_s
         self._tick_s = min(_TICK_S, timeout_s / 10)
-        self._watch = Watch(timeout_s, ends=self._ends)
+        self._watch = HangDetector(timeout_s, ends=self._ends)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jdp-watch", daemon=True)
 

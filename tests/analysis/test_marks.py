@@ -22,7 +22,7 @@ from support.analysed import (
     table,
 )
 
-from jdp.analysis import Class
+from jdp.analysis import AbstractValue
 from jdp.analysis.marks import mark
 
 
@@ -32,8 +32,8 @@ def test_a_mark_reports_and_never_changes_a_class():
 
     got = report(program)
     assert got.outputs == (
-        Class(VARYING, UNIFORM, False),
-        Class(UNIFORM, VARYING, False, even=VARYING),
+        AbstractValue(VARYING, UNIFORM, False),
+        AbstractValue(UNIFORM, VARYING, False, even=VARYING),
     )
     first, second = got.marks
     assert (first.kind, first.path, first.axes) == ("local", "['a']", ("data",))
@@ -78,7 +78,7 @@ def test_a_mark_that_is_reached_from_two_places_shows_a_reduction_in_either():
 def test_a_sum_that_comes_round_in_a_loop_is_not_taken_for_reduced():
     # Every round reduces a gradient of its own: k steps in one scan.
     (found,) = report(lambda w, x: in_scan(lambda c: c - pmean(local(c * x)), w)).marks
-    assert found.value == Class(VARYING, UNIFORM, False)
+    assert found.value == AbstractValue(VARYING, UNIFORM, False)
 
 
 def count_marks(f, *args):

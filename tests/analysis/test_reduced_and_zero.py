@@ -27,7 +27,7 @@ from support.analysed import (
     with_ref,
 )
 
-from jdp.analysis import Class
+from jdp.analysis import AbstractValue
 from jdp.analysis.marks import mark
 
 REDUCED = {
@@ -147,7 +147,7 @@ def test_reduction_by_jax_itself_is_seen():
     out_specs = (P(), P(), P("data"))
     summed, reduced, cast = report(program, check_vma=True, out_specs=out_specs).outputs
     assert summed.reduced == reduced.reduced == VARYING
-    assert cast == Class(UNIFORM, UNIFORM, False)
+    assert cast == AbstractValue(UNIFORM, UNIFORM, False)
 
 
 def test_partial_sums_vary_until_they_are_summed():
@@ -187,7 +187,7 @@ ZERO = {
 
 @table(ZERO)
 def test_zero_is_known(program):
-    assert report(program).outputs == (Class(UNIFORM, UNIFORM, True),)
+    assert report(program).outputs == (AbstractValue(UNIFORM, UNIFORM, True),)
 
 
 NOT_ZERO = {
@@ -210,4 +210,4 @@ def test_what_may_be_something_else_is_not_zero(program):
 
 
 def test_zero_times_rows_is_zero_as_far_as_rows_are_finite():
-    assert report(lambda w, x: 0 * x).outputs == (Class(VARYING, UNIFORM, True),)
+    assert report(lambda w, x: 0 * x).outputs == (AbstractValue(VARYING, UNIFORM, True),)

@@ -28,7 +28,7 @@ from support.analysed import (
     with_ref,
 )
 
-from jdp.analysis import Class, declare_pure
+from jdp.analysis import AbstractValue, declare_pure
 
 declare_pure(strange_p)
 
@@ -170,13 +170,13 @@ def test_a_high_level_primitive_that_cannot_be_opened_may_give_anything():
     assert [value.axes for value in got.outputs] == [VARYING, VARYING]
 
 
-SUM = Class(UNIFORM, VARYING, False, total=VARYING, undivided=VARYING)
+SUM = AbstractValue(UNIFORM, VARYING, False, total=VARYING, undivided=VARYING)
 ASYNC = {
     "psum": (SUM, {"axes": ("data",)}),
     "psum_invariant": (SUM, {"axes": ("data",)}),
-    "all_gather": (Class(UNIFORM, UNIFORM, False), {"axis_name": ("data",)}),
-    "ppermute": (Class(VARYING, UNIFORM, False), {"axis_name": "data"}),
-    "reduce_scatter": (Class(VARYING, UNIFORM, False), {"axis_name": ("data",)}),
+    "all_gather": (AbstractValue(UNIFORM, UNIFORM, False), {"axis_name": ("data",)}),
+    "ppermute": (AbstractValue(VARYING, UNIFORM, False), {"axis_name": "data"}),
+    "reduce_scatter": (AbstractValue(VARYING, UNIFORM, False), {"axis_name": ("data",)}),
 }
 
 

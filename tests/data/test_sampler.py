@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.data.epoch_plan import Run
+from jdp.data.epoch_plan import EpochPlan
 from jdp.data.sampler import Sampler
 
 sizes = st.integers(1, 12)
@@ -194,7 +194,7 @@ def test_every_row_counts_once_however_often_the_number_of_ranks_changes(
     num_rows, batch_size, epochs, seed, stretches
 ):
     sampler = Sampler(num_rows, batch_size, seed=seed)
-    run = Run.planned(num_rows, batch_size, None, epochs, "pad")
+    run = EpochPlan.planned(num_rows, batch_size, None, epochs, "pad")
     position, batches = 0, []
     for num_ranks, num_batches in [*stretches, (3, run.num_batches)]:
         size = run.padded_size(num_ranks)
@@ -234,7 +234,7 @@ def test_every_row_counts_once_however_often_the_number_of_ranks_changes(
 def test_batches_have_a_mask_where_rows_may_pad_or_where_it_is_asked_for(
     num_steps, epochs, tail, mask, has_mask
 ):
-    run = Run.planned(10, 4, num_steps, epochs, tail, mask)
+    run = EpochPlan.planned(10, 4, num_steps, epochs, tail, mask)
     assert run.has_mask == has_mask
     if has_mask:
         assert [run.padded_size(n) for n in (1, 2, 3, 4, 5, 8)] == [4, 4, 6, 4, 5, 8]
@@ -246,13 +246,13 @@ def test_batches_have_a_mask_where_rows_may_pad_or_where_it_is_asked_for(
 
 def test_rows_that_pad_are_never_without_a_mask():
     with pytest.raises(ValueError, match='mask=False .*tail="pad"'):
-        Run.planned(10, 4, None, 1, "pad", False)
+        EpochPlan.planned(10, 4, None, 1, "pad", False)
 
 
 @quick
 @given(num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3))
 def test_a_padded_run_counts_every_row_in_each_epoch(num_rows, batch_size, epochs):
-    run = Run.planned(num_rows, batch_size, None, epochs, "pad")
+    run = EpochPlan.planned(num_rows, batch_size, None, epochs, "pad")
     found = counts(run)
     assert sum(found) == epochs * num_rows
     assert set(found[:-1]) <= {batch_size}
@@ -265,9 +265,9 @@ def test_tail_drop_leaves_out_the_short_batch_only(num_rows, batch_size, epochs)
     full = epochs * num_rows // batch_size
     if full == 0:
         with pytest.raises(ValueError, match='tail="drop"'):
-            Run.planned(num_rows, batch_size, None, epochs, "drop")
+            EpochPlan.planned(num_rows, batch_size, None, epochs, "drop")
     else:
-        run = Run.planned(num_rows, batch_size, None, epochs, "drop")
+        run = EpochPlan.planned(num_rows, batch_size, None, epochs, "drop")
         assert counts(run) == [batch_size] * full
         assert run.num_batches == full
 
@@ -275,7 +275,7 @@ def test_tail_drop_leaves_out_the_short_batch_only(num_rows, batch_size, epochs)
 @quick
 @given(num_rows=sizes, batch_size=sizes, num_steps=sizes, position=st.integers(0, 30))
 def test_a_run_of_steps_has_full_batches_without_mask(num_rows, batch_size, num_steps, position):
-    run = Run.planned(num_rows, batch_size, num_steps, None, "pad")
+    run = EpochPlan.planned(num_rows, batch_size, num_steps, None, "pad")
     assert counts(run) == [batch_size] * num_steps
     assert not run.has_mask
     left = max(num_steps * batch_size - position, 0)  # after a change of the batch size

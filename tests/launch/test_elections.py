@@ -59,7 +59,7 @@ def test_two_halves_never_both_have_a_quorum_whatever_deaths_each_has_seen(size)
 class World:
     """Launchers that form generations, die, start again and lose messages, as a die decides.
 
-    The rule is that of `Host` and `Leader`: a host joins, takes part, leaves, or sees a death.
+    The rule is that of `Agent` and `Leader`: a host joins, takes part, leaves, or sees a death.
     """
 
     def __init__(self, seed, size):

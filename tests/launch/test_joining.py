@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.leader_connection import LeaderConnection
 from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.leader.admission import Admission
 from jdp.launch.leader.leader import Leader
@@ -64,7 +64,7 @@ def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
 
         async def join():
             found = asyncio.get_running_loop().create_future()
-            joining = Link(
+            joining = LeaderConnection(
                 options,
                 "token",
                 LeaderSearch.of_one(listener.getsockname()),
@@ -103,7 +103,7 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
                 "welcome", proof=proof, is_running=False
             ),
         )
-        link = Link(
+        link = LeaderConnection(
             options,
             "token",
             LeaderSearch.of_one(("leader", 7)),
@@ -137,7 +137,7 @@ def _joining(heartbeat_timeout_s, admit, joined):
             judge=lambda facts: None,
             admit=lambda channel, facts, proof: admit(link, end, channel, proof),
         )
-        link = Link(
+        link = LeaderConnection(
             parse(flags, {}),
             "token",
             LeaderSearch.of_one(listener.getsockname()),

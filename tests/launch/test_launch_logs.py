@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from jdp.launch.host.output import Logs
+from jdp.launch.host.output import OutputMux
 from jdp.launch.host.worker_output import TAIL_LINES
 from jdp.launch.options.options import parse
 
@@ -38,7 +38,7 @@ class Run:
     def __init__(self, *flags, num=2):
         self.out, self.err = io.BytesIO(), io.BytesIO()
         options = parse(["--nproc-per-node", str(num), *flags, "train.py"], {})
-        self.logs = Logs(options, self.out, self.err)
+        self.logs = OutputMux(options, self.out, self.err)
         self.writers, self.outputs = [], []
 
     def add(self, local_rank=0, standby=False):

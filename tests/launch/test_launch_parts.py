@@ -31,7 +31,7 @@ from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
 from jdp.worker.exit_codes import exit_code, in_words
-from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
+from jdp.worker.launcher_client import VARIABLE, Assignment, LauncherClient, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 from jdp.worker.process_status import ProcessStatus
 
@@ -396,7 +396,7 @@ def launched(monkeypatch):
             monkeypatch.delenv(name)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Member(theirs, -1, 0, -1), ours
+        yield LauncherClient(theirs, -1, 0, -1), ours
 
 
 ASSIGNMENT = Assignment(3, 1, 2, 1, 2, "127.0.0.1:99", True, None, "a run")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jdp.worker.hang_detector import Watch
+from jdp.worker.hang_detector import HangDetector
 from jdp.worker.phases import STEP
 from jdp.worker.process_status import BEFORE, ProcessStatus
 from jdp.worker.progress_board import Board, record
@@ -156,7 +156,7 @@ def test_a_process_that_is_stopped_while_it_writes_is_not_taken_for_one_that_han
     slot.claim(generation=0, timeout_s=600.0)
     slot.enter(record(STEP))
     slot.memory[24 : 24 + num_cleared] = bytes(num_cleared)
-    assert Watch().look(time.monotonic(), {0: slot.read()}) is None
+    assert HangDetector().look(time.monotonic(), {0: slot.read()}) is None
 
 
 def test_the_state_of_a_process_is_seen_and_its_words_outlive_it(child):

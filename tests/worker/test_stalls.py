@@ -13,7 +13,7 @@ import pytest
 from support.launcher import free_port
 from support.processes import environment
 
-from jdp.worker.hang_detector import Watch
+from jdp.worker.hang_detector import HangDetector
 from jdp.worker.launcher_client import Assignment, invitation
 from jdp.worker.messages import decode, encode
 from jdp.worker.phases import BETWEEN, DATA
@@ -176,7 +176,7 @@ class Launcher:
 
     def watched(self, timeout_s):
         """What a watch said, until it found that the run is over."""
-        watch, said, deadline = Watch(timeout_s), [], time.monotonic() + DEADLINE_S
+        watch, said, deadline = HangDetector(timeout_s), [], time.monotonic() + DEADLINE_S
         while not (said and said[-1].is_over):
             assert time.monotonic() < deadline, self.slots()
             time.sleep(0.1)

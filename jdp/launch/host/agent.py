@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jdp.error_codes import with_code
 from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.coordinator_port import CoordinatorPort
-from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.leader_connection import LeaderConnection
 from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.local_generation import NO_NEWS, LocalGeneration
 from jdp.launch.host.run_record import KnownRun
@@ -46,8 +46,8 @@ class Outcome(NamedTuple):
     why: str
 
 
-class Host:
-    """This host's part in a run; the arguments are those of `Link` and `Process`.
+class Agent:
+    """This host's part in a run; the arguments are those of `LeaderConnection` and `Process`.
 
     `lead` is called with the id of this launcher when it is to lead.
 
@@ -84,7 +84,7 @@ class Host:
             generation=lambda: self._run.generation,
             lead=lambda: lead(self._run.id),
         )
-        self._link = Link(
+        self._link = LeaderConnection(
             options,
             token,
             self.search,

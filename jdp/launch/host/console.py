@@ -16,7 +16,7 @@ PLAIN_S = 30.0
 
 
 class Console:
-    """The standard output and error of a launcher. Only the thread of `Logs` writes to it.
+    """The standard output and error of a launcher. Only the thread of `OutputMux` writes to it.
 
     Args:
       options: of the run.

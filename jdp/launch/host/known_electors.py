@@ -3,7 +3,7 @@
 from typing import Any
 
 from jdp.launch.electorate import Electorate
-from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.leader_connection import LeaderConnection
 
 
 class KnownElectors:
@@ -23,7 +23,7 @@ class KnownElectors:
         self.record(known)
         self._leader = leader
 
-    def facts(self, link: Link) -> dict[str, Any]:
+    def facts(self, link: LeaderConnection) -> dict[str, Any]:
         """Return all that is known, with the death of the last leader if it was seen."""
         # Without this host, a leader may have changed the electors before it died. With it, this
         # host knows of the change.

@@ -16,7 +16,7 @@ from jdp.worker import source_digest
 RETRY_S = 0.5
 
 
-class Link:
+class LeaderConnection:
     """Joins the run, and notices when the leader is lost.
 
     Args:

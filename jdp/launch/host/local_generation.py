@@ -25,7 +25,7 @@ from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import start_task
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.hang_detector import Watch
+from jdp.worker.hang_detector import HangDetector
 from jdp.worker.hang_report import in_seconds
 from jdp.worker.phases import SAVING
 from jdp.worker.process_status import ProcessStatus
@@ -71,7 +71,7 @@ class LocalGeneration:
         self._say = say
         self._num_oom_kills = num_oom_kills()
         self._state = State.RUNNING
-        self._watch = Watch(options.timeout_s)  # knows how long a process may save
+        self._watch = HangDetector(options.timeout_s)  # knows how long a process may save
         self._num_sent: dict[int, int] = {}  # records of steps, by process
         self._asking: asyncio.Task[None] | None = None  # held, or it may be collected
         self._deadline: asyncio.TimerHandle | None = None

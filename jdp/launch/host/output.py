@@ -25,7 +25,7 @@ _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
 
 
-class Logs:
+class OutputMux:
     """Reads the processes of this host, shows their lines, and writes their files.
 
     `out` and `err` are the consoles; None: those of the launcher.

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from jdp.launch.host.known_electors import KnownElectors
-from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.leader_connection import LeaderConnection
 from jdp.launch.options.options import Options
 from jdp.worker.run_history import LeaderLoss, RunHistory
 
@@ -64,7 +64,7 @@ class KnownRun:
     def _record_history(self, facts: dict[str, Any]) -> None:
         self._history = RunHistory(**facts).moved(time.monotonic())
 
-    def introduce(self, link: Link, port: int, listed: int | None) -> dict[str, Any]:
+    def introduce(self, link: LeaderConnection, port: int, listed: int | None) -> dict[str, Any]:
         """Return the facts of `join`, apart from the proof.
 
         Args:

@@ -28,7 +28,7 @@ _GLOO = re.compile(
 
 
 class OutputReader(Protocol):
-    """Reads the pipes of all processes in one thread: `Logs`."""
+    """Reads the pipes of all processes in one thread: `OutputMux`."""
 
     def prefix(self, name: str, number: int) -> bytes:
         """Return the beginning of each line of a process."""

@@ -11,7 +11,7 @@ from typing import Any
 from jdp.launch.host import compile_cache, spawn
 from jdp.launch.host.gpu_slots import gpus_of_slots, memory_of_shared
 from jdp.launch.host.orphans import Orphans
-from jdp.launch.host.output import Logs
+from jdp.launch.host.output import OutputMux
 from jdp.launch.host.reaper import Guardian
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import Channel
@@ -42,7 +42,7 @@ class HostResources:
         self.gpus = gpus_of_slots(num_gpus(), num_slots)
         self.orphans = Orphans()
         self.guardian = Guardian(self.orphans.add_own, self.orphans.remove_own)
-        self.logs = Logs(options)
+        self.logs = OutputMux(options)
         self.command = options.argv()
         own = self.guardian.environment | memory_of_shared(num_gpus(), num_slots)
         own |= {"JDP_RESUME": "1"} if options.resume else {}

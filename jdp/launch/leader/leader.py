@@ -2,7 +2,7 @@
 
 The launcher that listens at the rendezvous address leads. If there are several addresses, the hosts
 choose one (`jdp/launch/host/leader_search.py`), which may form the generations for which it has a
-quorum (`jdp/launch/electorate.py`). A `Host` manages its own processes, as on any other host, so a
+quorum (`jdp/launch/electorate.py`). A `Agent` manages its own processes, as on any other host, so a
 run on one host has a single `RemoteHost`.
 `jdp/worker/messages.py` lists the messages between hosts and the leader.
 

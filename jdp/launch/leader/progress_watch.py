@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdp.launch.leader.slow_processes import Comparison, Slow, SlowProcesses
-from jdp.worker.hang_detector import Stall, Watch
+from jdp.worker.hang_detector import HangDetector, Stall
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.step_times import Window
 
@@ -14,7 +14,7 @@ class ProgressWatch:
 
     Args:
       size: number of processes.
-      timeout_s: that of `Watch`.
+      timeout_s: that of `HangDetector`.
       say: prints a line for people.
       write: writes an event.
     """
@@ -27,7 +27,7 @@ class ProgressWatch:
         write: Callable[..., None],
     ) -> None:
         self._size, self._say, self._write = size, say, write
-        self._watch = Watch(timeout_s)
+        self._watch = HangDetector(timeout_s)
         self._slow = SlowProcesses()
         self._windows: dict[int, Window] = {}  # of the latest steps, by process
         self._has_new_windows = False

@@ -19,7 +19,7 @@ from jdp.reduction.partition.isomorphic_subgraphs import AlikeParts, with_alike_
 from jdp.reduction.partition.ranks import Dim, Ranks
 from jdp.reduction.partition.rules import Plan, plan
 from jdp.reduction.partition.rules.reductions import combine
-from jdp.reduction.partition.values import Computed, Count, Spread, Value
+from jdp.reduction.partition.values import BroadcastValue, Computed, Count, Value
 
 # Partial results up to that many elements wait for others, to be combined in one collective.
 _LARGEST_WAITING = 4096
@@ -173,7 +173,7 @@ class Partitioner:
             return ins
         if name == "broadcast_in_dim" and len(ins) == 1:
             dims = eqn.params["broadcast_dimensions"]
-            return [Spread(self.ranks, eqn.outvars[0].aval, ins[0], dims)]
+            return [BroadcastValue(self.ranks, eqn.outvars[0].aval, ins[0], dims)]
         if name == "iota" and not ins:
             return [Count(self.ranks, eqn.outvars[0].aval, eqn.params["dimension"])]
         if all(value.dim is None for value in ins):

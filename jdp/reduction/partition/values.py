@@ -77,7 +77,7 @@ class Computed(Value):
         return self._ranks.gather(self._known[own], own, self.shape)
 
 
-class Spread(Value):
+class BroadcastValue(Value):
     """Copies of a value along new dims, made only in the shape that is needed.
 
     A slice of copies costs no more than the value itself, however large the copies are.
