@@ -121,7 +121,7 @@ class _Waits:
         self._num_within = itertools.count()
         self._within: frozenset[int] = frozenset()
         # Most programs run no collective of XLA's, so look for one first.
-        if False in self.of(jaxprs.opened(jaxpr)):
+        if False in self.kinds_of(jaxprs.opened(jaxpr)):
             body = _without_unread(jaxpr)
             self.follow(body, [0] * len(body.invars))
 
@@ -130,7 +130,7 @@ class _Waits:
         """Whether the program was too large to find all of its operations."""
         return self._num_bodies > _MAX_BODIES
 
-    def of(self, jaxpr: Any) -> frozenset[bool]:
+    def kinds_of(self, jaxpr: Any) -> frozenset[bool]:
         """Return the kinds of operations in a jaxpr: True for native ones, False for XLA's."""
         if id(jaxpr) not in self._kinds:
             names = jaxprs.primitive_names(jaxpr)
@@ -160,7 +160,7 @@ class _Waits:
             found = self.native if name in call_order.NATIVE else self.xla
             found.append(_Wait(bit, before, self._within))
             return [before | bit] * len(eqn.outvars)
-        kinds = frozenset().union(*map(self.of, jaxprs.bodies(eqn)))
+        kinds = frozenset().union(*map(self.kinds_of, jaxprs.bodies(eqn)))
         if not kinds:
             return [before] * len(eqn.outvars)
         around = self._within

@@ -54,10 +54,10 @@ def flattened(
 def opened(tree: Any) -> Any:
     """Return a tree with a dict in place of each other mapping, which JAX would treat as a leaf."""
 
-    def of(leaf: Any) -> Any:
+    def as_dict(leaf: Any) -> Any:
         return opened(dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
-    return jax.tree.map(of, tree)
+    return jax.tree.map(as_dict, tree)
 
 
 def is_table(value: Any) -> bool:

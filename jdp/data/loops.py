@@ -292,7 +292,7 @@ def place(
         peers = agree.peers(sharding.mesh)
         with agree.propagating_errors(peers, "while it made its first batch"):
             first = next(host_batches, _END)
-            layout = None if first is _END else Layout.of(first, sharding)
+            layout = None if first is _END else Layout.of_batch(first, sharding)
         require_equal_layouts(peers, layout, facts, None if facts else first)
     if layout is None:
         return

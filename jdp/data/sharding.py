@@ -163,7 +163,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
 
     @classmethod
-    def of(cls, batch: Any, sharding: NamedSharding) -> "Layout":
+    def of_batch(cls, batch: Any, sharding: NamedSharding) -> "Layout":
         """Return the layout of this process's host batch.
 
         Args:
@@ -212,7 +212,7 @@ class Layout:
                     f"a later batch has {leaf}, but the first one had {first}: the step was "
                     f"traced for the first. Cast every batch to {first.dtype}."
                 )
-        return self if tuple(leaves) == self.leaves else Layout.of(batch, self.sharding)
+        return self if tuple(leaves) == self.leaves else Layout.of_batch(batch, self.sharding)
 
     def place(self, batch: Any) -> Any:
         """Place this process's host batch on its devices, as its part of the global batch."""

@@ -208,7 +208,7 @@ def _put(group: tuple[int, ...], answer: dict[str, Any], what: str) -> int:
     text = json.dumps(answer)  # if this raises, the call has used no number
     number = _num_gathered[group]
     _num_gathered[group] += 1
-    call_log.of(group).record(Call(f"the comparison of {what}"))
+    call_log.log_of(group).record(Call(f"the comparison of {what}"))
     kv_store.put(_key(group, number, jax.process_index()), text)
     return number
 

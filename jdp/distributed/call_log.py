@@ -75,7 +75,7 @@ num_waiting = 0
 logs: dict[tuple[int, ...], CallLog] = {}
 
 
-def of(group: tuple[int, ...]) -> CallLog:
+def log_of(group: tuple[int, ...]) -> CallLog:
     """Return the log of a group of processes."""
     return logs.setdefault(group, CallLog())
 

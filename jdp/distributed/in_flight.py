@@ -229,9 +229,9 @@ def _num_running() -> int:
         running = [call for call in tuple(_calls) if not _is_ready(call.weight)]
     except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it is not running
         return 0
-    call_mismatch.current.look(bool(running or _being_made or call_log.num_waiting))
+    call_mismatch.current.poll(bool(running or _being_made or call_log.num_waiting))
     # Call this even if no step runs here, because other processes may be ahead or behind.
-    _overdue.look([*_calls, *_being_made] if running or _being_made else [])
+    _overdue.poll([*_calls, *_being_made] if running or _being_made else [])
     return len(running)
 
 

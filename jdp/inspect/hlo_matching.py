@@ -164,7 +164,7 @@ def _matched(
     own: list[_Leaf] = []
     for i, piece in enumerate(pieces):
         num = piece.num_elements()
-        names = parameters.of(transfer, pieces, i)
+        names = parameters.names_of(transfer, pieces, i)
         keys = [(kind, num) for kind in _PLANNED_AS.get(transfer.kind, (transfer.kind,))]
         if shard := shard_of(program, transfer, pieces, i):
             keys = [("all-gather", shard)]

@@ -41,7 +41,7 @@ class ParameterFlow:
         """
         return self._sources(transfer.computation, [transfer.instruction.operands()[i]], {shard})
 
-    def of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
+    def names_of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
         """Return the names of the parameters of the i-th array of a collective.
 
         Args:

@@ -159,8 +159,8 @@ class _MicroBatchedLoss(NamedTuple):
         is_sent = k == 1 or not self._weights()[1]
         options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
-        shards = shard_gradients.of(params, self.axis_name, wholes, self.statistics)
-        shards = shard_gradients.of(params, self.axis_name, wholes, self.statistics)
+        shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
+        shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
         # Here, not in the jitted part: only here it shows whether the values are typed.
         return shards or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes

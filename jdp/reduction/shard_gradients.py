@@ -26,7 +26,7 @@ from jdp.reduction.shard_registry import Shard
 from jdp.reduction.unsharded_gradients import WholeMeans
 
 
-def of(
+def shard_gradients(
     params: Any, axis_name: AxisName, wholes: WholeMeans, besides: Container[int] = ()
 ) -> "ShardGradients | None":
     """Return the object that differentiates in some parameters; None where JAX does.

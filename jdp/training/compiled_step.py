@@ -87,7 +87,7 @@ class CompiledStep:
           *args: of the step.
           is_returned: whether the state is what this step's last call returned.
           given: on a mesh of several processes, the checksums of `args` to compare, from
-            `arguments.of`.
+            `Arguments.checksums`.
         """
         self._begin_call(args)
         try:

@@ -104,7 +104,7 @@ class LatestCall:
         return not (jax_compat.DELETED_ARRAY_CRASHES and any(map(jax_compat.is_deleted, leaves)))
 
 
-def of(
+def record_call(
     program: Any, given: tuple, taken: tuple, returned: Any, known: KnownState | None
 ) -> LatestCall | None:
     """Return the record of a call, None if an argument had to be placed.

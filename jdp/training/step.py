@@ -100,7 +100,7 @@ class Step:
             self._num_calls += 1
             call = StepCall(self.spec, self._num_calls, compiled)
             if compiled.arguments is not None:
-                call.given = compiled.arguments.of(args, self._unknown(args[0], is_returned))
+                call.given = compiled.arguments.checksums(args, self._unknown(args[0], is_returned))
             in_flight.begin_call(call)
             SHIELD.donates(args[0] if self.spec.donate else None)
             try:
@@ -152,7 +152,7 @@ class Step:
         if latest is None:
             self._latest = None
             if given is not None:
-                self._latest = dispatch_cache.of(compiled, given, args, state, known)
+                self._latest = dispatch_cache.record_call(compiled, given, args, state, known)
 
     def _look_at_some_calls(self, where: Mesh, state: Any, rest: Sequence[Any]) -> None:
         if self._num_calls in _LOOKS_FOR_VIEWS and self.spec.donate:

@@ -46,9 +46,9 @@ class HangDetector:
     >>> watch = Watch(timeout_s=600.0)
     >>> run = ProcessStatus(7, steps=12, progress_s=100.0, phase="running a step", since_s=100.0)
     >>> data = ProcessStatus(8, steps=11, progress_s=99.0, phase="waiting for data", since_s=99.0)
-    >>> watch.look(129.0, {0: run, 1: data})
+    >>> watch.poll(129.0, {0: run, 1: data})
     Stall(report=..., processes=[1], stalled_s=30.0, is_over=False)
-    >>> watch.look(130.0, {0: run, 1: data})  # nothing new
+    >>> watch.poll(130.0, {0: run, 1: data})  # nothing new
     """
 
     def __init__(self, timeout_s: float | None = None, *, ends: bool = True):
@@ -60,7 +60,7 @@ class HangDetector:
         self._blind_until_s = -math.inf
         self._stopped_s: dict[int, float] = {}  # since when
 
-    def look(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
+    def poll(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
         """Return the stall to report now, None if there is none.
 
         Call it a few times a second. Time without a call does not count: a signal that stopped the

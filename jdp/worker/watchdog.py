@@ -83,7 +83,7 @@ class SelfWatch:
             if self._is_launched:
                 continue
             now = time.monotonic()
-            stall = self._watch.look(now, {self._process: where})
+            stall = self._watch.poll(now, {self._process: where})
             self._arm(self._watch.left_s(now, where))
             if stall is not None:
                 self._report(stall.report)

@@ -226,7 +226,7 @@ def test_a_branch_is_searched_for_shifts_once(num_opened):
 def test_what_nested_calls_capture_is_compared_once():
     table = np.arange(16.0)
     traced = jax.jit(nested(lambda x: jnp.sin(x) + table)).trace(X)
-    program = program_check.ProgramText.of("step", traced, traced.lower())
+    program = program_check.ProgramText.of_trace("step", traced, traced.lower())
     assert len(program.constants) == 1
 
 

@@ -81,7 +81,7 @@ def test_each_device_holds_its_ranks_rows(sizes, names, axis_name):
     sharding = batch_sharding(mesh_of(sizes, names), axis_name)
     x = np.arange(24 * 2, dtype=np.float32).reshape(24, 2)
     batch = {"x": x, "y": (np.arange(24), np.ones((24, 0, 3), bool))}
-    placed = Layout.of(batch, sharding).place(batch)
+    placed = Layout.of_batch(batch, sharding).place(batch)
     jax.tree.map(np.testing.assert_array_equal, placed, batch)
     assert placed["x"].dtype == np.float32
     expected = jax.device_put(x, sharding)
@@ -118,7 +118,7 @@ def test_each_device_holds_its_ranks_rows(sizes, names, axis_name):
 )
 def test_a_batch_that_cannot_be_split_is_refused(batch, error, message):
     with pytest.raises(error, match=message):
-        Layout.of(batch, batch_sharding(mesh_of((4,), ("data",)), "data"))
+        Layout.of_batch(batch, batch_sharding(mesh_of((4,), ("data",)), "data"))
 
 
 @pytest.mark.all_sets
@@ -145,7 +145,7 @@ def test_integers_that_32_bits_do_not_hold_are_refused(value, dtype, held, place
     def place():
         if placed_by == "a step":
             return place_batch(batch, mesh, ("data",))
-        return Layout.of(batch, batch_sharding(mesh, "data")).place(batch)
+        return Layout.of_batch(batch, batch_sharding(mesh, "data")).place(batch)
 
     if held:
         np.testing.assert_array_equal(place()["ids"], ids)
@@ -163,7 +163,7 @@ def test_numbers_in_any_order_of_bytes_are_placed_and_records_refused(placed_by)
     def place(batch):
         if placed_by == "a step":
             return place_batch(batch, sharding.mesh, ("data",))
-        return Layout.of(batch, sharding).place(batch)
+        return Layout.of_batch(batch, sharding).place(batch)
 
     x = np.arange(4.0, dtype=np.float32)
     for order in "<>":
@@ -181,7 +181,8 @@ def test_numbers_in_any_order_of_bytes_are_placed_and_records_refused(placed_by)
     ((np.ones((4, 3)),), "'x'"),
 ])  # fmt: skip
 def test_a_later_batch_that_differs_is_refused(later, message):
-    layout = Layout.of({"x": np.ones((4, 3))}, batch_sharding(mesh_of((2,), ("data",)), "data"))
+    sharding = batch_sharding(mesh_of((2,), ("data",)), "data")
+    layout = Layout.of_batch({"x": np.ones((4, 3))}, sharding)
     with pytest.raises(ValueError, match=message):
         layout.of_later(later)
 
@@ -212,7 +213,7 @@ def test_a_node_that_keeps_the_shape_of_all_rows_is_refused(n_batch, num_ranks):
     batch = {"a": np.ones((4, 2)), "x": sparse.BCOO.fromdense(jnp.eye(4), n_batch=n_batch)}
     for place in (
         place_batch,
-        lambda batch, mesh, axes: Layout.of(batch, batch_sharding(mesh, axes)),
+        lambda batch, mesh, axes: Layout.of_batch(batch, batch_sharding(mesh, axes)),
     ):
         with pytest.raises(TypeError, match=r"batch\['x'\]` is a BCOO of shape \[4, 4\]"):
             place(batch, mesh, ("data",))

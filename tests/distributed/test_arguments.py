@@ -432,7 +432,7 @@ def test_a_restored_state_is_not_hashed_and_close_waits_for_the_last_calls(proce
 def difference_seen_by_one():
     mesh = jdp.init()
     checks = arguments.Arguments(mesh, noisy.spec)
-    given = checks.of((None, None, 1.0 + me()), ())
+    given = checks.checksums((None, None, 1.0 + me()), ())
     if me() == 0:
         return checks.difference(given, timeout_s=0.5)
     return None
@@ -445,7 +445,7 @@ def test_a_process_that_explains_waits_for_no_other_for_ever(processes):
 def differ_after_a_call_on_one_process_alone():
     mesh, batch, s = jdp.init(), one_batch(), state()
     if me() == 1:  # as for a step that failed before it ran, here alone
-        arguments.Arguments(mesh, StepSpec(loss_fn, ("data",), None, True, True)).of(
+        arguments.Arguments(mesh, StepSpec(loss_fn, ("data",), None, True, True)).checksums(
             (None, None, 1.0), ()
         )
 

@@ -78,7 +78,7 @@ def test_a_process_ends_though_the_store_does_not_answer(monkeypatch, compares):
     calls = call_mismatch.DifferentCalls(patience_s=0.0)
     calls.watch_end()
     if compares:
-        calls.look(is_waiting=True)
+        calls.poll(is_waiting=True)
     end = threading.Thread(target=calls._end, daemon=True)
     end.start()
     end.join(20.0)
@@ -93,9 +93,9 @@ SCRIPT = """
 import sys, time
 import jax, jax.numpy as jnp, numpy as np, optax
 import jdp
-from jdp.distributed.checks import different_calls
+from jdp.distributed.checks import call_mismatch
 jdp.init()
-different_calls.current._patience_s = 0.5
+call_mismatch.current._patience_s = 0.5
 me = jax.process_index()
 
 def loss_fn(w, rows):
@@ -181,5 +181,5 @@ if me == 1:
 
 def test_a_process_that_waits_for_nobody_compares_nothing():
     found = call_mismatch.DifferentCalls(patience_s=0.0)
-    found.look(is_waiting=False)
+    found.poll(is_waiting=False)
     assert found._thread is None

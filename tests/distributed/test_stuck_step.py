@@ -30,11 +30,11 @@ DIFFERENCES = {1: None, 2: "`key`.", 3: None, 4: None}
 def test_calls_that_do_not_end_are_explained_once(monkeypatch):
     asked, overdue, ended_by = [], Overdue(patience_s=0.0), []
     monkeypatch.setattr(fail_fast, "end_process", ended_by.append)
-    overdue.look([])
+    overdue.poll([])
     for _ in range(3):
-        wait_for(overdue.look(calls(1, 2, 3, asked=asked)))
+        wait_for(overdue.poll(calls(1, 2, 3, asked=asked)))
     assert asked == [1, 2]
-    wait_for(overdue.look(calls(3, 4, asked=asked)))
+    wait_for(overdue.poll(calls(3, 4, asked=asked)))
     assert asked == [1, 2, 3, 4]
     [error] = ended_by
     assert "call 2 of `step`" in str(error) and "`key`." in str(error)
@@ -42,7 +42,7 @@ def test_calls_that_do_not_end_are_explained_once(monkeypatch):
 
 def test_calls_that_end_in_time_are_not_compared():
     asked, overdue = [], Overdue(patience_s=1000.0)
-    assert overdue.look(calls(1, asked=asked)) is None
+    assert overdue.poll(calls(1, asked=asked)) is None
     assert asked == []
 
 

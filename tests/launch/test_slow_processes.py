@@ -37,7 +37,7 @@ def lines_of(steps_of_processes, every=1):
     """All that is said while the processes make these steps, with the number of the step."""
     slow, said = SlowProcesses(), []
     for end in range(1, len(steps_of_processes[0]) + 1, every):
-        for process, (_, line) in slow.look(
+        for process, (_, line) in slow.poll(
             windows(*(steps[:end] for steps in steps_of_processes))
         ).items():
             said.append((end, process, line))
@@ -229,8 +229,8 @@ def test_windows_are_compared_once_all_processes_have_sent_one():
     for process in (1, 0):
         assert said == []
         watch.record_windows({str(process): [*one[process]]})
-        watch.look(0.0, {})
-    watch.look(0.0, {})
+        watch.poll(0.0, {})
+    watch.poll(0.0, {})
     assert len(said) == 1
     ((event, facts),) = written
     assert (event, facts["process_id"], facts["part"]) == ("slow", 1, "compute")

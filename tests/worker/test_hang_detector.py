@@ -17,7 +17,7 @@ def at(phase, steps=10, since_s=0.0, **facts):
 def looks(watch, processes, end_s, tick_s=1.0):
     """All that is said until `end_s`, by second; as a launcher looks, again and again."""
     times = (i * tick_s for i in range(round(end_s / tick_s) + 1))
-    return {now: stall for now in times if (stall := watch.look(now, processes))}
+    return {now: stall for now in times if (stall := watch.poll(now, processes))}
 
 
 def first(processes, timeout_s=600.0):
@@ -27,7 +27,7 @@ def first(processes, timeout_s=600.0):
 def test_a_run_that_gets_on_is_never_reported():
     watch = HangDetector(600.0)
     for now in range(1000):
-        assert watch.look(now, {0: at(STEP, now // 29, 29.0 * (now // 29))}) is None
+        assert watch.poll(now, {0: at(STEP, now // 29, 29.0 * (now // 29))}) is None
 
 
 def test_a_stall_is_reported_after_30_s_and_whenever_its_time_has_doubled_and_ends_at_timeout_s():
@@ -48,10 +48,10 @@ def test_a_short_limit_is_reported_at_half_of_it(timeout_s, reported):
 def test_progress_begins_it_all_anew():
     watch = HangDetector(600.0)
     assert list(looks(watch, {0: at(STEP)}, 45)) == [30]
-    assert watch.look(46.0, {0: at(STEP, 11, 46.0)}) is None
-    assert watch.look(48.0, {0: at(STEP, 11, 46.0)}) is None
+    assert watch.poll(46.0, {0: at(STEP, 11, 46.0)}) is None
+    assert watch.poll(48.0, {0: at(STEP, 11, 46.0)}) is None
     again = {0: at(STEP, 11, 46.0)}
-    assert [now for now in range(49, 90) if watch.look(now, again)] == [76]
+    assert [now for now in range(49, 90) if watch.poll(now, again)] == [76]
 
 
 @pytest.mark.parametrize("phase", [UNSTEPPED, FIRST, "compiling", "evaluating", "saving", "my own"])
@@ -139,7 +139,7 @@ def test_a_process_that_is_stopped_late_has_its_time_from_then_on():
     watch, busy = HangDetector(10.0), {0: at("waiting", limit_s=1e9)}
     assert not looks(watch, busy, 1000)
     stopped = {0: at("waiting", limit_s=1e9, state="stopped")}
-    assert [now for now in range(1001, 1012) if watch.look(now, stopped)] == [1006, 1011]
+    assert [now for now in range(1001, 1012) if watch.poll(now, stopped)] == [1006, 1011]
 
 
 def test_a_script_that_has_ended_is_named_while_others_train():
@@ -189,7 +189,7 @@ def test_who_waits_elsewhere_is_the_cause_that_others_wait_in_a_step(step):
 
 def test_one_that_hangs_is_ended_while_others_get_on_ahead_of_it():
     watch, hangs = HangDetector(10.0), at(BETWEEN, 10)
-    said = [watch.look(now, {0: hangs, 1: at(STEP, 20 + now, now)}) for now in range(11)]
+    said = [watch.poll(now, {0: hangs, 1: at(STEP, 20 + now, now)}) for now in range(11)]
     assert said[10].is_over
     assert said[10].processes == [0]
 
@@ -238,9 +238,9 @@ def test_a_process_that_does_not_come_to_init_is_named_and_given_up_as_late_as_a
 
 def test_time_in_which_nobody_looked_does_not_count():
     watch, processes = HangDetector(10.0), {0: at(STEP)}
-    assert watch.look(1.0, processes) is None
-    assert watch.look(1000.0, processes) is None
-    assert [now for now in range(1001, 1012) if watch.look(now, processes)] == [1005, 1010]
+    assert watch.poll(1.0, processes) is None
+    assert watch.poll(1000.0, processes) is None
+    assert [now for now in range(1001, 1012) if watch.poll(now, processes)] == [1005, 1010]
 
 
 def test_a_watch_that_ends_nobody_does_not_say_that_it_will():

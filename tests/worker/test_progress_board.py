@@ -156,7 +156,7 @@ def test_a_process_that_is_stopped_while_it_writes_is_not_taken_for_one_that_han
     slot.claim(generation=0, timeout_s=600.0)
     slot.enter(record(STEP))
     slot.memory[24 : 24 + num_cleared] = bytes(num_cleared)
-    assert HangDetector().look(time.monotonic(), {0: slot.read()}) is None
+    assert HangDetector().poll(time.monotonic(), {0: slot.read()}) is None
 
 
 def test_the_state_of_a_process_is_seen_and_its_words_outlive_it(child):

@@ -180,7 +180,7 @@ class Launcher:
         while not (said and said[-1].is_over):
             assert time.monotonic() < deadline, self.slots()
             time.sleep(0.1)
-            stall = watch.look(time.monotonic(), self.slots())
+            stall = watch.poll(time.monotonic(), self.slots())
             said += [stall] if stall else []
         return said
 

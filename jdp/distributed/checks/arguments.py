@@ -75,7 +75,7 @@ class Arguments:
         """The sharding of a checksum in a step: split over its data axes."""
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
-    def of(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
+    def checksums(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
         """Hash the arguments of one call of the step, without waiting.
 
         Args:

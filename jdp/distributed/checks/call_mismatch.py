@@ -55,7 +55,7 @@ class DifferentCalls:
             self._publisher = threading.Thread(target=self._publish_at_end, daemon=True)
             self._publisher.start()
 
-    def look(self, is_waiting: bool) -> None:
+    def poll(self, is_waiting: bool) -> None:
         """Start a comparison, without waiting for it, if the calls have not moved for long.
 
         Args:

@@ -28,7 +28,7 @@ def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
 
     Args:
       rest: the further arguments of the step.
-      checksums: this rank's checksums from `Arguments.of`.
+      checksums: this rank's checksums from `Arguments.checksums`.
     """
     total = jnp.uint32(0)
     for i, checksum in enumerate(checksums):

@@ -32,7 +32,7 @@ class ProgramText(NamedTuple):
     source: Callable[[int], str]
 
     @classmethod
-    def of(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
+    def of_trace(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
         """Return the text of a traced and lowered step.
 
         Args:

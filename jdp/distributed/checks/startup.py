@@ -111,7 +111,7 @@ class FirstRuns:
         self._mesh = mesh
         self._name = name
         self._group = agree.peers(mesh)
-        self._log, self._num_calls = call_log.of(self._group), 0
+        self._log, self._num_calls = call_log.log_of(self._group), 0
         self._known: set[Any] = set()  # shapes whose programs were compared
         self._equal: list[Any] = []  # jaxprs that all processes share
         self._is_expected = True
@@ -169,7 +169,7 @@ class FirstRuns:
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
                 return False
             lowered = traced.lower()
-            program = ProgramText.of(self._name, traced, lowered)
+            program = ProgramText.of_trace(self._name, traced, lowered)
         require_program(self._group, program)
         if self._mesh.devices.flat[0].platform == "gpu":
             with agree.propagating_errors(self._group, f"while it compiled `{self._name}`"):

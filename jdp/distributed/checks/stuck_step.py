@@ -24,7 +24,7 @@ class Overdue:
         self._since = 0.0
         self._is_explained = False
 
-    def look(self, calls: Sequence[StepCall]) -> threading.Thread | None:
+    def poll(self, calls: Sequence[StepCall]) -> threading.Thread | None:
         """Check the unfinished calls, ordered from the oldest, without waiting.
 
         Returns:

@@ -100,7 +100,7 @@ class _Contestant:
         self._step, self._start, batch = make(rows, collectives.auto if all_reduces else _none)
         part = slice(own[0] * setting.rows, (own[-1] + 1) * setting.rows)
         batch = jax.tree.map(operator.itemgetter(part), batch)
-        self._batch = Layout.of(batch, batch_sharding(mesh, "data")).place(batch)
+        self._batch = Layout.of_batch(batch, batch_sharding(mesh, "data")).place(batch)
         # A sum of one element: processes that leave it start at nearly the same time.
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 

@@ -169,11 +169,11 @@ class Generation:
             for i, status in part.statuses.items()
         )
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Look whether the processes make progress, and fail if they do not."""
         statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
         self._report.record(statuses)
-        stall = self._progress.look(now, statuses)
+        stall = self._progress.poll(now, statuses)
         if stall is not None:
             self._record_stall(stall)
         is_due = self._first_end is not None and now - self._first_end >= self._grace_s

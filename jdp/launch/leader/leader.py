@@ -182,7 +182,7 @@ class Leader:
         self._signal = self._signal or number
         generation = self._generation
         if at_once:
-            self._end.look(at_once=True)
+            self._end.poll(at_once=True)
         if at_once and generation is not None and generation.state is State.STOPPING:
             generation.kill_processes()
 
@@ -193,7 +193,7 @@ class Leader:
         now = time.monotonic()
         self.members.remove_silent_hosts(now)
         if self._end.is_saving:
-            self._end.look()
+            self._end.poll()
             return None if self.members.is_over else self._wake(now)
         generation = self._generation
         if generation is not None and not generation.parts:
@@ -214,7 +214,7 @@ class Leader:
         self._timer = loop.call_later(soonest - now, self._consider)
 
     def _look(self, now: float, generation: Generation) -> None:
-        generation.look(now)
+        generation.poll(now)
         if self._signal is not None or generation.saved:
             self.members.is_ending = True
             generation.stop(self._signal)

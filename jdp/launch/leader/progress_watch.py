@@ -47,9 +47,9 @@ class ProgressWatch:
     def slow(self) -> dict[int, Slow]:
         """Return the facts of the processes that are named as slow, in their latest steps."""
         compared = Comparison(self._windows)
-        return {i: compared.of(i) for i in self._slow.named}
+        return {i: compared.slowness(i) for i in self._slow.named}
 
-    def look(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
+    def poll(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
         """Report what is new, and return a stall that was reported now.
 
         Args:
@@ -59,11 +59,11 @@ class ProgressWatch:
         if self._has_new_windows and len(self._windows) == self._size:
             self._has_new_windows = False
             steps = max((each.steps for each in statuses.values()), default=0)
-            for process_id, (slow, line) in self._slow.look(self._windows).items():
+            for process_id, (slow, line) in self._slow.poll(self._windows).items():
                 self._say(line)
                 facts: dict[str, Any] = {"share": slow.share, **slow._asdict()}
                 self._write("slow", process_id=process_id, steps=steps, **facts)
-        stall = self._watch.look(now, statuses)
+        stall = self._watch.poll(now, statuses)
         if stall is not None:
             self._say(stall.report)
             self._write(

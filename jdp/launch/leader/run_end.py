@@ -72,7 +72,7 @@ class RunEnd:
         if self._last_commits is not None:
             self._last_commits.record_answer(remote, facts)
 
-    def look(self, *, at_once: bool = False) -> None:
+    def poll(self, *, at_once: bool = False) -> None:
         """End the run if all hosts have saved their commit, or `at_once`."""
         commits = self._last_commits
         if commits is not None and (at_once or commits.are_saved(self._members.remotes)):

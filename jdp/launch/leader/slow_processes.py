@@ -97,7 +97,7 @@ class Comparison:
         """
         if any(each.num_records < NUM_RECORDS for each in self._windows.values()):
             return {}
-        return {i: self.of(i) for i in self._windows if self._is_slow(i)}
+        return {i: self.slowness(i) for i in self._windows if self._is_slow(i)}
 
     def _is_slow(self, process: int) -> bool:
         least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
@@ -112,7 +112,7 @@ class Comparison:
         least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
         return all(self._cost_us(process, it) < _HALF * least_us for it in self._measures)
 
-    def of(self, process: int) -> Slow:
+    def slowness(self, process: int) -> Slow:
         """Return the facts of a process, slow or not."""
         costs_us = {measure: self._cost_us(process, measure) for measure in self._measures}
         measure = max(costs_us, key=costs_us.__getitem__)
@@ -159,7 +159,7 @@ class SlowProcesses:
         """The processes that are named as slow."""
         return [*self._named]
 
-    def look(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
+    def poll(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
         """Return the facts, and a line for people, of each process for which they have changed.
 
         Args:
@@ -173,7 +173,7 @@ class SlowProcesses:
         lines = {i: (it, _line(i, it)) for i, it in news.items()}
         for i in [i for i in self._named if i not in found and compared.is_over(i)]:
             del self._named[i]
-            lines[i] = (it := compared.of(i)), _end_line(i, it)
+            lines[i] = (it := compared.slowness(i)), _end_line(i, it)
         self._named |= news
         return lines
 

@@ -65,11 +65,11 @@ def _walk(body: Any, known: dict[int, _Timed]) -> _Timed:
     marks: dict[str, _Ready] = {}
     num_heavy = 0
 
-    def of(atom: Any) -> _Ready:
+    def readiness(atom: Any) -> _Ready:
         return _Ready() if jaxprs.is_literal(atom) else ready.get(atom, _Ready())
 
     for eqn in body.eqns:
-        operands = [of(atom) for atom in eqn.invars]
+        operands = [readiness(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         inner = jaxprs.called_body(eqn) if name in jaxprs.CALLS else None
         if inner is not None:
@@ -86,7 +86,7 @@ def _walk(body: Any, known: dict[int, _Timed]) -> _Timed:
         if name == "jdp_mark" and eqn.params["kind"] == "local":
             marks[eqn.params["path"]] = outs[0]
         ready.update(zip(eqn.outvars, outs, strict=True))
-    return _Timed([of(atom) for atom in body.outvars], marks, num_heavy)
+    return _Timed([readiness(atom) for atom in body.outvars], marks, num_heavy)
 
 
 def _from_outside(ready: _Ready, operands: Sequence[_Ready], num_before: int) -> _Ready:
