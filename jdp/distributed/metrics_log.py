@@ -79,10 +79,10 @@ def log(
     scalars = _by_name(metrics)
     trackers = trackers_of(also)
     _require_assignment()
-    added = {} if state is None else optimizer_metrics.of_state(state)
+    if state is not None:
+        scalars = _by_name(optimizer_metrics.of_state(state)) | scalars
     if jax.process_index() != 0:
         return
-    scalars = _by_name(added) | scalars
     path = Path(file).expanduser().resolve()
     with _open.lock:
         if path not in _open.files:

@@ -1,6 +1,8 @@
 """A call of a step that may still be running, and the checks that its ranks report."""
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,24 +25,25 @@ class RankReports(NamedTuple):
     weight: jax.Array | None
 
 
-class CalledProgram(Protocol):
-    """What a call runs: the `CompiledStep`.
+@dataclass(slots=True, eq=False)
+class CalledProgram:
+    """What calls keep of the program that they run, without its executables.
 
     Attributes:
       arguments: compares the arguments between processes; None if they are not compared.
       jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
-      waits_in_xla: whether ranks may wait for each other in collectives of XLA's.
+      check: raises a RuntimeError for a failure during a call that JAX does not report.
+      why_invalid: returns an error for invalid weights of ranks, given `weight` and
+        `reports.weight`; None if they are valid.
+      waits_in_xla: whether ranks may wait for each other in collectives of XLA's, in the program
+        that was traced last.
     """
 
-    arguments: Any
-    jaxprs: Any
-    waits_in_xla: bool
-
-    def check(self) -> None:
-        """Raise a RuntimeError for a failure during a call that JAX does not report."""
-
-    def why_invalid(self, total: jax.Array, given: jax.Array) -> str | None:
-        """Return an error for invalid weights of ranks, None if they are valid."""
+    arguments: Arguments | None
+    jaxprs: Sequence[tuple[Any, list[str]]]
+    check: Callable[[], None]
+    why_invalid: Callable[[jax.Array, jax.Array], str | None]
+    waits_in_xla: bool = False
 
 
 class StepCall:

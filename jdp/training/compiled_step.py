@@ -17,6 +17,7 @@ from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
+from jdp.distributed.step_call import CalledProgram
 from jdp.reduction import row_weight, step_metrics
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
@@ -43,8 +44,7 @@ class CompiledStep:
     Attributes:
       jaxprs: the latest programs that were traced, each with the names of its inputs.
       returns_rows: whether metrics that a program returns hold `jdp.rows`.
-      waits_in_xla: whether ranks may wait for each other in collectives of XLA's, in the program
-        that was traced last.
+      called: what calls keep of it.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh, floats: frozenset[str], is_part: bool):
@@ -53,11 +53,14 @@ class CompiledStep:
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
         self._traced_programs: deque[traced_programs.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
-        self.waits_in_xla = self.returns_rows = False
+        self.returns_rows = False
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
             self.arguments = arguments.Arguments(mesh, spec)
+        self.called = CalledProgram(
+            self.arguments, self.jaxprs, cpu_runtime.check, row_weight.why_invalid
+        )
         self._rank_program = RankProgram(
             spec,
             mesh,
@@ -115,14 +118,6 @@ class CompiledStep:
     def is_plain(self) -> bool:
         """Whether `again` suffices: it compares nothing between processes, and JAX caches it."""
         return self._first_runs is None and not self._is_uncached
-
-    def check(self) -> None:
-        """Raise a RuntimeError for a failure during a call that JAX does not report."""
-        cpu_runtime.check()
-
-    def why_invalid(self, total: jax.Array, given: jax.Array) -> str | None:
-        """Return an error for invalid weights of ranks, None if they are valid."""
-        return row_weight.why_invalid(total, given)
 
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state.
@@ -228,7 +223,7 @@ class CompiledStep:
                 probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
                 built = self._build(probed)
             self.jaxprs.append((built.jaxpr, built.inputs.names))
-            self.waits_in_xla = self._waits_in_xla(built.jaxpr)
+            self.called.waits_in_xla = self._waits_in_xla(built.jaxpr)
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*passes.given(args, built.inputs.layout))
             if self._loses_order(built.jaxpr):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jdp import jax_compat
 from jdp.distributed.checks import known_leaves
@@ -15,52 +16,39 @@ _flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
 
 
 class KnownState:
-    """A state that a step takes as it is, without holding it.
+    """A state that a step takes as it is, by its leaves. It holds none of them.
 
-    Another thread may call the step, too: the call of one then finds the state of the other, and is
-    prepared.
+    The containers of a state may be new, as after `replace`, and the author may have exchanged a
+    leaf within a dict, so the leaves are compared. Another thread may call the step, too: the call
+    of one then finds the state of the other, and is prepared.
 
     Args:
-      program: the `CompiledStep`.
       state: the state.
+      mesh: where it is.
       is_callers: whether it is the caller's, who may donate it to another step.
 
     Attributes:
-      leaves: references to its leaves; empty if the object itself is recognised.
+      leaves: references to its leaves.
     """
 
-    __slots__ = ("_any_deleted", "_is_callers", "_object", "leaves")
+    __slots__ = ("_any_deleted", "leaves")
 
-    def __init__(self, program: Any, state: Any, *, is_callers: bool = False) -> None:
-        self._is_callers = is_callers
-        self._object: weakref.ref | None = None
-        self.leaves: list[weakref.ref] = []
-        # On one device an array has one shard, and JAX's own method tells all.
-        is_alone = program.mesh.size == 1
-        self._any_deleted = _any_deleted_of_one if is_alone else _any_deleted
-        # Processes compare leaves that the author has exchanged within a state, and a program that
-        # does not read a leaf does not notice that it is gone.
-        if program.arguments is None and not is_callers and _is_frozen(type(state)):
-            self._object = weakref.ref(state)
-        else:
-            self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+    def __init__(self, state: Any, mesh: Mesh, *, is_callers: bool = False) -> None:
+        self._any_deleted: Any = None
+        if is_callers or jax_compat.DELETED_ARRAY_CRASHES:
+            # On one device an array has one shard, and JAX's own method tells all.
+            self._any_deleted = _any_deleted_of_one if mesh.size == 1 else _any_deleted
+        self.is_followed_by(state)
 
     def is_followed_by(self, state: Any) -> None:
-        """Record that the step has returned another state of the same type."""
-        if self._object is not None:
-            self._object = weakref.ref(state)
-        else:
-            self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+        """Record that the step has returned another state."""
+        self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
 
-    def is_state(self, state: Any) -> bool:
-        """Whether another state is this one, and alive."""
-        if self._object is not None:
-            return self._object() is state
-        leaves = jax.tree.leaves(state)
+    def are_leaves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the leaves of another state are those of this one, and alive."""
         if not known_leaves.are(self.leaves, leaves):
             return False
-        looks = self._is_callers or jax_compat.DELETED_ARRAY_CRASHES
-        return not (looks and self._any_deleted(leaves))
+        return self._any_deleted is None or not self._any_deleted(leaves)
 
 
 class LatestCall:
@@ -85,14 +73,17 @@ class LatestCall:
         Args:
           args: of that call, all by position.
         """
-        if not args or not self.known.is_state(args[0]):
+        if not args:
+            return False
+        state = _flatten(args[0])[0]
+        if not self.known.are_leaves(state):
             return False
         try:
             leaves, tree = _flatten(args[1:])
         except ValueError:  # keys that cannot be sorted, which have an error of their own
             return False
-        if tree != self._tree:
-            return False
+        if tree != self._tree or not {*map(id, leaves)}.isdisjoint(map(id, state)):
+            return False  # a donated array is copied for another argument
         for leaf, (kind, shape, sharding, committed) in zip(leaves, self._places, strict=True):
             if not (
                 type(leaf) is kind  # not a tracer
@@ -123,7 +114,7 @@ def record_call(
     state = given[0] if returned is None else returned
     if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in jax.tree.leaves(state)):
         return None  # the mesh is that of `init`, which may change
-    known = KnownState(program, state, is_callers=True) if known is None else known
+    known = KnownState(state, program.mesh, is_callers=True) if known is None else known
     return LatestCall(program, known, given[1:])
 
 
@@ -133,13 +124,6 @@ def _any_deleted(leaves: Sequence[Any]) -> bool:
 
 def _any_deleted_of_one(leaves: Sequence[Any]) -> bool:
     return any(map(_is_deleted, leaves))
-
-
-def _is_frozen(kind: type) -> bool:
-    """Whether objects of a class keep their fields, as those of TrainStates do."""
-    params = getattr(kind, "__dataclass_params__", None)
-    is_frozen = params is not None and params.frozen and kind.__weakrefoffset__ != 0
-    return is_frozen and not jax_compat.DELETED_ARRAY_CRASHES
 
 
 def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:

@@ -29,23 +29,23 @@ class Shield:
         self._shielding = self._handle  # one object, so that `is` compares it
 
     # Written so that an interrupt between any two lines leaves a handler that works.
-    def begin(self) -> Any:
-        """Handle interrupts from here on, and return the argument of `end`."""
+    def begin(self, shielded: list[Any]) -> None:
+        """Handle interrupts from here on, until `end` with the same list, which is empty."""
         handler = _getsignal(_SIGINT)
         # In the trace of another step; without a handler; in another thread.
         if handler is self._shielding or not callable(handler) or _get_ident() != _MAIN:
-            return None
+            return
         if self._is_due:
             self._interrupt()
         self._handler = handler
+        shielded.append(handler)  # first: an interrupt may raise once the handler is set
         _signal.signal(_SIGINT, self._shielding)
-        return handler
 
-    def end(self, handler: Any) -> None:
+    def end(self, shielded: list[Any]) -> None:
         """Leave interrupts to the author's handler again."""
-        if handler is not None:
+        if shielded:
             self._donated = None
-            _signal.signal(_SIGINT, handler)
+            _signal.signal(_SIGINT, shielded[0])
             if self._is_due:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 

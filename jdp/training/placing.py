@@ -23,7 +23,8 @@ _VIEWED = (
 )
 _LARGE_BYTES = 1 << 16  # less memory is not worth a line
 _COPIED = (
-    "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. Copy it once, before the loop: "
+    "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. If it stays as it is, copy it "
+    "once, before the loop: "
     "%s = jax.device_put(%s, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), with "
     "mesh = jdp.init()."
 )

@@ -46,15 +46,17 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""
-        handler = SHIELD.begin() if self.spec.donate else None
+        shielded: list[Any] = []
         try:
+            if self.spec.donate:
+                SHIELD.begin(shielded)
             state, metrics, _ = self.run(*args, **kwargs)
             for compiled in self._compiled_steps.values():
                 if compiled.returns_rows:
                     metrics = step_metrics.unmarked(metrics)
             return (state, metrics) if self.spec.returns_state else metrics
         finally:
-            SHIELD.end(handler)
+            SHIELD.end(shielded)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         """Run one step: `(state, metrics, weight)`.
@@ -65,11 +67,7 @@ class Step:
         """
         latest = self._latest  # read once: another thread may replace it
         if latest and not kwargs and latest.is_like(args) and not jax_compat.is_tracing():
-            try:
-                return self._run(latest.program, args, args, self.spec.returns_state, latest)
-            except ValueError as error:
-                if not _shares_arrays(error, args):
-                    raise
+            return self._run(latest.program, args, args, self.spec.returns_state, latest)
         compiled, taken, is_traced, is_returned = self._prepare(args, kwargs)
         if is_traced:
             state, metrics, weight, *_ = compiled(*taken)  # inside a jit or scan of the caller's
@@ -98,7 +96,7 @@ class Step:
                 self._order_between_processes(compiled.mesh, is_returned)
             in_flight.make_room()
             self._num_calls += 1
-            call = StepCall(self.spec, self._num_calls, compiled)
+            call = StepCall(self.spec, self._num_calls, compiled.called)
             if compiled.arguments is not None:
                 call.given = compiled.arguments.checksums(args, self._unknown(args[0], is_returned))
             in_flight.begin_call(call)
@@ -124,8 +122,6 @@ class Step:
         self, error: Exception, compiled: CompiledStep, args: tuple, call: StepCall
     ) -> None:
         """Raise an error of jdp's for one of JAX's that it explains."""
-        if _shares_arrays(error, args):
-            return
         if "delete" in str(error):
             placing.require_alive(compiled.spec, args)
         if failed_run.is_failed_run(error):
@@ -146,7 +142,7 @@ class Step:
                 known = latest.known
                 known.is_followed_by(state)
             else:
-                self._returned = known = dispatch_cache.KnownState(compiled, state)
+                self._returned = known = dispatch_cache.KnownState(state, compiled.mesh)
             if compiled.arguments is not None:
                 self._leaves[:] = known.leaves
         if latest is None:
@@ -214,7 +210,7 @@ class Step:
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
         # A state that the last call returned is placed, and no two of its leaves share a buffer.
-        is_returned = self._returned is not None and self._returned.is_state(state)
+        is_returned = self._returned is not None and self._returned.are_leaves(leaves)
         is_traced = is_traced or not is_returned and _holds_tracer(leaves)
         if not is_returned:
             placing.require_usable(spec, state)
@@ -303,11 +299,6 @@ class Step:
                 f"(x, y)), and begin the step with x, y = {batch}."
             )
         return f"{self.__name__}{self.spec.signature}: {error}.{hint}"
-
-
-def _shares_arrays(error: Exception, args: tuple) -> bool:
-    """Whether a call failed because another argument has an array of its state, to be copied."""
-    return "donated in the same call" in str(error) and not pytrees.any_deleted(args[0])
 
 
 def _holds_tracer(tree: Any) -> bool:

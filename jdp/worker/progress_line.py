@@ -65,17 +65,18 @@ class ProgressLine:
     def stop(self) -> None:
         """End the thread and the line."""
         self._stopped.set()
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive():
             self._thread.join(_QUIET_S)
-        if self._display is not None:
-            if self._has_shown:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            if self._display is not None and self._has_shown:
                 self._update(time.monotonic())
+        if self._display is not None:
             self._display.close()
             self._display = None
 
     def _run(self) -> None:
-        # An output that has gone, as under `| head`, ends the line and not the script.
-        with contextlib.suppress(OSError, ValueError):
+        # An output that has gone, as under `| head`, or that lacks methods, ends the line alone.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             while not self._stopped.wait(_TICK_S):
                 self._update(time.monotonic())
 
@@ -108,8 +109,11 @@ def _display() -> Display:
     # rich takes these for terminals of 80 columns that know no sequences.
     knows_sequences = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
     is_prompt = shell is not None or hasattr(sys, "ps1") or sys.flags.interactive
-    if sys.stderr.isatty() and knows_sequences and not is_prompt:
-        return TerminalLine()
+    if knows_sequences and not is_prompt:
+        # A stream of the script's may lack any method.
+        with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
+            if sys.stderr.isatty():
+                return TerminalLine()
     return PlainLines()
 
 
@@ -126,7 +130,9 @@ class PlainLines:
             self._due = now + PLAIN_S
         if now >= self._due:
             self._due = now + PLAIN_S
-            print(f"jdp: {summary}", file=sys.stderr, flush=True)
+            if sys.stderr is not None:
+                sys.stderr.write(f"jdp: {summary}\n")
+                sys.stderr.flush()
 
     def close(self) -> None:
         """Do nothing: lines stay."""
@@ -162,20 +168,20 @@ class TerminalLine:
     def __init__(self) -> None:
         self._line = LiveLine()
         self._lock = threading.RLock()
-        self._err = sys.stderr
         self._is_at_start = True  # whether the output ends with a whole row
         self._is_shown = False  # whether it is drawn again behind output of the script
         self._is_asking = False
         self._own_bar_until = self._drawn_at = 0.0
-        self._hooked: list[Any] = []
-        device = os.fstat(self._err.fileno()).st_rdev
+        self._taken: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+        self._terminal = os.dup(sys.stderr.fileno())  # the script may close its own
+        device = os.fstat(self._terminal).st_rdev
         for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
             with contextlib.suppress(AttributeError, OSError, ValueError):  # not of a terminal
                 if stream.isatty() and os.fstat(stream.fileno()).st_rdev == device:
                     stream.flush()
-                    self._hook(stream)
-        self._ask, builtins.input = builtins.input, self._input_below
-        os.register_at_fork(after_in_child=self._release)
+                    self._take_over(stream, "write", self._writer(stream))
+        self._take_over(builtins, "input", self._reader(builtins.input))
+        os.register_at_fork(after_in_child=self._forked)
 
     def show(self, summary: RunSummary) -> None:
         """Draw the line, unless the last row of the script has not ended."""
@@ -189,18 +195,29 @@ class TerminalLine:
         with self._lock:
             self._draw()
             self._put(self._line.end())
-            self._release()
+            self._give_back()
+            os.close(self._terminal)
+            self._terminal = -1
 
-    def _input_below(self, prompt: object = "", /) -> str:
-        with self._lock:
-            self._put(self._line.erase())
-            self._is_shown, self._is_asking = False, True
-        try:
-            return self._ask(prompt)
-        finally:
-            self._is_asking, self._is_at_start = False, True
+    def _take_over(self, owner: Any, name: str, ours: Any) -> None:
+        with contextlib.suppress(AttributeError):  # a stream whose methods cannot be changed
+            before = vars(owner).get(name)
+            setattr(owner, name, ours)
+            self._taken.append((owner, name, before, ours))
 
-    def _hook(self, stream: Any) -> None:
+    def _reader(self, ask: Any) -> Any:
+        def input(prompt: object = "", /) -> str:
+            with self._lock:
+                self._put(self._line.erase())
+                self._is_shown, self._is_asking = False, True
+            try:
+                return ask(prompt)
+            finally:
+                self._is_asking, self._is_at_start = False, True
+
+        return input
+
+    def _writer(self, stream: Any) -> Any:
         write = stream.write
 
         def write_above(text: str) -> int:
@@ -210,9 +227,7 @@ class TerminalLine:
                 self._redraw_after(stream, text)
                 return count
 
-        with contextlib.suppress(AttributeError):  # a stream whose methods cannot be changed
-            stream.write = write_above
-            self._hooked.append(stream)
+        return write_above
 
     def _redraw_after(self, stream: Any, text: str) -> None:
         if not text:
@@ -229,22 +244,33 @@ class TerminalLine:
         if not (self._is_shown and self._is_at_start) or hasattr(sys, "last_value"):
             return
         with contextlib.suppress(OSError):
-            if os.tcgetpgrp(self._err.fileno()) != os.getpgrp():
+            if os.tcgetpgrp(self._terminal) != os.getpgrp():
                 return  # the terminal belongs to another program, as after `python train.py &`
         try:
-            columns = os.get_terminal_size(self._err.fileno()).columns
+            columns = os.get_terminal_size(self._terminal).columns
         except OSError:
             columns = 0
         self._drawn_at = time.monotonic()
         self._put(self._line.draw(columns or 80))
 
     def _put(self, data: bytes) -> None:
-        while data:
-            with contextlib.suppress(BlockingIOError):
-                data = data[os.write(self._err.fileno(), data) :]
+        with contextlib.suppress(OSError):  # the terminal has gone
+            while data and self._terminal >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    data = data[os.write(self._terminal, data) :]
 
-    def _release(self) -> None:
-        hooked, self._hooked = self._hooked, []
-        for stream in hooked:
-            del stream.write
-        builtins.input = self._ask
+    def _give_back(self) -> None:
+        """Give back what others have not replaced since."""
+        taken, self._taken = self._taken, []
+        for owner, name, before, ours in taken:
+            if vars(owner).get(name) is not ours:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    def _forked(self) -> None:
+        self._lock = threading.RLock()  # another thread may have held it
+        self._terminal = -1  # it is the parent's
+        self._give_back()

@@ -64,6 +64,7 @@ def begin_watching(
       ValueError: if `timeout_s` is not positive.
     """
     require_limit(timeout_s)
+    _stop_watch()
     limit_s = math.inf if timeout_s is None else timeout_s
     own.longest_wait_s = limit_s * phases.PATIENCE
     launcher = launcher_client.current()
@@ -85,15 +86,14 @@ def begin_watching(
     # and a process waits for the others in it.
     atexit.unregister(_end)
     atexit.register(_end)
-    _stop_watch()
     if not is_alone:
         show_stacks_when_asked()
     is_launched = launcher is not None
     own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
     own.watch.start(lambda: own.num_running())
     own.step_clock = StepClock(own.slot) if is_launched else None
-    wanted = os.environ.get("JDP_PROGRESS", "auto")  # as of `jdp run`
-    if shows_progress and wanted != "off" and not is_launched and process == 0:
+    wanted = os.environ.get("JDP_PROGRESS", "auto").lower()  # as of `jdp run`
+    if shows_progress and wanted not in ("off", "0", "false") and not is_launched and process == 0:
         own.line = ProgressLine(is_plain=wanted == "plain")
         own.line.start()
 

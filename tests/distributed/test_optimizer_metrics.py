@@ -69,7 +69,8 @@ def test_learning_rate_and_gradient_norm_are_those_of_one_device(stage, num_rank
         jdp.log(metrics, i, file=path, state=state)  # and the next step donates it
     found = [(line["gradient_norm"], line["learning_rate"]) for line in lines(path)]
     np.testing.assert_allclose(found, on_one_device(4), rtol=1e-5)
-    assert own.slot.read().counts[-2:] == found[-1][::-1]
+    counts = own.slot.read().counts
+    assert (counts.gradient_norm, counts.learning_rate) == found[-1]
 
 
 def test_labels_come_before_names_and_the_authors_metrics_win(path):

@@ -1,5 +1,6 @@
 """A call like the last one is not prepared again; any other is, and all compute the same."""
 
+import dataclasses
 import gc
 import random
 import sys
@@ -306,3 +307,53 @@ def test_a_leaf_of_a_train_state_that_an_evaluation_does_not_read_may_not_be_gon
     state.seed.delete()
     with pytest.raises(ValueError, match=r"`state.seed` was donated"):
         evaluated(state, batch)
+
+
+def test_an_array_that_the_author_puts_into_a_state_is_copied():
+    """As `state.opt_state.hyperparams["learning_rate"] = rate` of Optax's documentation."""
+    mesh = ranks(2)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    state = jdp.TrainState.create({"w": jnp.arange(4.0)}, jdp.replicated(tx))
+    rate, rows = jnp.float32(0.5), np.full(4, 2.0, np.float32)
+    for _ in range(3):
+        state, _ = step(state, placed(mesh))
+    for _ in range(2):
+        state.opt_state.hyperparams["learning_rate"] = rate
+        state.params["w"] = rows
+        state, _ = step(state, placed(mesh))
+    rows[:] = 7.0  # the author uses it again
+    assert not rate.is_deleted()
+    assert values(state) == [[2.0 - 0.5 * ROWS.mean()] * 4] * 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_another_argument_may_be_a_leaf_of_the_state_now_and_then(n, capfd):
+    batch, state, rate = placed(ranks(n)), made(), jnp.ones(4)
+
+    @jdp.train_step
+    def toward(state, batch, target):
+        grads = jax.grad(lambda p: ((p["w"] - target) ** 2).sum() * batch["x"].mean())(state.params)
+        return state.apply_gradients(grads), {}
+
+    for i in range(30):
+        state, _ = toward(state, batch, state.params["w"] if i % 3 else rate)
+    assert np.isfinite(values(state)).all() and "donated" not in capfd.readouterr().err
+
+
+def test_a_state_in_a_new_container_is_known(prepared):
+    batch, state = placed(ranks(2)), made()
+    for _ in range(4):
+        state, _ = step(dataclasses.replace(state), batch)
+        state = jax.tree.map(lambda leaf: leaf, state)
+    assert prepared == ["step"]
+
+
+def test_a_step_that_is_dropped_leaves_no_program():
+    batch, state = placed(ranks(2)), made()
+    own = jdp.train_step(lambda state, batch: (state, {}))
+    state, _ = own(state, batch)
+    [program] = own._compiled_steps.values()
+    dropped = weakref.ref(program)
+    del own, program
+    gc.collect()
+    assert dropped() is None

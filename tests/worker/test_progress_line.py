@@ -159,3 +159,45 @@ def test_a_restored_run_counts_on(terminal):
         "progress.own.restored = {'step': 1000, 'base': 1000, 'tier': 'checkpoint'}\ngo(40)"
     )
     assert re.fullmatch(r"step 1040 · .* · checkpoint 1000", found.end()[-1])
+
+
+STREAMS = {
+    "none": "sys.stderr = None",
+    "closed": "sys.stderr.close()",
+    "tee": """
+class Tee:
+    def write(self, text): return len(text)
+    def flush(self): pass
+sys.stderr = Tee()
+""",
+    "no file": "import io; sys.stderr = io.StringIO(); sys.stderr.isatty = lambda: True",
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_of_the_scripts_own_is_accepted(terminal, stream):
+    found = terminal("go(40)\nprint('done')", before=STREAMS[stream])
+    assert found.end() == ["done"]
+
+
+def test_streams_that_are_closed_later_and_replaced_end_nothing(terminal):
+    found = terminal(
+        "go(40)\nsys.stderr.close()\nsys.stderr = open(os.devnull, 'w')\n"
+        "print('out')\ngo(20)\nwatching.begin_watching(600.0)\nprint('end')"
+    )
+    assert [line for line in found.end() if not re.fullmatch(LINE, line)] == ["out", "end"]
+
+
+def test_a_method_that_others_have_set_stays(terminal):
+    found = terminal(
+        "watching.begin_watching(600.0)\ngo(40)\nprint('out')\nwatching._stop_watch()\n"
+        "assert vars(sys.stdout)['write'] is tee and len(seen) == 2",
+        before="seen, write = [], sys.stdout.write\n"
+        "def tee(text): seen.append(text); return write(text)\nsys.stdout.write = tee",
+    )
+    assert "out" in found.end()
+    found = terminal(
+        "theirs = lambda text: 1\nsys.stdout.write = theirs\nwatching._stop_watch()\n"
+        "assert vars(sys.stdout)['write'] is theirs"
+    )
+    found.end()
