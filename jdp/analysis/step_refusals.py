@@ -1,7 +1,9 @@
 """Refusals and warnings for a traced step, from its analysis."""
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +32,8 @@ from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.analysis.traced import Traced
 from jdp.error_codes import with_code
 
+# The folders of jdp and of JAX, whose frames are between a warning and the author's code.
+_LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{Path(jax.__file__).parent}/")
 _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
@@ -80,8 +84,16 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)
-            warnings.warn(warning, stacklevel=2)
+            warnings.warn(warning, stacklevel=_stacklevel())
     return _proved(report, traced)
+
+
+def _stacklevel() -> int:
+    """Return how many frames above its caller the author's code is, which called the step."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:

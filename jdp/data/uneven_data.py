@@ -17,6 +17,7 @@ from jdp.data.loop_ends import LoopEnd, Problem, problem_of
 from jdp.distributed import agree, fail_fast, kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
+from jdp.worker import progress
 
 # When the loops differ, a process has this long to request its next batch, where the error is
 # raised. Then its waits for other ranks are aborted, and last the process exits.
@@ -168,7 +169,9 @@ class _Loop:
         return self._settled.wait(min(agree.timeout_s(), threading.TIMEOUT_MAX))
 
     def _wait_for_others(self) -> None:
-        if not self._is_settled():
+        with progress.WAITING:  # and not for data, as reports of hangs would say
+            is_settled = self._is_settled()
+        if not is_settled:
             text = (
                 f"{self._mine}, and {agree.timeout_s():g} s later processes {self._missing()} "
                 "have neither ended theirs nor continued: they hang, or do something else."

@@ -38,6 +38,10 @@ _RETRY_S, _PATIENCE_S = 0.2, 10.0
 _LOCK_S = 5.0
 # Of file systems without locks, such as Lustre that was mounted without -o flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+_REPEATED = (
+    "jdp: the metrics of step %d are not written to %s, which has such metrics up to step "
+    "%d. Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
+)
 OWN_NAMES = ("step", "time")
 # Metrics that the line of progress shows, by its names, and the names that users give them.
 _SHOWN = {
@@ -67,6 +71,8 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file, self._last = _opened(path, first_step)
+        self._own: set[frozenset[str]] = set()  # names of lines of this process
+        self._has_warned = False
         self._error: BaseException | None = None
         self._refusal: OSError | None = None  # of the line that is retried
         self._refused_at = 0.0
@@ -89,7 +95,11 @@ class MetricsFile:
         self.raise_error()
         names = frozenset(scalars)
         if step <= self._last.get(names, -1):
+            if names in self._own and not self._has_warned:
+                self._has_warned = True
+                _log.warning(_REPEATED, step, self._path, self._last[names])
             return
+        self._own.add(names)
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 jax_compat.start_copy_to_host(value)

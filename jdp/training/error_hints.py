@@ -20,6 +20,12 @@ _SHAPES = re.compile(
     r"incompatible shapes|dot_general requires|Incompatible shapes|to generate shape"
 )
 
+# What a table has, and the dict of its columns lacks.
+_OF_DICT = re.compile(
+    r"'dict' object has no attribute|builtin_function_or_method|: 'dict' and|and 'dict'"
+    r"|^unhashable type: 'slice'|^slice\("
+)
+
 
 def add_hint(
     error: Exception,
@@ -55,6 +61,12 @@ def add_hint(
         hint = (
             "a value is formatted that is known only when the step runs. Return it as a metric and "
             'print it behind the call, or write jax.debug.print("{x:.3f}", x=x).'
+        )
+    elif isinstance(batch, dict) and _OF_DICT.search(text):
+        names = ", ".join(map(repr, [*batch][:4]))
+        hint = (
+            f"`{spec.argument(1)}` is a dict of arrays here, also if it was a table: {names}. "
+            f"Take one by its name: {spec.argument(1)}[{next(iter(batch), 'x')!r}]."
         )
     elif "requires real- or complex-valued inputs" in text:
         hint = _of_integers(spec, state)

@@ -1,6 +1,7 @@
 """Which leaves of a tree are parameters, and which of them train."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -9,14 +10,18 @@ import jax.numpy as jnp
 
 from jdp import pytrees, rank_state
 
+_log = logging.getLogger("jdp")
+
 _PARTITION = (
     "With Equinox keep it outside of params: "
     "params, static = eqx.partition(model, eqx.is_inexact_array)."
 )
 
 
-def require_no_numbers_of_modules(params: Any) -> None:
+def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
     """Refuse Python numbers that are attributes of modules, before they are made arrays.
+
+    If all parameters train, other Python floats are logged.
 
     Raises:
       TypeError: naming the first one.
@@ -29,6 +34,8 @@ def require_no_numbers_of_modules(params: Any) -> None:
                 f"{_PARTITION} In a dataclass make the field static: "
                 'dataclasses.field(metadata={"static": True}). If it is to train, make it an array.'
             )
+    if all_train:
+        _log_floats(params)
 
 
 def floats_of_equinox(state: Any) -> frozenset[str]:
@@ -98,6 +105,20 @@ def _parent(tree: Any, path: tuple) -> Any:
     except (AttributeError, KeyError, TypeError):
         return None
     return tree
+
+
+def _log_floats(params: Any) -> None:
+    """Log the Python floats among parameters, which train as arrays do."""
+    named = jax.tree_util.tree_leaves_with_path(params)
+    floats = [(path, leaf) for path, leaf in named if type(leaf) is float]
+    if floats:
+        path, leaf = floats[0]
+        others = f" ({len(floats)} of them)" if len(floats) > 1 else ""
+        _log.warning(
+            "jdp: `params%s` is the Python float %s%s and trains. Keep constants outside of "
+            "params, or write jnp.float32(%s) to train it.",
+            *(jax.tree_util.keystr(path), leaf, others, leaf),
+        )
 
 
 def require_numbers(name: str, tree: Any) -> None:

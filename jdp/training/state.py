@@ -98,7 +98,7 @@ class TrainState:
             )
             shared_variables.require_unshared(name, tree)
             parameters.require_numbers(name, tree)
-        parameters.require_no_numbers_of_modules(params)
+        parameters.require_no_numbers_of_modules(params, all_train=trainable is None)
         if (sharding := sharding_of(tx)) is not None:
             mixed_precision.require_masters(params, sharding.gather_dtype)
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}

@@ -66,7 +66,7 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
     if phases == {WAITING} and any(it.phase != WAITING for it in statuses):
         return (
             "It waits for the others, but not in the step that they are in. All processes must "
-            "make the same steps: look for an early break or return on this process."
+            "make the same steps: look for an early break or return, or an `if` around the step."
         )
     if ENDED in phases:
         return (

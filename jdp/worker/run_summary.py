@@ -48,20 +48,22 @@ commit 340, checkpoint 300
     def parts(self) -> list[str]:
         """Return the numbers that are known, each in words, the least important ones last."""
         found = [] if self.step is None else [f"step {self.step}"]
+        if found and self.target is not None and self.target > 0:
+            found = [f"step {self.step} of {self.target}"]
         if self.activity is not None:
             found.append(self.activity)
         if self.loss is not None:
             found.append(f"loss {self.loss:.4g}")
-        if self.learning_rate is not None:
-            found.append(f"learning rate {self.learning_rate:.3g}")
-        if self.gradient_norm is not None:
-            found.append(f"gradient norm {self.gradient_norm:.3g}")
         if self.rows_per_s is not None:
             found.append(f"{_rate(self.rows_per_s)} examples/s")
         elif self.steps_per_s is not None:
             found.append(f"{_rate(self.steps_per_s)} steps/s")
         if self.data_share is not None:
             found.append(f"data wait {100 * self.data_share:.0f} %")
+        if self.learning_rate is not None:
+            found.append(f"lr {self.learning_rate:.3g}")
+        if self.gradient_norm is not None:
+            found.append(f"grad norm {self.gradient_norm:.3g}")
         if self.ettr is not None:
             found.append(f"ETTR {100 * self.ettr:.1f} %")
         if self.recoveries:

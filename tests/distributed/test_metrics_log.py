@@ -316,3 +316,13 @@ raise ValueError("at last")
     run = jdp_run("--standbys=0", script=script)
     assert run.wait() == 1, run.output
     assert [line["loss"] for line in lines(run.folder / "metrics.jsonl")] == [*range(50)]
+
+
+def test_a_step_that_is_logged_again_in_one_run_is_said_once(path, caplog):
+    for _ in range(2):  # epochs whose steps are counted anew
+        for step in range(3):
+            jdp.log({"loss": 1.0}, step, file=path)
+        jdp.log({"epoch_loss": 1.0}, 0, file=path)
+    assert len(lines(path)) == 4
+    [record] = caplog.records
+    assert "step 0 are not written" in record.getMessage() and "up to step 2" in record.getMessage()

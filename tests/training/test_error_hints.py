@@ -363,3 +363,36 @@ def test_an_array_of_objects_among_parameters_is_named():
     ranks(1)
     with pytest.raises(TypeError, match=r"`params\['w'\]` is an array of Python objects"):
         jdp.TrainState.create({"w": np.array([0.5, None])}, sgd())
+
+
+@pytest.mark.parametrize("read", [lambda b: b.values[:, :2], lambda b: b @ jnp.ones(2), "x.sum"])
+def test_a_batch_that_was_a_table_is_a_dict_of_columns(read):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        found = batch.x.sum() if isinstance(read, str) else read(batch)
+        return state, {"found": jnp.sum(found)}
+
+    (note,) = notes((AttributeError, TypeError), step, state(), batch())
+    assert "`batch` is a dict of arrays here" in note and "batch['x']" in note
+
+
+def test_a_python_float_among_parameters_is_named(caplog):
+    ranks(1)
+    jdp.TrainState.create({"w": np.ones(2, "float32"), "dropout": 0.1}, sgd())
+    assert "`params['dropout']` is the Python float 0.1 and trains" in caplog.text
+
+
+def test_a_warning_of_a_step_is_of_the_line_that_calls_it():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(loss_fn)(state.params, batch)
+        clipped = jax.tree.map(lambda g: g / jnp.sqrt((g**2).sum()), grads)
+        return state.apply_gradients(clipped), {}
+
+    with pytest.warns(UserWarning, match="JDP131") as caught:
+        step(state(), batch())
+    assert {warning.filename for warning in caught} == {__file__}
