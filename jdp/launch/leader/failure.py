@@ -118,9 +118,12 @@ def early_end(process_id: int, other: int, grace_s: float) -> Cause:
     """
     text = (
         f"process {process_id} came to the end of the script, and process {other} has waited for "
-        f"it for {grace_s:g} s in a later step"
+        f"it for {grace_s:g} s in a step or an evaluation that it did not call"
     )
-    advice = "All processes must make the same steps."
+    advice = (
+        "All processes must call the same steps and jdp.evaluate. Look for a break, or for an `if` "
+        "on the number of a process."
+    )
     full_text = with_code("JDP304", f"the cause: {text}. {advice}")
     return Cause(text, 1, full_text, "JDP304", grace_s)
 
