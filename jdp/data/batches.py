@@ -115,7 +115,9 @@ def batches(
     if rows == _COMPARED:
         check = RowCheck(read, num_rows, sampler.seed, has_rows_of_objects(dataset))
     may_be_new = allows(allow, "new data")
-    result = Batches(read, sampler, run, target, allows_new_data=may_be_new, check=check)
+    result = Batches(
+        *(read, sampler, run, target, dataset), allows_new_data=may_be_new, check=check
+    )
     result.position = position
     return result
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
-from jdp.data import active_iterator, row_checks
+from jdp.data import active_iterator, repeated_epochs, row_checks
 from jdp.data.dataset import Read, record_mask, with_mask
 from jdp.data.epoch_plan import EpochPlan
 from jdp.data.first_batch_check import require_equal_layouts
@@ -58,6 +58,7 @@ class Batches:
       sampler: the order of the rows.
       run: the batches of the run.
       target: where to place the batches.
+      dataset: that is read.
       allows_new_data: whether `set_state` accepts the state of another stream.
       check: compares rows between the processes; None if they may differ.
     """
@@ -68,11 +69,13 @@ class Batches:
         sampler: Sampler,
         run: EpochPlan,
         target: Target,
+        dataset: Any,
         *,
         allows_new_data: bool,
         check: row_checks.RowCheck | None,
     ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
+        self._dataset = dataset
         self._allows_new_data, self._check = allows_new_data, check
         self._num_unchecked = row_checks.MIN_BATCHES  # batches since rows were compared
         self._position = self._num_done = 0  # rows and batches since the run began
@@ -199,6 +202,7 @@ class Batches:
         if len(peers) > 1:
             host_batches.check, host_batches.num_unchecked = self._check, self._num_unchecked
         facts = f"{self._sampler}, {self._run}, position={self._position}"
+        begin, num_steps = self._position, progress.own.num_steps
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
                 if (sums := host_batches.checksums.pop(self._position, None)) is not None:
@@ -215,6 +219,10 @@ class Batches:
                 if self._run.has_mask:
                     record_mask(batch)
                 yield batch
+        num_steps = progress.own.num_steps - num_steps
+        is_epoch = begin == 0 and self._position == self._sampler.num_rows
+        if self._sampler.shuffle and is_epoch and num_steps >= len(self):
+            repeated_epochs.current.record(self._dataset, self._sampler.seed)
 
 
 _NUM_NAMED = 16

@@ -20,6 +20,7 @@ from support.threads import running, wait_until, wait_until_none_runs
 import jdp.distributed.mesh
 from jdp.data.batches import batches, shard_batches
 from jdp.data.sampler import Sampler
+from jdp.worker import progress
 
 X = np.arange(22.0, dtype=np.float32).reshape(11, 2)  # 11 divides by no batch size
 DATA = {"x": X, "row": np.arange(11)}
@@ -724,3 +725,24 @@ def test_a_state_without_a_number_of_batches_goes_on_by_its_rows(make_mesh):
     loop = batches(np.arange(40), 4, num_steps=10, mesh=make_mesh(2))
     loop.set_state({"position": 28, "num_rows": 40, "seed": 0, "shuffle": True, "order": 2})
     assert len(list(loop)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "is_said"),
+    [
+        ({"seed": 3}, True, True),
+        ({"seed": 3}, False, False),  # an evaluation
+        ({"shuffle": False}, True, False),
+        ({"seed": None}, True, False),  # another one for each epoch
+    ],
+)
+def test_epochs_of_one_order_are_said_once(options, steps, is_said, caplog, mesh):
+    rows = {"x": np.arange(40)}
+    for epoch in range(4):
+        chosen = {**options, "seed": epoch} if options.get("seed", 0) is None else options
+        for _ in batches(rows, 8, epochs=1, mesh=mesh, **chosen):
+            if steps:
+                with progress.TRAIN_STEP:
+                    pass
+    found = [it.getMessage() for it in caplog.records if "one order of rows" in it.getMessage()]
+    assert len(found) == is_said and all("3 epochs" in text and "seed=3" in text for text in found)
