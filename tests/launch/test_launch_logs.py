@@ -354,9 +354,9 @@ def test_bytes_that_are_no_text_are_shown_as_they_are():
 def test_a_terminal_sees_ranks_in_colour():
     program = """
 import os
-from jdp.launch.host.output import Logs
+from jdp.launch.host.output import OutputMux
 from jdp.launch.options.options import parse
-logs = Logs(parse(["--nproc-per-node", "2", "x"], {}))
+logs = OutputMux(parse(["--nproc-per-node", "2", "x"], {}))
 os.write(1, repr([logs.prefix("process 0", 0), logs.prefix("process 1", 1)]).encode())
 os._exit(0)
 """
@@ -364,7 +364,9 @@ os._exit(0)
     variables = {**os.environ, "TERM": "xterm-256color"}
     for name in ("NO_COLOR", "FORCE_COLOR"):
         variables.pop(name, None)
-    subprocess.run([sys.executable, "-c", program], stdout=theirs, env=variables, timeout=240)
+    subprocess.run(
+        [sys.executable, "-c", program], stdout=theirs, env=variables, timeout=240, check=True
+    )
     text = os.read(ours, 1000).decode()
     os.close(ours)
     os.close(theirs)
