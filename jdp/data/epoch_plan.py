@@ -77,7 +77,7 @@ class EpochPlan(NamedTuple):
 
         A run of `num_steps` ends after so many batches in all, one of epochs at the same row.
 
-        >>> run = Run.planned(100, 32, num_steps=60, epochs=None, tail="pad")
+        >>> run = EpochPlan.planned(100, 32, num_steps=60, epochs=None, tail="pad")
         >>> run.continued(40 * 64, num_done=40).num_left(40 * 64)
         20
         """

@@ -199,15 +199,15 @@ def _require_same_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
     if not isinstance(sharding, NamedSharding):
         return
     if sharding.mesh != mesh and sharding.mesh.size > 1:
+        hint = ""
         if sharding.spec and axis.names(sharding.spec[0] or ()) == sharding.mesh.axis_names:
-            raise ValueError(
-                f"`{jax.tree_util.keystr(path)}` has a dim for {sharding.mesh.size} devices, as "
-                "jax.pmap and jax_utils.replicate return arrays. Leave replicate out, or take "
-                "jax_utils.unreplicate(state)."
+            hint = (
+                " If it has a dim for the devices, as jax_utils.replicate and jax.pmap return "
+                "arrays, leave replicate out, or take jax_utils.unreplicate(state)."
             )
         raise ValueError(
             f"`{jax.tree_util.keystr(path)}` lies on a mesh of {sharding.mesh.size} devices "
             f"{dict(sharding.mesh.shape)}, the rest of the state on one of {mesh.size} "
             f"{dict(mesh.shape)}. Move it with jax.device_put first, or create the state after "
-            "jdp.init()."
+            f"jdp.init().{hint}"
         )

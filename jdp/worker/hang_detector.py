@@ -43,7 +43,7 @@ class HangDetector:
         `jdp.init`. A timeout of the command line wins, whether it is less or more.
       ends: whether the caller ends the run when it is over, as the report then says.
 
-    >>> watch = Watch(timeout_s=600.0)
+    >>> watch = HangDetector(timeout_s=600.0)
     >>> run = ProcessStatus(7, steps=12, progress_s=100.0, phase="running a step", since_s=100.0)
     >>> data = ProcessStatus(8, steps=11, progress_s=99.0, phase="waiting for data", since_s=99.0)
     >>> watch.poll(129.0, {0: run, 1: data})

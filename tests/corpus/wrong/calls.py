@@ -265,7 +265,7 @@ def parameters_on_another_mesh():
     lower(applied, state.replace(params=away), batch)
 
 
-@refused(ValueError, "a dim for 4 devices.*jax_utils.unreplicate")
+@refused(ValueError, "4 devices.*has a dim for the devices.*jax_utils.unreplicate")
 def state_of_a_pmap():
     jdp.init(devices=jax.devices()[:4])
     state, batch = training()
