@@ -35,7 +35,7 @@ NUMBERS = {name: number for number, name in enumerate(sorted(ALL), start=4)}  # 
 
 
 def inside(package, file):
-    return Path(find_spec(package).submodule_search_locations[0], file)  # imports nothing
+    return Path(find_spec(package).submodule_search_locations[0], file)  # without importing it
 
 
 def numbers_of(ipa):

@@ -57,7 +57,7 @@ def log(
         these.
       ImportError: if the library of a tracker is not installed.
       ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
-        "step", "time" or as another one; if `state` has nothing to add or was donated; or if the
+        "step", "time" or as another one; if `state` has no such value or was donated; or if the
         file holds the steps of an earlier run.
       RuntimeError: before `jdp.init` in a process of `jdp run`; if `also` raised an error in an
         earlier call.

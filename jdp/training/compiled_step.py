@@ -104,21 +104,6 @@ class CompiledStep:
         finally:
             self._end_call(has_compiled=not self._is_part)
 
-    def again(self, args: tuple) -> Any:
-        """Call the program of the last call on arguments that lie as its arguments did."""
-        self._args = args
-        try:
-            return self._jitted(*args)
-        finally:
-            self._args = ()
-            if self._is_compiling:  # for other shapes
-                self._end_call(has_compiled=True)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `again` suffices: it compares nothing between processes, and JAX caches it."""
-        return self._first_runs is None and not self._is_uncached
-
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state.
 

@@ -66,10 +66,12 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
         batches.position = 0
     counter = progress.own.slot.counter
     of_training = counter.next_rows, counter.num_left
+    counter.write_evaluating(True)
     try:
         with progress.EVALUATING:
             return _evaluate(lambda batch: step.run(state, batch, *rest, **keywords), batches)
     finally:
+        counter.write_evaluating(False)
         counter.next_rows, counter.num_left = of_training
 
 

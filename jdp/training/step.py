@@ -102,10 +102,7 @@ class Step:
             in_flight.begin_call(call)
             SHIELD.donates(args[0] if self.spec.donate else None)
             try:
-                if latest is not None and compiled.is_plain:
-                    results = compiled.again(args)
-                else:
-                    results = compiled(*args, is_returned=is_returned, given=call.given)
+                results = compiled(*args, is_returned=is_returned, given=call.given)
                 state, metrics, call.weight, call.reports, found = results
             except (RuntimeError, ValueError) as error:
                 self._explain(error, compiled, args, call)

@@ -16,6 +16,7 @@ STARTING, FIRST = "starting", "waiting for the first step"
 UNSTEPPED = "before the first step"
 WAITING = "waiting for the other processes"
 COMPILING, SAVING, RESTORING = "compiling", "saving", "restoring"
+EVALUATING = "evaluating"
 # Phases that people who watch the run are not told of: other words say the same.
 QUIET = frozenset([STEP, BETWEEN, JOINING, STARTING, FIRST, UNSTEPPED, WAITING, BEFORE, ENDED, ""])
 _LONG_S = 2.0

@@ -14,6 +14,7 @@ class RunCounts(NamedTuple):
       logged: last step for which `jdp.log` wrote one of the following; -1 for none.
       loss, learning_rate, gradient_norm: the latest of each; None for none.
       target: steps at which the loop over `jdp.batches` ends; -1 if unknown.
+      is_evaluating: whether `jdp.evaluate` runs, whose steps are phases of their own.
     """
 
     rows: int = 0
@@ -25,14 +26,15 @@ class RunCounts(NamedTuple):
     learning_rate: float | None = None
     gradient_norm: float | None = None
     target: int = -1
+    is_evaluating: bool = False
 
 
 # Words of 8 bytes. Of steps they hold one more, so that 0 is none.
 _ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED = range(5)
 _METRICS = ("loss", "learning_rate", "gradient_norm")
 _VALUES, _HAS = range(5, 8), 8  # one bit for each value
-_TARGET = 9
-NUM_BYTES = 80
+_TARGET, _EVALUATING = 9, 10
+NUM_BYTES = 88
 
 
 class Counter:
@@ -51,7 +53,7 @@ class Counter:
     >>> counter.count_rows(steps=7)
     >>> counter.write_metrics(7, loss=0.5, learning_rate=0.1)
     >>> counts_in(memory)[4:]
-    (7, 0.5, 0.1, None, 10)
+    (7, 0.5, 0.1, None, 10, False)
     """
 
     def __init__(self, memory: memoryview):
@@ -84,6 +86,10 @@ class Counter:
         """Write the step of a checkpoint."""
         self._words[_CHECKPOINT] = step + 1
 
+    def write_evaluating(self, is_evaluating: bool) -> None:
+        """Write whether `jdp.evaluate` runs."""
+        self._words[_EVALUATING] = is_evaluating
+
     def write_metrics(self, step: int, **metrics: float) -> None:
         """Write the loss, learning_rate and gradient_norm of a step, as far as it has them."""
         for i, name in enumerate(_METRICS):
@@ -109,4 +115,5 @@ def counts_in(memory: bytes) -> RunCounts:
             if words[_HAS] >> i & 1
         },
         target=words[_TARGET] - 1,
+        is_evaluating=bool(words[_EVALUATING]),
     )

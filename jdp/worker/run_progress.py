@@ -1,7 +1,7 @@
 """How far a run is, added up from the statuses of its processes, over all its generations."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jdp.worker import phases
@@ -54,6 +54,7 @@ class RunProgress:
         self._samples: deque[_Sample] = deque()
         self._logged = RunCounts()  # of the process that has logged a step last
         self._activity: str | None = None
+        self._evaluates_since: float | None = None
         self._commit: int | None = None
         self._checkpoint: int | None = None
         self._target: int | None = None
@@ -115,7 +116,7 @@ class RunProgress:
 
     def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
         """Record statuses of processes of the generation, of some of them or of all."""
-        self._activity = phases.activity(now, statuses.values())
+        self._activity = phases.activity(now, self._with_evaluations(now, statuses.values()))
         self._statuses |= {**statuses, **self._ended}
         if not self._size or len(self._statuses) < self._size:
             return
@@ -135,6 +136,20 @@ class RunProgress:
         self._record_kept([it.counts for it in found.values()])
         ends = [self._restored.get(i, 0) + it.counts.target for i, it in found.items()]
         self._target = max(ends) if all(it.counts.target >= 0 for it in found.values()) else None
+
+    def _with_evaluations(
+        self, now: float, statuses: Iterable[ProcessStatus]
+    ) -> list[ProcessStatus]:
+        """Return the statuses with the phase of an evaluation in place of that of its steps."""
+        statuses = [*statuses]
+        if not any(it.counts.is_evaluating for it in statuses):
+            self._evaluates_since = None
+            return statuses
+        since_s = self._evaluates_since = self._evaluates_since or now
+        return [
+            it._replace(phase=phases.EVALUATING, since_s=since_s) if it.counts.is_evaluating else it
+            for it in statuses
+        ]
 
     def summary(self, now: float) -> RunSummary | None:
         """Return how far the run is; None before its first step, unless it takes long."""

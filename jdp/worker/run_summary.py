@@ -50,33 +50,30 @@ commit 340, checkpoint 300
         found = [] if self.step is None else [f"step {self.step}"]
         if found and self.target is not None and self.target > 0:
             found = [f"step {self.step} of {self.target}"]
-        if self.activity is not None:
-            found.append(self.activity)
-        if self.loss is not None:
-            found.append(f"loss {self.loss:.4g}")
-        if self.rows_per_s is not None:
-            found.append(f"{_rate(self.rows_per_s)} examples/s")
-        elif self.steps_per_s is not None:
-            found.append(f"{_rate(self.steps_per_s)} steps/s")
-        if self.data_share is not None:
-            found.append(f"data wait {100 * self.data_share:.0f} %")
-        if self.learning_rate is not None:
-            found.append(f"lr {self.learning_rate:.3g}")
-        if self.gradient_norm is not None:
-            found.append(f"grad norm {self.gradient_norm:.3g}")
-        if self.ettr is not None:
-            found.append(f"ETTR {100 * self.ettr:.1f} %")
-        if self.recoveries:
-            found.append(f"{self.recoveries} recover{'y' if self.recoveries == 1 else 'ies'}")
-        if self.commit is not None:
-            found.append(f"commit {self.commit}")
-        if self.checkpoint is not None:
-            found.append(f"checkpoint {self.checkpoint}")
+        steps_per_s = self.steps_per_s if self.rows_per_s is None else None
+        recovered = "recovery" if self.recoveries == 1 else "recoveries"
+        for value, text in (
+            (self.activity, "{}"),
+            (self.loss, "loss {:.4g}"),
+            (_rate(self.rows_per_s), "{} examples/s"),
+            (_rate(steps_per_s), "{} steps/s"),
+            (self.data_share, "data wait {:.0%}"),
+            (self.learning_rate, "lr {:.3g}"),
+            (self.gradient_norm, "grad norm {:.3g}"),
+            (self.ettr, "ETTR {:.1%}"),
+            (self.recoveries or None, f"{{}} {recovered}"),
+            (self.commit, "commit {}"),
+            (self.checkpoint, "checkpoint {}"),
+        ):
+            if value is not None:
+                found.append(text.format(value).replace("%", " %"))
         return found
 
     def __str__(self) -> str:
         return ", ".join(self.parts())
 
 
-def _rate(value: float) -> str:
+def _rate(value: float | None) -> str | None:
+    if value is None:
+        return None
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

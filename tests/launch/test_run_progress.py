@@ -195,3 +195,12 @@ def test_a_script_without_a_checkpointer_makes_its_steps_again():
     progress.record(21.0, {0: status(10)})
     progress.record(42.0, {0: status(31)})
     assert progress.summary(42.0).ettr == pytest.approx(31 / 42)
+
+
+def test_an_evaluation_is_named_though_its_steps_are_phases_of_their_own():
+    progress = begun()
+    for i in range(5):
+        progress.record(100.0 + i, {0: status(7, "running a step", 100.0 + i, is_evaluating=True)})
+    assert progress.summary(104.0).activity == "evaluating for 4 s"
+    progress.record(105.0, {0: status(8, "running a step", 105.0)})
+    assert progress.summary(105.0).activity is None
