@@ -6,10 +6,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import jax_compat
+from jdp.collectives import call_order
 
 
 def per_rank(mesh, fn, *args, replicated=(), check_vma=False):
     """Call `fn` on every rank: `args[i][r]` for rank r, `replicated` for all of them.
+
+    Native calls of `fn` run in one order, as in a step. Two that do not wait for each other can
+    take all threads of XLA, and ranks that take them in different orders then wait without end.
 
     Gives back the results, stacked: `result[r]` is rank r's.
     """
@@ -22,7 +26,9 @@ def per_rank(mesh, fn, *args, replicated=(), check_vma=False):
     mapped = jax_compat.shard_map(
         on_rank, mesh=mesh, in_specs=(P(axes), P()), out_specs=P(axes), check_vma=check_vma
     )
-    return jax.device_get(jax.jit(mapped)(args, replicated))
+    with call_order.entered():
+        results = jax.jit(mapped)(args, replicated)
+    return jax.device_get(results)
 
 
 def planted(mesh, value, other, ranks):
