@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdp.worker import bytecode, source_digest
+from jdp.worker import bytecode, fork_server, source_digest
+from jdp.worker.fork_server import ForkServer
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 from jdp.worker.switches import SWITCHED_ON
 
@@ -83,11 +84,21 @@ class LauncherClient:
       slot: number of this process's slot on the board.
       commit_file: descriptor of the host's commit memory, which outlives this process: a memfd,
         empty until the first commit.
+      forks: answers requests for forks while this process waits; None if there will be none.
+
+    Attributes:
+      forked: functions that a fork of this process calls when it has its own slot.
     """
 
     def __init__(
-        self, connection: socket.socket, board_file: int, slot: int, commit_file: int
+        self,
+        connection: socket.socket,
+        board_file: int,
+        slot: int,
+        commit_file: int,
+        forks: ForkServer | None = None,
     ) -> None:
+        self.forked: list[Callable[[], None]] = []
         self.board_file = board_file
         self.slot = slot
         self.commit_file = commit_file
@@ -96,16 +107,17 @@ class LauncherClient:
         self._has_ended = False
         self._pid = os.getpid()
         self._connection = connection
+        self._forks = forks
         self._lock = threading.Lock()
 
     def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
         """Wait for the assignment of this process, and set its environment.
 
-        A process of a new generation has it at once; a standby waits for as long as the launcher
-        lives.
+        A process of a new generation has it soon; a standby waits for as long as the launcher
+        lives, and is forked on request.
 
         Args:
-          prepare: called by a standby while it waits.
+          prepare: is called unless the assignment is there.
 
         Returns:
           The assignment; at a second call the same one, without waiting.
@@ -114,9 +126,10 @@ class LauncherClient:
           SystemExit: if the launcher has ended.
         """
         if self.assignment is None:
-            self.tell("parked")
             if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
                 prepare()
+            self._tell_parked()
+            self._serve_forks()
             with self._connection.makefile("rb") as lines:
                 line = lines.readline(MAX_LINE_BYTES)
             if not line:
@@ -130,6 +143,37 @@ class LauncherClient:
             # imported before, so the launcher is informed of the end first.
             atexit.register(self.tell_end)
         return self.assignment
+
+    def _tell_parked(self) -> None:
+        why = None
+        if self._forks is not None:
+            descriptors = self._connection.fileno(), self._forks.requests.fileno()
+            why = fork_server.why_not({*descriptors, self.board_file, self.commit_file})
+        self.tell("parked", pid=os.getpid(), cannot_fork=why)
+
+    def _serve_forks(self) -> None:
+        """Fork this process on request, until a message is there. Returns in the forks, too."""
+        while self._forks is not None:
+            requests = self._forks.requests
+            ready, _, _ = select.select([self._connection, requests], [], [])
+            if requests not in ready:
+                break
+            try:
+                fork = self._forks.serve()
+            except (EOFError, OSError):
+                break
+            if fork is not None:
+                self._become(*fork)
+        if self._forks is not None:
+            self._forks.requests.close()
+            self._forks = None
+
+    def _become(self, slot: int, connection: socket.socket) -> None:
+        self._connection.close()
+        self._connection, self.slot, self._pid = connection, slot, os.getpid()
+        for call in self.forked:
+            call()
+        self.tell("parked", pid=self._pid, cannot_fork=None)
 
     # Once for each host: its processes import from the same installation, also after a recovery.
     def _tell_slow_imports(self, assignment: Assignment) -> None:
@@ -161,7 +205,8 @@ def invitation(**where: int) -> dict[str, str]:
 
     Args:
       **where: `socket`, `board` and `commit`, descriptors that the process inherits, and its `slot`
-        on the board.
+        on the board; for a process that may be forked `requests`, a descriptor, and `launcher`, a
+        pid.
     """
     build = {
         "protocol": source_digest.of_bytes(source_digest.PROTOCOL),
@@ -195,10 +240,14 @@ def current() -> LauncherClient | None:
         )
     # Children of this process inherit neither the variable nor the descriptors.
     os.environ.pop(VARIABLE)
-    for name in ("socket", "board", "commit"):
-        os.set_inheritable(fds[name], False)
+    for name in ("socket", "board", "commit", "requests"):
+        if name in fds:
+            os.set_inheritable(fds[name], False)
+    forks = None
+    if "requests" in fds:
+        forks = ForkServer(socket.socket(fileno=fds["requests"]), fds["launcher"])
     return LauncherClient(
-        socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"]
+        socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"], forks
     )
 
 

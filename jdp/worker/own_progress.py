@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jdp.worker import launcher_client, phases
+from jdp.worker import fork_server, launcher_client, phases
 from jdp.worker.progress_board import NATIVE, Board, Slot, record
 from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch
@@ -95,8 +95,18 @@ def _own_slot() -> Slot:
 own = OwnProgress()
 
 
+def _take_slot_of_fork() -> None:
+    own.slot = _own_slot()
+
+
+if (_launcher := launcher_client.current()) is not None:
+    _launcher.forked.append(_take_slot_of_fork)
+
+
 # A forked child, which may load data, does not write to the slot of this process.
 def _forked() -> None:
+    if fork_server.is_forking:
+        return
     own.slot = Board.create(1).slot(0)
     own.step_clock = None
 

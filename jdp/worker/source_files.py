@@ -1,6 +1,7 @@
 """The author's source files as this process read them, to find edits between lives of a run."""
 
 import hashlib
+import re
 import sys
 import sysconfig
 import zlib
@@ -61,6 +62,30 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
             return f"{name}:{first + 1} is now `{lines[first].decode(errors='replace').strip()}`"
         return f"{name} now ends after line {len(lines)}"
     return None
+
+
+def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
+    """Return the first place, as "file:line", that a pattern matches, and the text that matches.
+
+    Of the script only lines up to that which runs now are searched.
+    """
+    script, now = _line_of_script()
+    for name, lines in _lines.items():
+        for number, line in enumerate(lines, 1):
+            if script.endswith(name) and number >= now:
+                break
+            if match := pattern.search(line):
+                return f"{name}:{number}", match[0].decode()
+    return None
+
+
+def _line_of_script() -> tuple[str, int]:
+    script, line, frame = "", 0, sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__main__":
+            script, line = frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return script, line
 
 
 # Whether a module below the folder of the script is the author's.

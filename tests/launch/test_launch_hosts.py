@@ -76,7 +76,8 @@ def test_a_failure_on_one_host_is_recovered_from_on_all(hosts):
     leader.until("ready", 2, generation=0)
     standbys = {*leader.alive(), *other.alive()} - {*pids}
     os.kill(pids[3], signal.SIGKILL)
-    assert {*leader.pids(1, 4)} == standbys
+    # One of each host stays in reserve, and is forked.
+    assert len({*leader.pids(1, 4)} & standbys) == 2
     assert {leader.finish(), other.finish()} == {0}
 
 

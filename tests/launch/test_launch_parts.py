@@ -191,21 +191,27 @@ def test_a_run_whose_ranks_differ_is_not_restarted():
         assert bool(RestartBudget(9, window_s=600.0).reason_to_end(why, 50, 0.0)) == ends
 
 
-def standby(name, parked=True, can_run=True):
+def standby(name, parked=True, can_run=True, can_fork=False):
     killed = []
     return SimpleNamespace(
         name=name,
         parked=parked,
+        can_fork=can_fork,
+        is_fork=True,
         can_run=lambda: can_run,
         kill=lambda: killed.append(True),
         killed=killed,
     )
 
 
+def standbys(number, start, say=print, can_fork=False):
+    return Standbys(number, start, lambda: can_fork, ready=lambda: None, say=say)
+
+
 # Those that are taken, one after the other.
 def taken(*processes):
     waiting = iter(processes)
-    each = Standbys(len(processes), lambda _: next(waiting), ready=lambda: None, say=print)
+    each = standbys(len(processes), lambda *_: next(waiting))
     each.fill()
     if any(process.parked for process in processes):
         each.record_parked()
@@ -219,10 +225,35 @@ def test_the_standbys_that_wait_are_taken_first_and_those_that_cannot_run_never(
     assert taken(starts) == []  # perhaps it never waits
 
 
+def test_the_last_standby_that_can_be_forked_stays_and_is_forked():
+    forks, number = [], iter(range(9))
+
+    def start(local_id, parent):
+        forks.append(parent and parent.name)
+        return standby(f"s{next(number)}", can_fork=True)
+
+    each = standbys(2, start, can_fork=True)
+    each.fill()
+    assert forks == [None]  # the other one follows when it waits
+    each.record_parked()
+    assert forks == [None, "s0"]
+    assert [each.take_standby().name for _ in range(4)] == ["s0", "s2", "s3", "s4"]
+    assert forks[2:] == ["s1"] * 3 and each.num_parked == 1
+
+
+def test_a_standby_whose_fork_fails_is_taken_itself():
+    failed = standby("f", parked=False)
+    failed.is_fork = False
+    coming = iter([standby("s", can_fork=True), failed])
+    each = standbys(1, lambda *_: next(coming), can_fork=True)
+    each.fill()
+    assert each.take_standby().name == "s" and failed in each
+
+
 def test_a_standby_that_cannot_run_is_replaced_when_standbys_are_filled_up():
     stopped, waits, new = standby("s"), standby("w"), standby("n")
     coming = iter([stopped, waits, new])
-    each = Standbys(2, lambda _: next(coming), ready=lambda: None, say=pytest.fail)
+    each = standbys(2, lambda *_: next(coming), pytest.fail)
     each.fill()
     stopped.can_run = lambda: False
     each.fill()
@@ -242,7 +273,7 @@ def test_a_standby_that_was_killed_has_a_successor_after_the_next_recovery(retur
     first.popen = SimpleNamespace(pid=7, returncode=returncode)
     first.last_lines = lambda: ["its end"]
     coming = iter([first, new])
-    each = Standbys(1, lambda _: next(coming), ready=lambda: None, say=said.append)
+    each = standbys(1, lambda *_: next(coming), said.append)
     each.fill()
     each.record_exit(first)
     each.fill()
@@ -410,7 +441,8 @@ def test_parking_twice_is_parking_once(launched, monkeypatch):
     assert member.assignment is None
     assert member.park() == ASSIGNMENT == member.park() == member.assignment
     assert os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "3"
-    assert launcher.recv(9999) == b'{"kind": "parked"}\n'
+    kind, facts = decode(launcher.recv(9999))
+    assert (kind, facts) == ("parked", {"pid": os.getpid(), "cannot_fork": None})
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -424,13 +456,13 @@ def test_a_process_prepares_only_while_it_has_the_time(launched, monkeypatch, is
         launcher.sendall(encode("go", ASSIGNMENT._asdict()))
 
     def prepare():
-        done.append(launcher.recv(9999))
+        done.append("prepared")
         tell()
 
     if is_told:
         tell()
     assert member.park(prepare) == ASSIGNMENT
-    assert done == ([] if is_told else [b'{"kind": "parked"}\n'])
+    assert done == ([] if is_told else ["prepared"])
 
 
 def test_a_parked_process_without_a_launcher_ends(launched):

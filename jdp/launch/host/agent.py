@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jdp.error_codes import with_code
@@ -39,11 +39,24 @@ from jdp.worker.launcher_client import Assignment
 BEAT_S = 0.2
 
 
+# Seconds in which the first process may come to `jdp.init()`. A script that never calls it may wait
+# there for the others.
+_FIRST_S = 10.0
+
+
 class Outcome(NamedTuple):
     """How a run ended: its exit code and why, for people."""
 
     code: int
     why: str
+
+
+class _First(NamedTuple):
+    """The first process of a generation here, and the processes that are to be its forks."""
+
+    process: Process
+    rest: tuple[Assignment, ...]
+    later: asyncio.TimerHandle  # the rest is started without it then
 
 
 class Agent:
@@ -71,10 +84,13 @@ class Agent:
         self._generation: LocalGeneration | None = None  # the one that has processes here
         self._standbys = Standbys(
             options.num_standbys,
-            start=lambda local_id: self._start(local_id, None),
-            ready=lambda: self._link.send("ready", generation=self._run.generation),
+            start=lambda local_id, parent: self._start(local_id, None, parent),
+            can_fork=lambda: resources.can_fork,
+            ready=self._tell_ready,
             say=resources.say,
         )
+        self._first: _First | None = None  # while the rest of a generation waits for it
+        self._has_stepped = False  # whether each process of the generation has finished a step
         self._signal: int | None = None
         self._was_signalled = False  # this launcher; `_signal` may come from another host
         self._uses_jdp = False  # whether one of its processes called jdp.init()
@@ -89,7 +105,7 @@ class Agent:
             token,
             self.search,
             introduce=self._introduce,
-            joined=lambda is_running: self._standbys.fill() if is_running else None,
+            joined=self._joined,
             received=self._receive,
             lost=self._lost_leader,
             gave_up=functools.partial(self._finish, 1),
@@ -129,6 +145,16 @@ class Agent:
     def _introduce(self) -> dict[str, Any]:
         return self._run.introduce(self._link, self._port.number, self.search.own)
 
+    def _joined(self, is_running: bool) -> None:
+        self._has_stepped = is_running
+        if is_running:
+            self._standbys.fill()
+
+    # A change of the run would interrupt the first step, which may compile for long.
+    def _tell_ready(self) -> None:
+        if self._has_stepped:
+            self._link.send("ready", generation=self._run.generation)
+
     def _lost_leader(self, why: str) -> None:
         if self.over.done():
             return
@@ -163,6 +189,7 @@ class Agent:
                 self._run.record_past(facts["known"])
             case "stepped":
                 self._run.record_step(facts["known"])
+                self._has_stepped = True
                 self._standbys.fill()
             case "stop":
                 self._stop(facts["signal"])
@@ -182,6 +209,7 @@ class Agent:
 
     def _go(self, first: int, slots: list[int], known: dict[str, Any], **common: Any) -> None:
         number, run_id = common["generation"], common["run_id"]
+        self._has_stepped = False
         self._run.record_generation(number, run_id, known, self._link.leader)
         if first == 0:
             self._port.release()  # process 0 listens there now
@@ -192,16 +220,48 @@ class Agent:
             stuck=functools.partial(self._finish, 1),
             say=self._resources.say,
         )
-        for assignment in self._resources.assignments(first, slots, **common):
-            process = self._standbys.take_standby()
-            if process is None:
-                process = self._start(assignment.local_id, assignment)
-            else:
-                process.go(assignment)
+        assignments = self._resources.assignments(first, slots, **common)
+        while assignments and (process := self._standbys.take_standby()) is not None:
+            process.assign(assignments.pop(0))
+            process.go()
+            self._generation.processes.append(process)
+        if assignments and self._resources.can_fork:
+            self._start_first(*assignments)
+        else:
+            self._start_rest(assignments, None)
+
+    def _start_first(self, assignment: Assignment, *rest: Assignment) -> None:
+        """Start one process, and the rest as its forks when it waits in `jdp.init()`."""
+        assert self._generation is not None
+        process = self._start(assignment.local_id, assignment)
+        self._generation.processes.append(process)
+        later = asyncio.get_running_loop().call_later(_FIRST_S, self._end_first)
+        self._first = _First(process, rest, later)
+
+    def _end_first(self) -> None:
+        """Start the rest of the generation and its standbys, and let the first process continue."""
+        assert self._first is not None
+        (process, rest, later), self._first = self._first, None
+        later.cancel()
+        if self._generation is not None and self._generation.is_running:
+            parent = process if process.can_fork else None
+            if process.popen.returncode in (None, 0):
+                self._start_rest(rest, parent)
+            if parent is not None:
+                self._standbys.fill(parent)
+        process.go()
+
+    def _start_rest(self, assignments: Iterable[Assignment], parent: Process | None) -> None:
+        assert self._generation is not None
+        for assignment in assignments:
+            process = self._start(assignment.local_id, assignment, parent)
+            process.go()
             self._generation.processes.append(process)
 
-    def _start(self, local_id: int, assignment: Assignment | None) -> Process:
-        return Process(self._resources, local_id, assignment, self._told, self._died)
+    def _start(
+        self, local_id: int, assignment: Assignment | None, parent: Process | None = None
+    ) -> Process:
+        return Process(self._resources, local_id, assignment, self._told, self._died, parent)
 
     def _told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         self._uses_jdp = self._uses_jdp or kind == "parked"
@@ -210,9 +270,13 @@ class Agent:
                 self._standbys.record_parked()
         elif self._generation is not None:
             self._generation.record_told(process, kind, facts)
+            if kind == "parked" and self._first is not None and self._first.process is process:
+                self._end_first()
 
     def _died(self, process: Process) -> None:
         self._changed.set()
+        if self._first is not None and self._first.process is process:
+            self._end_first()
         if process in self._standbys:
             self._standbys.record_exit(process)
         elif self._generation is not None:

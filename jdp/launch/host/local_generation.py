@@ -78,6 +78,11 @@ class LocalGeneration:
         self._saving_s = -math.inf  # when one of them was last seen to save
 
     @property
+    def is_running(self) -> bool:
+        """Whether its processes were neither asked to end nor killed."""
+        return self._state is State.RUNNING
+
+    @property
     def is_stopping(self) -> bool:
         """Whether its processes were asked to end, and have time for it."""
         return self._state is State.STOPPING

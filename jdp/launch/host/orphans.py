@@ -15,11 +15,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """The adopted children of this launcher; none before `start_adopting`."""
+    """The adopted children of this launcher; none before `start_adopting`.
+
+    Attributes:
+      adopts: whether the launcher becomes the parent of orphans.
+    """
 
     def __init__(self) -> None:
         self._own: set[int] = set()
-        self._adopts = False
+        self.adopts = False
 
     def start_adopting(self) -> None:
         """Adopt orphans from now on, if the system can.
@@ -29,13 +33,13 @@ class Orphans:
         """
         children = _children()
         if children is not None and children <= self._own:
-            self._adopts = _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+            self.adopts = _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
     def stop_adopting(self) -> None:
         """Leave later orphans to the system."""
-        if self._adopts:
+        if self.adopts:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            self._adopts = False
+            self.adopts = False
 
     def add_own(self, pid: int) -> None:
         """Record a child that the launcher has started."""
@@ -48,7 +52,7 @@ class Orphans:
     def reap(self) -> set[int]:
         """Wait for the orphans that have ended, and return the others; quick."""
         left = set()
-        for pid in (_children() or set()) - self._own if self._adopts else ():
+        for pid in (_children() or set()) - self._own if self.adopts else ():
             with suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG) == (0, 0):
                     left.add(pid)

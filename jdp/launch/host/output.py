@@ -7,7 +7,6 @@ launcher, but never the launcher itself. Only that thread touches a `WorkerOutpu
 import os
 import selectors
 import socket
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import IO
 
 from jdp.launch.append_file import AppendFile
 from jdp.launch.host.console import Console
+from jdp.launch.host.spawn import Started
 from jdp.launch.host.worker_output import WorkerOutput
 from jdp.launch.options.options import Options
 from jdp.worker.run_summary import RunSummary
@@ -50,10 +50,8 @@ class OutputMux:
         self._thread = threading.Thread(target=self._read, name="jdp logs", daemon=True)
         self._thread.start()
 
-    def add(
-        self, process: subprocess.Popen[bytes], local_rank: int, *, standby: bool = False
-    ) -> WorkerOutput:
-        """Read a process that `spawn` started, until it closes its pipes.
+    def add(self, process: Started, local_rank: int, *, standby: bool = False) -> WorkerOutput:
+        """Read a started process, until it closes its pipes.
 
         `local_rank` is used until it is assigned one. A standby is not shown before that.
         """

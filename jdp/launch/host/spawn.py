@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jdp.launch.host import compile_cache
 from jdp.launch.host.reaper import kill_group
@@ -26,6 +27,19 @@ try:
 except OSError as error:
     sys.exit(f"jdp run: {sys.argv[2]} cannot be started: {error.strerror}")
 """
+
+
+class Started(Protocol):
+    """A started process: a `subprocess.Popen` or a fork."""
+
+    pid: int
+    returncode: Any  # None before it was waited for
+    stdout: Any
+    stderr: Any
+
+    def wait(self) -> int:
+        """Wait for its end, and return its code: -n after signal n."""
+        ...
 
 
 def spawn(
@@ -65,7 +79,7 @@ def ends_with_this(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid()), *command]
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Started) -> None:
     """Kill a process and its children, such as the processes of a data loader.
 
     Call it before the process is waited for, also if it has ended: until then no other group can

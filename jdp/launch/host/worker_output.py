@@ -2,7 +2,6 @@
 
 import re
 import socket
-import subprocess
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from jdp.launch.append_file import AppendFile
 from jdp.launch.host.line_splitter import LineSplitter
+from jdp.launch.host.spawn import Started
 from jdp.launch.options.flag_types import STDERR, STDOUT
 
 # Number of last lines kept for each process, and the length each line is cut to.
@@ -54,16 +54,13 @@ class OutputReader(Protocol):
 class WorkerOutput:
     """The output of one process. Made by `Logs.add`."""
 
-    def __init__(
-        self, logs: OutputReader, process: subprocess.Popen[bytes], local_rank: int
-    ) -> None:
+    def __init__(self, logs: OutputReader, process: Started, local_rank: int) -> None:
         self.local_rank = local_rank
         self.prefix = b""
         self.is_standby = False
         self._held: deque[tuple[int, bytes]] | None = None  # see `hold`
         self.is_revealed = False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        assert process.stdout is not None and process.stderr is not None
         self.pipes = {process.stdout: STDOUT, process.stderr: STDERR}
         self._file = logs.open_file(f"before_init/{socket.gethostname()}_{process.pid}.log")
         self._splitters = {STDOUT: LineSplitter(), STDERR: LineSplitter()}

@@ -20,6 +20,9 @@ from jdp.worker.local_devices import num_gpus
 from jdp.worker.phases import COMPILING, STARTING
 from jdp.worker.progress_board import Board
 
+# Seconds for a fork, which takes some milliseconds; the launcher does nothing else meanwhile.
+_FORK_TIMEOUT_S = 1.0
+
 # PF_EXITING of Linux, in the flags of /proc/PID/stat.
 _EXITING = 0x4
 
@@ -41,6 +44,8 @@ class HostResources:
         num_slots = options.nproc_per_node[1]
         self.gpus = gpus_of_slots(num_gpus(), num_slots)
         self.orphans = Orphans()
+        self._why_no_forks: str | None = None
+        self._wants_forks = options.start_method != "spawn" and num_slots + options.num_standbys > 1
         self.guardian = Guardian(self.orphans.add_own, self.orphans.remove_own)
         self.logs = OutputMux(options)
         self.command = options.argv()
@@ -50,6 +55,17 @@ class HostResources:
         self.board = Board.create(num_slots + options.num_standbys)
         self.free_slots = [*range(self.board.num_slots)]
         self.commit_file = os.memfd_create("jdp-commit")
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether processes of the run may be forked: the launcher must become their parent."""
+        return self._wants_forks and self.orphans.adopts and self._why_no_forks is None
+
+    def refuse_forks(self, why: str) -> None:
+        """Record, and report once, why no process of the run can be forked."""
+        if self.can_fork:
+            self._why_no_forks = why
+            self.say(f"each process imports its modules itself, since {why}.")
 
     def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
         """Return the assignments of the processes of this host in a generation.
@@ -89,6 +105,22 @@ class HostResources:
             os.close(self.commit_file)
 
 
+class Fork:
+    """A fork of a process of the run, with what the launcher uses of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout, self.stderr = (open(fd, "rb", buffering=0) for fd in (stdout, stderr))
+
+    def wait(self) -> int:
+        """Wait for its end, and return its code: -n after signal n."""
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
 class Process:
     """A process that runs the script.
 
@@ -98,10 +130,12 @@ class Process:
       assignment: None for a standby.
       told: is called with the process, kind and facts of each message.
       died: is called with the process when it has ended and was waited for.
+      parent: a process that `can_fork`, which is forked; None: the script is started.
 
     Attributes:
       assignment: None for a standby.
       parked: whether it has reached `jdp.init()`.
+      can_fork: whether it waits there and can be forked.
       restored_step: step of the run at which it began.
       has_ended: whether its script has ended.
       traceback: of the error that its script raised.
@@ -115,9 +149,10 @@ class Process:
         assignment: Assignment | None,
         told: Callable[["Process", str, dict[str, Any]], None],
         died: Callable[["Process"], None],
+        parent: "Process | None" = None,
     ) -> None:
         self.assignment: Assignment | None = None
-        self.parked = self.has_ended = False
+        self.parked = self.can_fork = self.has_ended = self._may_go = False
         self.restored_step = 0
         self.traceback: str | None = None
         self.died_first = False
@@ -125,25 +160,76 @@ class Process:
         self._slot_index = resources.free_slots.pop()
         self.slot = resources.board.slot(self._slot_index)
         self.slot.clear()
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours, self._receive)
-        fds = {
-            "socket": theirs.fileno(),
-            "board": resources.board.fd,
-            "commit": resources.commit_file,
-        }
-        variables = {**resources.variables, **invitation(**fds, slot=self._slot_index)}
-        if assignment is not None:
-            # For a script that never calls jdp.init().
-            variables |= environment(assignment)
-        with theirs:
-            self.popen = spawn.spawn(resources.command, variables, pass_fds=fds.values())
+        self.popen = self._start(assignment, parent)
         resources.guardian.add(self.popen.pid)
         self._output = resources.logs.add(self.popen, local_id, standby=assignment is None)
         self._pidfd = os.pidfd_open(self.popen.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._end)
         if assignment is not None:
-            self.go(assignment)
+            self.assign(assignment)
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether its parent was forked for it."""
+        return isinstance(self.popen, Fork)
+
+    def _start(self, assignment: Assignment | None, parent: "Process | None") -> spawn.Started:
+        ours, theirs = socket.socketpair()
+        self._requests, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(_FORK_TIMEOUT_S)
+        with theirs, requests:
+            try:
+                if parent is None:
+                    started = self._spawn(theirs.fileno(), requests.fileno(), assignment)
+                else:
+                    started = parent.fork(self._slot_index, theirs, requests)
+            except OSError:
+                ours.close()  # A late fork ends when it finds its connection closed.
+                self._requests.close()
+                if parent is None:
+                    raise
+                return self._start(assignment, None)
+        self._channel = Channel(ours, self._receive)
+        return started
+
+    def _spawn(
+        self, connection: int, requests: int, assignment: Assignment | None
+    ) -> spawn.Started:
+        resources = self._resources
+        board, commit = resources.board.fd, resources.commit_file
+        fds = {"socket": connection, "board": board, "commit": commit}
+        where = {"slot": self._slot_index}
+        if resources.can_fork:
+            fds["requests"] = requests
+            where["launcher"] = os.getpid()
+        variables = {**resources.variables, **invitation(**fds, **where)}
+        if assignment is not None:
+            # For a script that never calls jdp.init().
+            variables |= environment(assignment)
+        return spawn.spawn(resources.command, variables, pass_fds=fds.values())
+
+    def fork(self, slot: int, connection: socket.socket, requests: socket.socket) -> Fork:
+        """Fork this process, which `can_fork`; see `jdp.worker.fork_server`.
+
+        Raises:
+          OSError: if there is no fork within a second.
+        """
+        out, err = os.pipe(), os.pipe()
+        descriptors = [connection.fileno(), requests.fileno(), out[1], err[1]]
+        try:
+            socket.send_fds(self._requests, [b"%d" % slot], descriptors)
+            pid = int(self._requests.recv(32) or 0)
+            if not pid:
+                raise OSError("the process could not be forked")
+        except OSError:
+            self.can_fork = False  # A late answer would be taken for that to a later request.
+            os.close(out[0])
+            os.close(err[0])
+            raise
+        finally:
+            os.close(out[1])
+            os.close(err[1])
+        return Fork(pid, out[0], err[0])
 
     @property
     def process_id(self) -> int:
@@ -173,12 +259,18 @@ class Process:
         """Return the step of the run that it has called last."""
         return self.restored_step + self.slot.read().steps
 
-    def go(self, assignment: Assignment) -> None:
-        """Make it a process of a generation."""
+    def assign(self, assignment: Assignment) -> None:
+        """Make it a process of a generation, which may wait for `go` in `jdp.init()`."""
         self.assignment = assignment
         self.slot.expect(self.popen.pid, assignment.generation)
-        self._channel.send("go", **assignment._asdict())
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
+
+    def go(self) -> None:
+        """Let it continue after `jdp.init()` with its assignment."""
+        assert self.assignment is not None
+        self._may_go, self.can_fork = True, False
+        self._requests.close()
+        self._channel.send("go", **self.assignment._asdict())
 
     def signal(self, number: int) -> None:
         """Send a signal to it, not to its children: data loaders continue while it saves."""
@@ -204,6 +296,11 @@ class Process:
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         if kind == "parked":
             self.parked = True
+            if self._resources.can_fork and facts["pid"] != self.popen.pid:
+                facts["cannot_fork"] = "another program has started it"
+            if facts["cannot_fork"] is not None:
+                self._resources.refuse_forks(facts["cannot_fork"])
+            self.can_fork = self._resources.can_fork and not self._may_go
             self._output.hold()
         elif kind == "restored":
             self.restored_step = facts["base"]
@@ -218,6 +315,8 @@ class Process:
         os.close(self._pidfd)
         self.read()
         self._channel.close_connection()
+        self._requests.close()
+        self.can_fork = False
         self.kill()  # its children
         where = self.slot.read()
         if self.popen.wait() < 0 and where.phase in (STARTING, COMPILING):

@@ -20,7 +20,6 @@ from jdp.launch.options.flag_types import (
 
 # Accepted, so that a command for torchrun runs as it is.
 WITHOUT_MEANING = {
-    "--start-method": "each process is a program of its own",
     "--monitor-interval": "a process that ends is noticed at once",
     "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, SIGINT for an end",
     "--role": "all processes have the same role",
@@ -130,6 +129,9 @@ def _add_processes(parser: Parser) -> None:
     text = "processes on this host: 2, or 1:4 for at least 1 and at most 4, or gpu: one for each "
     text += "GPU, or cpu, or auto: gpu if there are any (default 1)"
     parser.flag(group, "--nproc-per-node", text, type=read_processes, metavar="N")
+    text = "fork (default): one process of this host runs the script up to jdp.init(), and the "
+    text += "others are copies of it, if that is safe; spawn: each process runs all of the script"
+    parser.flag(group, "--start-method", text, choices=("fork", "spawn", "forkserver"))
     text = "the program is a module, as for python -m"
     parser.flag(group, "-m --module", text, action="store_true")
     parser.flag(group, "--no-python", "the program is not Python", action="store_true")

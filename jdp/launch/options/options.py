@@ -33,6 +33,7 @@ class Options(NamedTuple):
     max_restarts: int = 3
     restart_window_s: float = 600.0
     standbys: int | None = None
+    start_method: str = "fork"
     join_timeout_s: float = 600.0
     last_call_timeout_s: float = 5.0
     heartbeat_timeout_s: float = 5.0
