@@ -44,7 +44,7 @@ class Checkpointer:
       keep: number of latest checkpoints to keep, at least 1.
       resume: whether to resume from the contents of `directory`. Default: true under
         `jdp run --resume`, otherwise whether JDP_RESUME is 1. Processes that `jdp run` restarts
-        after a failure always resume.
+        after a `restore` of the run always resume.
       check_replicas: whether `close` checks that the state is bitwise equal on all ranks, see
         `jdp.check_replicas`. Each device reads its copy of the state once.
 

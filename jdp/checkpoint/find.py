@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections import defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -159,7 +160,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
         raise RuntimeError(
             f"{directory} holds step {key.step} of an earlier run. To continue from there: jdp run "
             "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
-            "directory, or this one emptied."
+            f"directory, or this one emptied{_metrics_too()}."
         )
     _warn_of_lost(num_missing, key)
     having = [process for process, each in keys.items() if key in each]
@@ -170,6 +171,11 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     is_split = key in split or any(each.get("splits") for each in offers.values())
     is_split |= not key.is_commit and offers[0].get("is_split", False)
     return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
+
+
+# `jdp.log` refuses the file of an earlier run, too, but only after the first step.
+def _metrics_too() -> str:
+    return "; and move metrics.jsonl away, too" if Path("metrics.jsonl").exists() else ""
 
 
 # A run that recovers has begun there already.

@@ -1,7 +1,8 @@
 """The functions that turn a dataset or a loader into batches on the devices."""
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from jax.sharding import Mesh
 
@@ -18,7 +19,29 @@ from jdp.validation import allows, int_at_least
 
 _COMPARED, _OWN = "of all processes", "of this process"
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
+
+def _of_one_dataset(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Refuse several datasets by position, before Python counts the arguments."""
+
+    @functools.wraps(function)
+    def checked(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        second = args[1] if len(args) > 1 else None
+        is_text = isinstance(second, str)
+        if hasattr(second, "__len__") and getattr(second, "ndim", 1) and not is_text:
+            raise TypeError(
+                f"jdp.batches got a batch_size of type {type(second).__name__}: "
+                "rows of several arrays belong together in one dataset.\n"
+                "Write jdp.batches((x, y), batch_size=...), and x, y = batch in the step."
+            )
+        return function(*args, **options)
+
+    return checked
+
+
+@_of_one_dataset
 def batches(
     dataset: Any,
     batch_size: int,

@@ -143,6 +143,11 @@ class Batches:
 
     def _what_is_left(self) -> str:
         run = self._run
+        if not run.num_left(self._position):
+            return (
+                f"the run is complete: all {self._num_done} batches are done, so a loop over them "
+                "runs no step. Ask for more num_steps or epochs to train on"
+            )
         return (
             f"{run.num_left(self._position)} of {len(self)} batches of {run.batch_size} rows are "
             f"left, after {self._num_done} with {self._position:,} rows"

@@ -92,7 +92,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:
-            raise ValueError(_rows_error(path, leaf, named[0], ranks))
+            raise ValueError(_of_list_of_rows(batch) or _rows_error(path, leaf, named[0], ranks))
     if treedef not in _checked:  # once, not in each call of a step
         _require_own_shapes(batch)
         if len(_checked) > _MOST_CHECKED:  # values beside the arrays may differ in each batch
@@ -180,7 +180,8 @@ class Layout:
             host_arrays.require_numbers(leaf.dtype, str(leaf))
             if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
                 first = leaves[0]
-                raise ValueError(_differs(leaf.name, leaf.shape, first.name, first.shape))
+                text = _differs(leaf.name, leaf.shape, first.name, first.shape)
+                raise ValueError(_of_list_of_rows(batch) or text)
         _require_own_shapes(batch)
         rows = leaves[0].shape[0] if leaves else 0
         all_ranks = num_blocks(sharding)
@@ -243,6 +244,18 @@ def _leaves(batch: Any) -> tuple[list[Leaf], list[np.ndarray], Any]:
 
 def _name(path: tuple) -> str:
     return f"`batch{jax.tree_util.keystr(path)}`"
+
+
+def _of_list_of_rows(batch: Any) -> str:
+    """Return the error for a list of single rows in the place of a batch; "" for others."""
+    is_of_dicts = isinstance(batch, list) and all(isinstance(row, dict) for row in batch)
+    if not is_of_dicts or len(batch) < 2 or any(row.keys() != batch[0].keys() for row in batch):
+        return ""
+    return (
+        f"`batch` is a list of {len(batch)} dicts, but a batch is one dict of arrays, whose first "
+        "dim is its rows.\nStack the dicts: jax.tree.map(lambda *x: np.stack(x), *rows). Or write "
+        "jdp.batches(rows, batch_size=...), which stacks them."
+    )
 
 
 def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[int, ...]) -> str:

@@ -2,14 +2,16 @@
 
 import atexit
 import contextlib
+import functools
 import inspect
 import json
 import os
+import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -38,6 +40,20 @@ _INTERRUPT_GRACE_S = 1.0
 # How long the last lines of `jdp.log` may take.
 _LINES_S = 1.0
 _POLL_S = 0.05
+# The texts of JAX and pickle that a newcomer meets, and what to write.
+_HINTS = (
+    (
+        re.compile(r"(?:Array|Buffer) has been deleted"),
+        "a train step donates its state, so the arrays of an earlier state are gone. Keep a copy "
+        "before the next step: best = jax.tree.map(jnp.copy, state).",
+    ),
+    (
+        re.compile(r"Can't (?:pickle|get) local object .*\b(?:chain|scale\w*)\.<locals>\.\w+_fn"),
+        "a state holds its optimizer, whose functions pickle refuses. Save the state with "
+        "jdp.Checkpointer, or its arrays alone: pickle.dump(jax.device_get(state.params), file).",
+    ),
+)
+
 # How long a failure may take to report; then the traceback is shown all the same.
 _REPORT_S = 2.0
 
@@ -62,10 +78,36 @@ def fail_fast() -> None:
     atexit.register(leave_if_failed)
 
 
+def hint_at_uncaught() -> None:
+    """Add a hint to an uncaught exception of JAX or pickle. A second call does nothing."""
+    hook = sys.excepthook
+    is_ours = isinstance(hook, functools.partial) and hook.func is _show_with_hint
+    if hook is not _show_and_leave and not is_ours:
+        sys.excepthook = functools.partial(_show_with_hint, hook)
+
+
+def _show_with_hint(
+    before: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
+) -> None:
+    _add_hint(error)
+    before(kind, error, where)
+
+
+def _add_hint(error: BaseException) -> None:
+    text, notes = str(error), getattr(error, "__notes__", ())
+    for pattern, hint in _HINTS:
+        if pattern.search(text) and f"jdp: {hint}" not in notes:
+            error.add_note(f"jdp: {hint}")
+
+
 def _show_and_leave(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
     assert this_process.current.excepthook is not None
+    _add_hint(error)
     # Count the error as progress, so that a launcher reports the error and not a hang.
     own.slot.write_progress()
     report_uncaught(error)

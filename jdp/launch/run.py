@@ -46,7 +46,7 @@ def run(options: Options) -> int:
         except TimeoutError as error:
             _say(str(error))
     if outcome.why:
-        _say(outcome.why)
+        _say(resources.logs.shortened(outcome.why))
     return outcome.code
 
 

@@ -113,12 +113,33 @@ def _log_floats(params: Any) -> None:
     floats = [(path, leaf) for path, leaf in named if type(leaf) is float]
     if floats:
         path, leaf = floats[0]
+        if number := _num_listed(named, path):
+            _log.warning(
+                "jdp: `params%s` is a list of %d Python floats, which train as %d scalars. Write "
+                "jnp.array(...) around it to train one array.",
+                *(jax.tree_util.keystr(_of_list(path)), number, number),
+            )
+            return
         others = f" ({len(floats)} of them)" if len(floats) > 1 else ""
         _log.warning(
             "jdp: `params%s` is the Python float %s%s and trains. Keep constants outside of "
             "params, or write jnp.float32(%s) to train it.",
             *(jax.tree_util.keystr(path), leaf, others, leaf),
         )
+
+
+def _of_list(path: tuple) -> tuple:
+    """Return the path of the outermost list or tuple that a leaf is in, through lists alone."""
+    while path and isinstance(path[-1], jax.tree_util.SequenceKey):
+        path = path[:-1]
+    return path
+
+
+def _num_listed(named: list[tuple[Any, Any]], path: tuple) -> int:
+    """Return how many floats are in the list of a leaf; 0 if it is in none, or one of others."""
+    outer = _of_list(path)
+    inner = [leaf for each, leaf in named if each[: len(outer)] == outer]
+    return len(inner) if outer != path and all(type(leaf) is float for leaf in inner) else 0
 
 
 def require_numbers(name: str, tree: Any) -> None:

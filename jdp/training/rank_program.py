@@ -31,6 +31,7 @@ from jdp.step_spec import StepSpec
 from jdp.training import (
     error_hints,
     forward_mode,
+    host_constants,
     parameters,
     shard_layout,
     state_shards,
@@ -208,9 +209,10 @@ class RankProgram:
     def _explaining(
         self, layout: StateLayout, lists: Sequence[Sequence[Any]], batch: Any, rest: Sequence[Any]
     ) -> Iterator[None]:
-        """Raise an error of jdp's where the author's functions ask for a value of an argument."""
+        """Raise an error of jdp's where the author's functions ask for a value; warn of draws."""
         try:
-            yield
+            with host_constants.warned_of_draws(self.spec):
+                yield
         except TypeError as error:
             held = layout.joined(lists)
             paths, *parts = layout.parted(self.spec.paths(0, held))

@@ -1,8 +1,10 @@
 """`TrainState`: the state that a step reads and writes, the same on every rank."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,26 @@ from jdp.training import (
     state_shards,
 )
 from jdp.validation import int_at_least
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _without_apply_fn(create: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Refuse `apply_fn=`, which Flax's own state takes, before Python reads the arguments."""
+
+    @functools.wraps(create)
+    def checked(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        if "apply_fn" in options:
+            raise TypeError(
+                "jdp.TrainState holds no apply_fn: the loss calls the model itself.\n"
+                "Write jdp.TrainState.create(params, jdp.replicated(tx)), and in the loss "
+                'model.apply({"params": params}, ...). Flax\'s TrainState with '
+                "tx=jdp.replicated(tx) works, too."
+            )
+        return create(*args, **options)
+
+    return checked
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +71,7 @@ class TrainState:
     trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @_without_apply_fn
     def create(
         cls,
         params: Any,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jdp import jax_compat, pytrees
 from jdp.analysis.traced import TraceFindings
 from jdp.data.sharding import place_batch
-from jdp.distributed import failed_run, in_flight, mesh
+from jdp.distributed import fail_fast, failed_run, in_flight, mesh
 from jdp.distributed.checks import known_leaves
 from jdp.distributed.step_call import StepCall
 from jdp.reduction import step_metrics
@@ -239,6 +239,7 @@ class Step:
     def _new_compiled(
         self, spec: StepSpec, where: Mesh, state: Any, is_traced: bool
     ) -> CompiledStep:
+        fail_fast.hint_at_uncaught()
         floats = parameters.floats_of_equinox(state)
         key = where, is_traced, spec.keywords
         self._compiled_steps[key] = CompiledStep(spec, where, floats, is_traced)

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from jdp.analysis import line_of
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
@@ -30,6 +32,14 @@ def explained(error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str
     names = [f"`{_named(each, spec, paths)}`" for each in _SEPARATORS.split(asked[1])]
     what = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
     line = line_of(error)
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return with_code(
+            "JDP127",
+            f"`{spec.name}` hands {what} to NumPy{f' at {line}' if line else ''}: NumPy needs "
+            "values, which do not exist while a step is traced.\n"
+            "Write the function of jax.numpy in its place, and jax.random with state.key in place "
+            "of np.random. Return what is printed as a metric.",
+        )
     return with_code(
         "JDP127",
         f"`{spec.name}` asks for a value that depends on {what}{f' at {line}' if line else ''}, as "

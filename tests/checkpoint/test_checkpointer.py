@@ -213,6 +213,16 @@ def test_an_earlier_run_is_not_written_over_by_accident(tmp_path):
         counted(tmp_path, 5, resume=False)
 
 
+def test_metrics_of_an_earlier_run_are_named_with_its_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    counted(tmp_path / "checkpoints", 3)
+    with pytest.raises(RuntimeError, match="emptied\\.$"):
+        counted(tmp_path / "checkpoints", 5)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(RuntimeError, match="emptied; and move metrics.jsonl away, too"):
+        counted(tmp_path / "checkpoints", 5)
+
+
 def test_the_environment_may_say_that_this_is_a_resumption(tmp_path, monkeypatch):
     counted(tmp_path, 3)
     monkeypatch.setenv("JDP_RESUME", "1")

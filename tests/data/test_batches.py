@@ -527,6 +527,18 @@ def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
         batches(**options)
 
 
+@pytest.mark.parametrize("labels", [DATA["row"], DATA["row"].tolist()])
+@pytest.mark.parametrize("rest", [((), {}), ((4,), {}), ((), {"batch_size": 4})])
+def test_two_arrays_by_position_are_told_to_be_one_dataset(labels, rest):
+    args, options = rest
+    with pytest.raises(TypeError, match=r"jdp\.batches\(\(x, y\), batch_size=\.\.\.\)"):
+        batches(X, labels, *args, **options, num_steps=1)
+
+
+def test_a_batch_size_may_be_an_array_of_one_number():
+    assert len(batches(X, np.array(4), num_steps=3)) == 3
+
+
 def test_a_mask_of_the_datasets_own_is_refused_only_where_one_is_needed(one_rank):
     data = {"x": X, "mask": np.ones(11)}
     with pytest.raises(ValueError, match='"mask"'):
@@ -718,7 +730,7 @@ def test_a_run_of_steps_has_as_many_with_another_batch_size(first, then, make_me
     # One that is over says so.
     again = batches(rows, then, num_steps=10, mesh=mesh)
     again.set_state(after.get_state())
-    assert not list(again) and "0 of 10 batches" in caplog.text
+    assert not list(again) and "all 10 batches are done" in caplog.text
 
 
 def test_a_state_without_a_number_of_batches_goes_on_by_its_rows(make_mesh):

@@ -36,6 +36,12 @@ def optimizer():
     )
 
 
+def sharded(stage):
+    if not stage:
+        return jdp.replicated(optimizer())
+    return jdp.sharded(optimizer(), stage=stage, min_size=1)
+
+
 def loss_fn(params, batch):
     return jnp.mean((batch["x"] @ params["w"] - batch["x"][:, 0]) ** 2)
 
@@ -46,11 +52,11 @@ def train(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 
 
-def on_one_device(num_steps):
-    tx, params = optimizer(), {"w": np.full(9, 0.1, "float32")}
+def on_one_device(num_steps, rows=ROWS, size=66):
+    tx, params = optimizer(), {"w": np.full(rows.shape[1], 0.1, "float32")}
     opt_state, found = tx.init(params), []
     for i in range(num_steps):
-        grads = jax.grad(loss_fn)(params, {"x": ROWS[66 * i : 66 * (i + 1)]})
+        grads = jax.grad(loss_fn)(params, {"x": rows[size * i : size * (i + 1)]})
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         found.append((float(optax.tree.norm(grads)), float(SCHEDULE(i))))
@@ -61,7 +67,7 @@ def on_one_device(num_steps):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_learning_rate_and_gradient_norm_are_those_of_one_device(stage, num_ranks, path, make_mesh):
     jdp.init(make_mesh(num_ranks))
-    tx = jdp.sharded(optimizer(), stage=stage) if stage else jdp.replicated(optimizer())
+    tx = sharded(stage)
     state = jdp.TrainState.create({"w": np.full(9, 0.1, "float32")}, tx)
     batches = jdp.batches({"x": ROWS}, batch_size=66, num_steps=4, shuffle=False)
     for i, batch in enumerate(batches):
@@ -71,6 +77,25 @@ def test_learning_rate_and_gradient_norm_are_those_of_one_device(stage, num_rank
     np.testing.assert_allclose(found, on_one_device(4), rtol=1e-5)
     counts = own.slot.read().counts
     assert (counts.gradient_norm, counts.learning_rate) == found[-1]
+
+
+def log_from_here(stage, path):
+    jdp.init()
+    tx = sharded(stage)
+    state = jdp.TrainState.create({"w": np.full(8, 0.1, "float32")}, tx)
+    batches = jdp.batches({"x": ROWS[:, :8]}, batch_size=88, num_steps=3, shuffle=False)
+    for i, batch in enumerate(batches):
+        state, metrics = train(state, batch)
+        jdp.log(metrics, i, file=path, state=state)
+    metrics_log.flush()
+    return state.params["w"].is_fully_replicated
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_process_0_writes_them_of_a_state_of_two_processes(stage, processes, path):
+    assert processes(2).run(log_from_here, stage, path) == [not stage] * 2
+    found = [(line["gradient_norm"], line["learning_rate"]) for line in lines(path)]
+    np.testing.assert_allclose(found, on_one_device(3, ROWS[:, :8], 88), rtol=1e-5)
 
 
 def test_labels_come_before_names_and_the_authors_metrics_win(path):

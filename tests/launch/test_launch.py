@@ -335,6 +335,28 @@ if a.generation == 0: (folder / "noticed").touch(); {by}; time.sleep(9)
     assert run.finish() == 0
 
 
+# Two generations die: one before it restores, one after.
+RESTORES_LATE = """
+import os, signal
+from jdp.worker import launcher_client
+launcher = launcher_client.current()
+a = launcher.park()
+launcher.tell("joined", s=0.0)
+print("resumes:", a.resumes, flush=True)
+if a.generation == 1:
+    launcher.tell("restored", step=0, base=0, tier="none", s=0.0)
+if a.generation < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_resume_only_what_this_run_may_have_kept(jdp_run):
+    run = jdp_run("--max-restarts=2", "--standbys=0", script=RESTORES_LATE)
+    assert run.wait() == 0, run.output
+    found = [line.split()[-1] for line in run.output.splitlines() if "resumes:" in line]
+    assert found == ["False", "False", "True"]
+
+
 def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from jdp.launch.host.output import OutputMux
 from jdp.launch.host.worker_output import TAIL_LINES
 from jdp.launch.options.options import parse
@@ -69,6 +71,30 @@ def test_lines_have_their_rank_in_front_and_go_where_they_were_written_to():
         *("[process 3] one1", "[process 3] two1"),
     ]
     assert sorted(err.splitlines()) == ["[process 2] error0", "[process 3] error1"]
+
+
+RAISED = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    step(state)
+ValueError: it is refused:
+  write another line.
+"""
+CAUSE = "the cause: process 1 ended\n{}It is not started again."
+
+
+@pytest.mark.parametrize("shown", [RAISED, RAISED.replace("line 3", "line 4"), ""])
+def test_a_traceback_that_a_process_has_shown_is_not_shown_again(shown):
+    run = Run()
+    writer, output = run.add()
+    output.assign(0, 0, 0)
+    writer.write(shown, "stderr")
+    output.last_lines()
+    cause = CAUSE.format("".join(f"  {line}\n" for line in RAISED.splitlines()))
+    run.logs.post(lambda: run.logs.say(cause))
+    _, err = run.end()
+    said = err.partition("jdp run: ")[2].rstrip("\n")
+    error = CAUSE.format("  ValueError: it is refused:\n    write another line.\n")
+    assert said == (error if shown == RAISED else cause)
 
 
 GLOO = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"

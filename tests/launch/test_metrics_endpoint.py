@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -184,6 +185,32 @@ def test_a_stranger_that_is_silent_keeps_a_scrape_waiting_for_some_time_alone(mo
             page = await asyncio.to_thread(read, f"http://127.0.0.1:{port}/metrics")
         endpoint.close()
         return page
+
+    assert "jdp_processes 0.0" in asyncio.run(ask())
+    assert capfd.readouterr().err == ""
+
+
+def test_a_stranger_that_sends_byte_by_byte_does_not_keep_scrapes_waiting(monkeypatch, capfd):
+    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.2)
+
+    def drip(connection, is_over):
+        with contextlib.suppress(OSError):
+            while not is_over.wait(0.05):
+                connection.sendall(b"G")
+
+    async def ask():
+        endpoint, is_over = MetricsEndpoint(0, lambda: BEGINS), threading.Event()
+        port = int(endpoint.url.split(":")[2].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            thread = threading.Thread(target=drip, args=(connection, is_over))
+            thread.start()
+            try:
+                url = f"http://127.0.0.1:{port}/metrics"
+                return await asyncio.wait_for(asyncio.to_thread(read, url), 10)
+            finally:
+                is_over.set()
+                thread.join()
+                endpoint.close()
 
     assert "jdp_processes 0.0" in asyncio.run(ask())
     assert capfd.readouterr().err == ""

@@ -1,6 +1,8 @@
 """A step donates its state: what keeps a copy, what keeps the memory, and what the errors name."""
 
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -170,3 +172,36 @@ def with_commits(folder):
 def test_a_commit_holds_no_view_of_a_state_across_a_step(tmp_path):
     with Launcher() as launcher:
         assert launcher.process("test_donation:with_commits", tmp_path).result() == []
+
+
+# What an uncaught error prints: the hint is added behind the script's last line.
+HINTS = {
+    "state.params['w'] + 1": "jax.tree.map(jnp.copy, state)",
+    "np.asarray(state.params['w'])": "jax.tree.map(jnp.copy, state)",
+    "pickle.dumps(now)": "jdp.Checkpointer",
+    "{}['w']": None,
+}
+SCRIPT = """
+import os, pickle, sys, jax, jax.numpy as jnp, numpy as np, optax, jdp
+
+jdp.init(cpu_ranks=2)
+state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.1)))
+step = jdp.train_step(lambda state, batch: (state.apply_gradients(state.params), {}))
+now, _ = step(state, jnp.ones(2))
+for source in sys.argv[1:]:
+    try:
+        exec(source)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    print("END", file=sys.stderr)
+copy = __import__("copy").deepcopy(now)
+"""
+
+
+def test_an_uncaught_error_of_a_donated_state_or_of_pickle_says_what_to_write():
+    run = subprocess.run([sys.executable, "-c", SCRIPT, *HINTS], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    shown = run.stderr.split("END\n")
+    for text, hint in zip(shown, HINTS.values(), strict=False):
+        last = text.splitlines()[-1]
+        assert last.startswith("jdp: ") and hint in last if hint else "jdp: " not in text, text

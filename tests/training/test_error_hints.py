@@ -384,6 +384,29 @@ def test_a_python_float_among_parameters_is_named(caplog):
     assert "`params['dropout']` is the Python float 0.1 and trains" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("params", "shown"),
+    [
+        ({"w": [[0.1, 0.2], [0.3, 0.4]]}, "`params['w']` is a list of 4 Python floats"),
+        ({"w": [np.ones(2, "float32"), 0.1]}, "`params['w'][1]` is the Python float 0.1"),
+    ],
+)
+def test_a_list_of_python_floats_among_parameters_is_told_to_be_an_array(params, shown, caplog):
+    ranks(1)
+    jdp.TrainState.create(params, sgd())
+    assert shown in caplog.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_list_of_rows_as_the_batch_is_told_to_be_stacked(num_ranks):
+    ranks(num_ranks)
+    rows = [{"x": np.ones(3, "float32"), "y": np.float32(1)} for _ in range(4)]
+    step = jdp.train_step(lambda state, batch: (state, {}))
+    with pytest.raises(ValueError, match=r"list of 4 dicts.*\n.*np\.stack\(x\), \*rows\)"):
+        step(state(), rows)
+    step(state(), jax.tree.map(lambda *x: np.stack(x), *rows))
+
+
 def test_a_warning_of_a_step_is_of_the_line_that_calls_it():
     ranks(2)
 

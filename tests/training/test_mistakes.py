@@ -1,6 +1,8 @@
 """Mistakes that people make when they port a program: each error names the mistake itself."""
 
 import dataclasses
+import linecache
+import random
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -293,3 +295,51 @@ def test_parameters_that_are_one_array_are_named_too():
 
     with pytest.warns(UserWarning, match="`new state.params` unchanged"):
         step(jdp.TrainState.create(jnp.ones(5), sgd()), batch())
+
+
+def noise():
+    return np.random.rand()  # DRAWN
+
+
+DRAWS = {
+    "numpy": lambda: np.random.rand(),
+    "another function": lambda: noise(),
+    "python": lambda: random.random(),
+    "jitted": jax.jit(lambda: jnp.float32(random.uniform(0, 1))),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("how", DRAWS)
+def test_a_number_that_python_draws_in_a_step_is_a_warning_at_its_line(how, num_ranks):
+    ranks(num_ranks)
+    draw = DRAWS[how]
+    fit, s = lambda state, batch: (state, {"x": draw() + batch["x"].mean() * 0}), state()
+    step = jdp.train_step(donate=False)(fit)
+    with pytest.warns(UserWarning, match=r"(?s)`<lambda>` draws .*state\.key") as caught:
+        first, second = (float(step(s, batch())[1]["x"]) for _ in range(2))
+    assert first == second and len(caught) == 1
+    assert caught[0].filename == __file__
+    line = linecache.getline(__file__, caught[0].lineno)
+    assert "DRAWN" in line if how == "another function" else "random." in line
+
+
+def test_numbers_that_a_thread_of_the_dataset_draws_are_no_mistake():
+    ranks(2)
+    drawn = iter(lambda: np.random.rand(), None)
+
+    def fit(state, batch):
+        next(drawn)  # as a thread that augments rows does while a step is traced
+        return state, {"x": jax.random.normal(state.key)}
+
+    jdp.train_step(fit)(state(), batch())
+
+
+def test_a_generator_that_is_seeded_in_a_step_is_no_draw():
+    ranks(2)
+
+    def fit(state, batch):
+        np.random.seed(3)
+        return state, {}
+
+    jdp.train_step(fit)(state(), batch())

@@ -116,6 +116,12 @@ def test_a_parameter_that_is_no_array_is_named():
         jdp.TrainState.create({**training.params(), "f": jnp.tanh}, sgd())
 
 
+def test_a_model_of_flax_in_a_state_is_told_where_it_belongs():
+    options: Any = {"apply_fn": print, "params": {"w": jnp.ones(2)}, "tx": optax.sgd(0.1)}
+    with pytest.raises(TypeError, match=r"no apply_fn.*\n.*jdp\.TrainState\.create\(params, "):
+        jdp.TrainState.create(**options)
+
+
 def test_a_state_can_be_copied():
     again = copy.deepcopy(state())
     assert again.tx.axis_name == "data"

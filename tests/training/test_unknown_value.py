@@ -90,3 +90,11 @@ def test_a_flag_that_is_closed_over_chooses_the_program():
         ):
             step = jdp.train_step(step)
             assert float(step(jnp.zeros(()), np.zeros(2))[0]) == 1 + doubles
+
+
+def test_an_array_that_numpy_asks_for_is_told_of_jax_numpy():
+    ranks(2)
+    step = jdp.train_step(lambda state, batch: (state, {"x": np.sin(state["w"])}))
+    message = r"`state\['w'\]` to NumPy at test_unknown_value\.py.*\n.*jax\.numpy.*JDP127"
+    with pytest.raises(TypeError, match=message):
+        step({"w": jnp.ones(2)}, np.zeros((4, 2), np.float32))

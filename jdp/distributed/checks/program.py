@@ -14,6 +14,15 @@ from jdp.error_codes import with_code
 from jdp.jax_compat import opened
 
 _SHOWN_CHARACTERS = 400
+_ADVICE = (
+    "Give every process the same code, settings and constants; what is meant to differ from rank "
+    "to rank goes into the batch."
+)
+_CONSTANT = " = stablehlo.constant "
+_OF_CONSTANT = (
+    "Python computed this constant while it traced the step. Give every process the same one, or "
+    "give it to the step in the batch; in place of np.random write jax.random with state.key."
+)
 
 
 class ProgramText(NamedTuple):
@@ -74,11 +83,11 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     else:
         difference = _different_constant(group, pair, program.constants)
         difference = difference or _different_line(group, pair, program.lines, program.source)
+    advice = _OF_CONSTANT if difference.count(_CONSTANT) == 2 else _ADVICE
     text = (
         f"process {odd} is about to run another program than process {usual}: {difference} Ranks "
         "would wait for each other, or drift apart without an error. Nothing was sent or donated. "
-        "Give every process the same code, settings and constants; what is meant to differ from "
-        "rank to rank goes into the batch."
+        f"{advice}"
     )
     raise ValueError(with_code("JDP205", text))
 

@@ -5,6 +5,7 @@ launcher, but never the launcher itself. Only that thread touches a `WorkerOutpu
 """
 
 import os
+import re
 import selectors
 import socket
 import threading
@@ -23,6 +24,10 @@ from jdp.worker.run_summary import RunSummary
 # Size of a read from a pipe, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
+# Lines of processes that are compared with a traceback before it is shown.
+_SHOWN_LINES = 1000
+_TRACEBACK = "Traceback (most recent call last):"
+_ERROR = re.compile(r"  [\w.]*(Error|Exception|Exit|Interrupt)\b")
 
 
 class OutputMux:
@@ -39,6 +44,7 @@ class OutputMux:
         self._has_named_filter = False
         self._summary: RunSummary | None = None  # the latest
         self._is_summary_due = False  # whether the thread will show it
+        self._shown: deque[str] = deque(maxlen=_SHOWN_LINES)
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -86,6 +92,7 @@ class OutputMux:
         """Write a line to the console, unless it is filtered out. In the thread."""
         if output.is_revealed or self._options.is_shown(output.local_rank, stream):
             self.console.write(stream, output.prefix + line)
+            self._shown.append(line.decode(errors="replace").rstrip())
         elif not self._has_named_filter and not self._options.redirects:
             self._has_named_filter = True
             shown = ", ".join(map(str, sorted(self._options.local_ranks_filter or ())))
@@ -93,7 +100,21 @@ class OutputMux:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to the console. In the thread."""
-        self.console.say(text)
+        self.console.say(self.shortened(text))
+
+    def shortened(self, text: str) -> str:
+        """Return a text with the error alone in place of a traceback that a process has shown."""
+        lines = text.split("\n")
+        if f"  {_TRACEBACK}" not in lines:
+            return text
+        begin = end = lines.index(f"  {_TRACEBACK}")
+        while end < len(lines) and (lines[end].startswith("  ") or not lines[end]):
+            end += 1
+        shown = {"", *self._shown}
+        errors = [i for i in range(begin, end) if _ERROR.match(lines[i])]
+        if not errors or any(line[2:].rstrip() not in shown for line in lines[begin:end]):
+            return text
+        return "\n".join([*lines[:begin], *lines[errors[-1] :]])
 
     def show_summary(self, summary: RunSummary) -> None:
         """Show how far the run is; only the latest one if the console is stopped."""

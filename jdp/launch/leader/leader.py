@@ -66,6 +66,7 @@ class Leader:
         self._electors = Electors(len(options.endpoints) or 1)
         self._gathering = Gathering(options, True, self._electors)
         self._generation: Generation | None = None  # the running one
+        self._has_restored = False  # whether a process may have begun to keep states of this run
         self._signal: int | None = None
         self._report = RunReport(show, self._events)
         self._recoveries = Recoveries(options, say, self._events, self._report)
@@ -121,6 +122,7 @@ class Leader:
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
         self._succession.record_join(remote, facts)
+        self._has_restored |= remote.generation >= 0  # which another leader has led
         asyncio.get_running_loop().call_soon(self._consider)
         return self._generation is not None
 
@@ -233,6 +235,7 @@ class Leader:
         if self._end.follows(generation, self._signal):
             return
         assert why is not None
+        self._has_restored |= "restored" in generation.told
         generation.blame(time.monotonic())
         self._recoveries.record_failure(why, generation)
         self._gathering = Gathering(self._options, False, self._electors)
@@ -254,7 +257,8 @@ class Leader:
             self.number, chosen, self._options, self._say, self._events, self._report
         )
         self._generation.start(
-            resumes=self.number > 0 or self._options.resume,
+            # A directory of an earlier run is refused until this run has begun there.
+            resumes=self._has_restored or self._options.resume,
             coordinator=rank_assignment.coordinator(chosen, self.members.home),
             **facts,
         )

@@ -1,11 +1,12 @@
 """Serves the metrics of a run by HTTP, in the format of Prometheus, where the run is led.
 
 One thread answers one scrape after the other, so strangers that connect cannot exhaust the
-launcher: a silent connection delays the next scrape by TIMEOUT_S. The event loop of the leader
+launcher: a connection delays the next scrape by TIMEOUT_S at most. The event loop of the leader
 collects the numbers for each scrape, since its state belongs to that loop.
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import socket
@@ -21,7 +22,7 @@ from jdp.launch.leader.slow_processes import Slow
 from jdp.worker.run_history import RunHistory
 from jdp.worker.run_summary import RunSummary
 
-# Seconds for which a connection may be silent, and the leader may be busy.
+# Seconds for which a connection may last, and the leader may be busy.
 TIMEOUT_S = 5.0
 
 # Gauges of a `RunSummary`: its attribute, the name and the help.
@@ -205,6 +206,19 @@ class _Server(WSGIServer):
 
 class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
+
+    # A socket's timeout begins anew with each byte of a slow client.
+    def handle(self) -> None:
+        timer = threading.Timer(self.timeout or TIMEOUT_S, self._disconnect)
+        timer.start()
+        try:
+            super().handle()
+        finally:
+            timer.cancel()
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(OSError):  # the client has gone
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
