@@ -5,7 +5,8 @@ Three parts exchange them. A *process* and the *host* that started it
 the *leader* (`jdp/launch/host/agent.py`, `jdp/launch/leader/leader.py`) use TCP.
 
 From a process to its host:
-  parked                        the process ran up to `jdp.init()` and waits there
+  parked      pid, cannot_fork  the process ran up to `jdp.init()` and waits there; why it must not be
+                                forked, or null, see `jdp/worker/fork_server.py`
   compiled_imports  modules, s, measured, why, command
                                 it compiled these modules at its start, for s seconds, since they
                                 have no bytecode; why, and the command that writes it
