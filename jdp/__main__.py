@@ -28,15 +28,7 @@ codes:"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-      argv: its name and arguments. Default: the command line.
-
-    Returns:
-      The exit code: 1 if the output or a file cannot be written, 2 if there is no such command or
-      its arguments are wrong, 141 if the reader of the output has closed it.
-    """
+    """Run a command."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command == "run":
         return _run(arguments)

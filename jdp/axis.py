@@ -19,9 +19,6 @@ _NO_MESH = AbstractMesh((), ())
 def names(axis_name: AxisName) -> tuple[str, ...]:
     """Return the axis as a tuple of names.
 
-    Raises:
-      TypeError: if it is neither a name nor some different names.
-
     >>> names("data"), names(("replica", "fsdp"))
     (('data',), ('replica', 'fsdp'))
     """
@@ -55,16 +52,6 @@ def is_bound(axis_name: AxisName) -> bool:
 
     Nothing bound means one rank. Another axis bound in its place means that the caller
     named the wrong one, and every rank would silently train alone: that is an error.
-
-    Args:
-      axis_name: a name, or a tuple of names.
-
-    Returns:
-      True inside a `shard_map`, `pmap` or named `vmap` over all of `axis_name`; False
-      where no mesh axis is bound.
-
-    Raises:
-      ValueError: if only some of the names, or only other mesh axes, are bound.
     """
     wanted = names(axis_name)
     unbound = [name for name in wanted if not _has_size(name)]
@@ -131,11 +118,6 @@ def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
     """Sum every leaf over `axis_name`, as `lax.psum` does.
 
     Where XLA would abort on bfloat16, the sum is taken in float32, and rounded once.
-
-    Args:
-      tree: of arrays.
-      axis_name: a name, or a tuple of names.
-      platform: which the program is for.
     """
     axes = names(axis_name)
     if not aborts_in_bfloat16(platform):
@@ -180,10 +162,6 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
 
     In a typed `shard_map` the gradient of a value that does not vary is summed over the
     ranks by JAX itself; elsewhere there are no such types and the tree is returned as it is.
-
-    Args:
-      tree: tree of arrays, any shapes.
-      axis_name: the axes that become part of the types.
     """
     if not is_typed(axis_name):
         return tree
@@ -195,10 +173,6 @@ def as_typed_like(tree: Any, like: Any) -> Any:
 
     For values that a typed `shard_map` makes meet: the carry that goes into a loop and the
     one that comes out, a parameter and its cotangent.
-
-    Args:
-      tree: tree of arrays.
-      like: tree of arrays or of what `jax.eval_shape` gives, of the same structure.
     """
     return jax.tree.map(lambda x, of: _cast(x, sorted(varying_axes(of))), tree, like)
 

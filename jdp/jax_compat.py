@@ -109,13 +109,7 @@ def opened(jaxpr: Any) -> Any:
 def set_dead_code_rule(
     primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Set what JAX does with an equation of a primitive of which some results are not read.
-
-    Args:
-      primitive: of the equation.
-      rule: `(whether each result is read, equation) -> (whether each operand is still needed, the
-        equation in its place or None)`.
-    """
+    """Set what JAX does with an equation of a primitive of which some results are not read."""
 
     def with_all_arguments(*args: Any) -> Any:
         # JAX 0.10 has two; later versions have which operands are there between them.
@@ -201,11 +195,6 @@ def bind(
     """Run an equation of a jaxpr, with the names and the source line that it has.
 
     Args:
-      eqn: the equation.
-      operands: one for each of its operands.
-      calls: the equations whose bodies it stands in, outermost first.
-      at_caller: whether to give it the line of the caller. JAX leaves out of the line of an
-        equation what is outside of the function that was traced.
       **changes: parameters that are changed.
     """
     params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
@@ -216,11 +205,7 @@ def bind(
 
 @contextlib.contextmanager
 def placed(eqn: Any, calls: Sequence[Any] = (), at_caller: bool = False) -> Iterator[None]:
-    """Set the names and the source line of what is traced in the with block to an equation's.
-
-    Args:
-      eqn, calls, at_caller: as for `bind`.
-    """
+    """Set the names and the source line of what is traced in the with block to an equation's."""
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack()

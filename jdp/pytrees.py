@@ -80,14 +80,6 @@ def any_deleted(tree: Any) -> bool:
 def require_alive(name: str, tree: Any, advice: str) -> None:
     """Refuse a tree that holds a donated leaf.
 
-    Args:
-      name: of the tree, for the error.
-      tree: any tree.
-      advice: a sentence that ends the error.
-
-    Raises:
-      ValueError: naming the first one, and then the advice.
-
     >>> x = jnp.ones(2)
     >>> x.delete()
     >>> require_alive("state", {"w": x}, "Give a copy.")
@@ -143,11 +135,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def hold(tree: Any) -> Any:
-    """Make every leaf an array: `tree` itself if they are, else a `Held`.
-
-    Raises:
-      TypeError: if a leaf that is not an array cannot be hashed.
-    """
+    """Make every leaf an array: `tree` itself if they are, else a `Held`."""
     leaves, treedef = jax.tree.flatten(tree)
     others = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
     if not others:
@@ -191,10 +179,6 @@ class _TakenNode:
 def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
     """Return a tree without the leaves of some of its nodes, and these leaves.
 
-    Args:
-      tree: any tree.
-      is_taken: whether a node is taken out.
-
     >>> rest, leaves = take_nodes({"a": 1, "b": (2, 3)}, lambda node: isinstance(node, tuple))
     >>> jax.tree.leaves(rest), leaves
     ([1], [2, 3])
@@ -214,12 +198,7 @@ def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[An
 
 
 def put_nodes(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Invert `take_nodes`.
-
-    Args:
-      tree: a tree that `take_nodes` returned, or one of the same structure.
-      leaves: the leaves to put back, in the order of `take_nodes`.
-    """
+    """Invert `take_nodes`."""
     left = iter(leaves)
 
     def visit(node: Any) -> Any:

@@ -155,17 +155,7 @@ def require_dims(tree: Any) -> None:
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
-    """Refuse a leaf that cannot be split over the ranks.
-
-    Args:
-      name: path of the leaf, for errors.
-      leaf: of a `per_rank`.
-      num_ranks: number of ranks that it is split over.
-
-    Raises:
-      ValueError: if it has no first dim, or `num_ranks` does not divide that.
-      TypeError: if it is not an array.
-    """
+    """Refuse a leaf that cannot be split over the ranks."""
     if not pytrees.is_array(leaf):
         raise TypeError(
             f"`{name}` is {leaf!r}, of type {type(leaf).__name__}, in a jdp.per_rank, which splits "
@@ -192,18 +182,7 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
 
 
 def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str) -> np.ndarray:
-    """Bring the saved value of a leaf, of keys their data, to the leaf's shape by its node's rule.
-
-    Args:
-      owner: the node of the leaf, with its rule.
-      leaf: of the state that is restored; its shape and dtype count.
-      saved: the value from a commit or checkpoint.
-      name: path of the leaf, for errors.
-      where: name of the source of `saved`, for errors.
-
-    Raises:
-      ValueError: if the shape differs and there is no rule, or the rule returns another shape.
-    """
+    """Bring the saved value of a leaf (the data of keys) to its shape by the rule of its node."""
     wrap = functools.partial(_wrapped, leaf)
     like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     shape = jax.eval_shape(wrap, saved).shape

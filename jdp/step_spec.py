@@ -63,11 +63,6 @@ class StepSpec:
         return tuple(last[:num]), dict(zip(names, last[num:], strict=True))
 
     def paths(self, i: int, arg: Any) -> list[str]:
-        """Return the names of the leaves of an argument, such as `state.params['w']`.
-
-        Args:
-          i: position of the argument.
-          arg: its value, any tree.
-        """
+        """Return the names of the leaves of an argument, such as `state.params['w']`."""
         leaves, name = jax.tree_util.tree_leaves_with_path(arg), self.argument(i)
         return [name + jax.tree_util.keystr(path) for path, _ in leaves]

@@ -6,9 +6,6 @@ import operator
 def integer(name: str, value: int) -> int:
     """Return `value`, which is an int or an integer of NumPy or JAX, as an int.
 
-    Raises:
-      TypeError: if it is not an integer. A bool is not: True would count as 1.
-
     >>> integer("stage", True)
     Traceback (most recent call last):
     TypeError: stage must be an integer, not True.
@@ -29,15 +26,6 @@ def integer(name: str, value: int) -> int:
 def int_at_least(name: str, value: int, *, least: int) -> int:
     """Return `value` as an int.
 
-    Args:
-      name: of the option, for errors.
-      value: of the option.
-      least: the smallest value that is accepted.
-
-    Raises:
-      TypeError: if it is not an integer.
-      ValueError: if it is less than `least`.
-
     >>> int_at_least("num_steps", 0, least=1)
     Traceback (most recent call last):
     ValueError: num_steps must be at least 1, not 0.
@@ -50,13 +38,6 @@ def int_at_least(name: str, value: int, *, least: int) -> int:
 
 def allows(allow: str | None, change: str) -> bool:
     """Whether `allow=` permits a change since a run began, such as "new data".
-
-    Args:
-      allow: the option, from the user.
-      change: the one change that it may name.
-
-    Raises:
-      ValueError: if it names anything else.
 
     >>> allows("new data", "new data"), allows(None, "new script")
     (True, False)

@@ -28,15 +28,6 @@ def analyse(
     """Compute which values may differ from rank to rank in the body of a shard_map.
 
     The `in_specs` decide which inputs vary: an input varies along the axes that split it.
-
-    Args:
-      eqn: a shard_map equation, see `find_shard_maps`.
-      trusts_unknown: whether to treat unknown primitives as pure.
-      numbers: values of those operands of the shard_map that are known scalars, by variable. See
-        `jaxprs.captured_numbers`.
-
-    Returns:
-      The classes of the outputs, with the deadlocks and marks that were found.
     """
     manual = eqn_axes.manual_axes(eqn)
     interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)

@@ -61,14 +61,7 @@ class WayBack:
         only_same: bool = False,
         until: Iterable[tuple[Any, ...]] = (),
     ) -> Iterator[Node]:
-        """Yield the differing values among `nodes` and all before them, the nearest first.
-
-        Args:
-          nodes: where to start.
-          everything: also yield values that do not differ.
-          only_same: leave out values that differ; needs `everything`.
-          until: keys of nodes at which to stop.
-        """
+        """Yield the differing values among `nodes` and all before them, the nearest first."""
         seen, waiting = set(), deque(nodes)
         while waiting:
             node = waiting.popleft()

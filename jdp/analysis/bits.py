@@ -91,21 +91,11 @@ class Bits:
         return frozenset(name for name, bit in self._bit.items() if value & bit)
 
     def over(self, kind: str, axes: int) -> int:
-        """Return the bits of one kind for some axes.
-
-        Args:
-          kind: a name from the list above, such as "divided".
-          axes: the axes, as their varying bits.
-        """
+        """Return the bits of one kind for some axes."""
         return axes << self._shift[kind]
 
     def at(self, value: int, kind: str) -> int:
-        """Return the axes for which the bits of one kind are set, as varying bits.
-
-        Args:
-          value: a class.
-          kind: a name from the list above, such as "divided".
-        """
+        """Return the axes for which the bits of one kind are set, as varying bits."""
         return value >> self._shift[kind] & self.varying
 
     def sums(self, single: int, total: int, divided: int) -> int:
@@ -144,10 +134,6 @@ class Bits:
         """Return the axes that together have `size` ranks.
 
         These are all of `among` if they fit, else the axes of all its subsets that fit.
-
-        Args:
-          size: a number of ranks, accurate to 0.4 %.
-          among: the axes to choose from, as varying bits.
         """
         # In bfloat16, 1 / 3 is 0.2 % too large. A sum over one rank is already a mean.
         found = 0

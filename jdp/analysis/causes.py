@@ -20,12 +20,7 @@ _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
 
 
 def refusals(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for each group of values that may differ from rank to rank and must not.
-
-    Args:
-      report: the analysis of the step's shard_map.
-      traced: the step, with the names of its inputs and outputs.
-    """
+    """Yield a text for each group of values that may differ from rank to rank and must not."""
     yield from _layers(report, traced)
     outputs = [*_outputs(report, traced)]
     yield from outputs or _parts(report, traced)
@@ -33,12 +28,7 @@ def refusals(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def input_names(report: Report, traced: Traced) -> list[str]:
-    """Return the names of the inputs of a step: first the captured arrays, then the arguments.
-
-    Args:
-      report: the analysis of the step's shard_map.
-      traced: the step.
-    """
+    """Return the names of the inputs of a step: first the captured arrays, then the arguments."""
     return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 

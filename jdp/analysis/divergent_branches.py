@@ -15,10 +15,6 @@ def decision(back: Provenance, node: Node) -> Node | None:
     The decision is a boolean, and the value would be the same on every rank if the boolean were. If
     that boolean depends on one other boolean alone, the farthest back is returned. None if the
     boolean is an input, such as a mask, or if it is counted.
-
-    Args:
-      back: the way back along the axes on which the value differs.
-      node: the value.
     """
     found, seen = None, set()
     while node.key() not in seen:
@@ -43,12 +39,6 @@ _COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
 def without_skipped(
     back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
 ) -> dict[int, Node]:
-    """Return the values that differ for another reason than a collective that ranks skip.
-
-    Args:
-      back: the way back along the axes on which the values differ.
-      nodes: the values, by position among the outputs.
-      deadlocks: the collectives that ranks may skip.
-    """
+    """Return the values that differ for another reason than a collective that ranks skip."""
     skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
     return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}

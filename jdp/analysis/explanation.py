@@ -23,7 +23,6 @@ def since(origin: Origin, inputs: Sequence[str]) -> str:
     """Return `why` for one value, as a clause that follows a comma.
 
     Args:
-      origin: the reason why the value differs.
       inputs: names of the inputs of the shard_map, in order.
     """
     return f", since {why([origin], inputs)}"
@@ -33,7 +32,6 @@ def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
     """Return a clause that explains why values differ that share one reason.
 
     Args:
-      origins: the reason of each value, at least one.
       inputs: names of the inputs of the shard_map, in order.
     """
     origin = origins[0]

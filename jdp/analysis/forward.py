@@ -29,9 +29,7 @@ class Forward:
         """Return the values of a jaxpr's outputs.
 
         Args:
-          jaxpr: the program, or a body.
           ins: values of its inputs, in order.
-          place: where its equations stand, handed to `visit`.
         """
         key = id(jaxpr), place, *ins
         if key not in self._known:

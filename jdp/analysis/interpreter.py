@@ -22,13 +22,7 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # The innermost loop of the interpreter repeats these rules, which it meets most often.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands. The result differs where one of them does, and is not a scaled sum.
-
-    Args:
-      interp: the analysis.
-      eqn: the equation.
-      ins: the class of each operand.
-    """
+    """Join the operands. The result differs where one of them does, and is not a scaled sum."""
     value = 0
     for operand in ins:
         value |= operand
@@ -118,11 +112,6 @@ class Interpreter:
 
         A body is analysed once for equal classes of inputs. Otherwise nested functions that are
         called twice each would be analysed 2^depth times.
-
-        Args:
-          jaxpr: the body.
-          ins: classes of its inputs.
-          eqn: the equation that runs it.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)
@@ -183,13 +172,7 @@ class Interpreter:
                 env[variable] = value
 
     def under(self, varying: int, control: str, jaxpr: Any, ins: list[Any], eqn: Any) -> list[Any]:
-        """Return the classes of the outputs of a body that some ranks may skip.
-
-        Args:
-          varying: the axes along which ranks may skip it, as their varying bits.
-          control: the control flow that runs it, "cond" or "while".
-          jaxpr, ins, eqn: as for `body`.
-        """
+        """Return the classes of the outputs of a body that some ranks may skip."""
         outside = self.where
         self.where |= varying
         if varying and self._automatic:

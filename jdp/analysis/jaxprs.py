@@ -88,12 +88,7 @@ def _primitive_names(jaxpr: Any) -> frozenset[str]:
 
 
 def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
-    """Return the equations of a jaxpr and of all bodies in it, in order, each body once.
-
-    Args:
-      jaxpr: the program to read.
-      mapped: whether to enter the bodies of shard_maps.
-    """
+    """Return the equations of a jaxpr and of all bodies in it, in order, each body once."""
 
     def enter(place: bool, eqn: Any) -> bool | None:
         return place if mapped or eqn.primitive.name != "shard_map" else None
@@ -107,8 +102,6 @@ def placed_equations(
     """Return what `equations` returns, each with its place; a body comes once for each place.
 
     Args:
-      jaxpr: the program to read.
-      place: the place of the equations of `jaxpr` itself.
       enter: returns the place of an equation's bodies from the equation's own; None skips them.
     """
     found: list[tuple[Any, _Place]] = []

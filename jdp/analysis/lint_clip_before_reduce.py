@@ -56,12 +56,7 @@ _MANY_NODES, _MOST_NODES = 10_000, 200_000
 
 
 def warnings(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for metrics and updates that bend gradients before they are averaged.
-
-    Args:
-      report: of the analysis of the step.
-      traced: the step as it was traced.
-    """
+    """Yield a warning for metrics and updates that bend gradients before they are averaged."""
     axes = frozenset(traced.spec.axis_name)
     local = [each for each in report.marks if each.kind == LOCAL and each.value.axes & axes]
     if not local:

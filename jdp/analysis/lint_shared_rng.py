@@ -10,12 +10,7 @@ from jdp.analysis.source_lines import source
 
 
 def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
-    """Return the author's lines that draw numbers for rows from a key that all ranks share.
-
-    Args:
-      jaxpr: a program with the step as its first `shard_map`.
-      num_rows: rows of the batch on each rank; with one row, nothing shows what is drawn for it.
-    """
+    """Return the author's lines that draw numbers for rows from a key that all ranks share."""
     step = find_shard_maps(jaxpr)[0]
     lines: dict[str, None] = {}
 

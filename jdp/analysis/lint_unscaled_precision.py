@@ -50,13 +50,6 @@ def require_narrow(jaxpr: Any, traced: Traced) -> None:
 
     Such a gradient comes from the batch, by a derivative outside of `jdp.value_and_grad` that does
     not end in a cast to more bits: that would be the derivative of a cast in the loss.
-
-    Args:
-      jaxpr: the program of the step.
-      traced: the step, with the names of its inputs.
-
-    Raises:
-      ValueError: naming the gradients.
     """
     dtype = traced.found.gather_dtype
     if not dtype:

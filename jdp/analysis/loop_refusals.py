@@ -23,10 +23,6 @@ def refusals(
     """Yield a text for each mistake in a shard_map over the axes `names`.
 
     Args:
-      eqn: the shard_map equation.
-      report: the analysis of `eqn`.
-      names: names of the mesh axes that form the data axis.
-      paths: names of its outputs in the enclosing function, by position.
       inputs: names of its inputs in the enclosing function, in order.
     """
     yield from unmatched_collectives.refusals(

@@ -67,19 +67,6 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
     the kind is `"all_reduced"`. Under a `vmap` that binds one of `axes`, the mark loses that axis:
     the operation then runs over the rows of an array, not over ranks.
 
-    Args:
-      x: array of any shape and dtype.
-      kind: of the mark. For `"local"`, a gradient that is about to be reduced, the analysis reports
-        the mark and keeps the class of `x`. `"all_reduced"` is for collectives that are not a
-        single primitive of JAX: the analysis trusts that the value is the sum over `axes` with
-        equal bits on every rank. It also trusts what some other kinds state about the scale of a
-        value, but never that all ranks hold the same value.
-      path: the leaf's name as its author would write it.
-      axes: names of the mesh axes to which the mark applies.
-
-    Returns:
-      `x`.
-
     >>> import jax
     >>> noted = lambda x: mark(x, kind="local", path="['w']", axes=("data",)) ** 2
     >>> "path=['w']" in str(jax.make_jaxpr(jax.grad(noted))(3.0)), jax.grad(noted)(3.0)

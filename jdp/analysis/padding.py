@@ -28,13 +28,7 @@ _SUMS = frozenset(("reduce_sum", "dot_general"))
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield an error for a step that averages over rows and does not read the mask.
-
-    Args:
-      step: its `shard_map`.
-      report: of its analysis.
-      traced: the step as it was traced.
-    """
+    """Yield an error for a step that averages over rows and does not read the mask."""
     averages = any(
         out.kind in ("state", "metric") and out.tree.name != WEIGHT for out in traced.outputs
     )
@@ -52,13 +46,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for a step that averages means of ranks which the mask does not weigh.
-
-    Args:
-      step: its `shard_map`.
-      report: of its analysis.
-      traced: the step as it was traced.
-    """
+    """Yield a warning for a step that averages means of ranks which the mask does not weigh."""
     if traced.mask is None:
         return
     body, place = jaxprs.mapped_body(step), _place(report, traced)
@@ -98,10 +86,6 @@ def local_means(body: Any, mask: int) -> list[str]:
     """Return the author's lines that divide by the number of this rank's unpadded rows.
 
     Empty if that number, or the mask, is reduced over the ranks: the user then weights by hand.
-
-    Args:
-      body: the body of a shard_map.
-      mask: position of the padding mask among its inputs.
     """
     walk, inputs = _Walk(), [_Kind.OTHER] * len(body.invars)
     inputs[mask] = _Kind.MASK

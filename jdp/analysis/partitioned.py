@@ -52,11 +52,6 @@ def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
     is an all-to-all. With several axes, two arrays may have the same parts on different devices.
     Where the arrays meet, or are the results of different branches, XLA may reorder the parts with
     a collective-permute.
-
-    Args:
-      jaxpr: the body of a branch or of a loop.
-      around: the equation that holds this body.
-      num_axes: number of mesh axes of several devices that XLA partitions, at least 1.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:

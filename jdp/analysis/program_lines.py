@@ -46,11 +46,7 @@ class ProgramLines(NamedTuple):
         return hashlib.sha256(repr(sorted(self.counts.items())).encode()).hexdigest()[:16]
 
     def difference(self, saved: Mapping[str, int]) -> str:
-        """Describe the first line that the program has more often than another one.
-
-        Args:
-          saved: the `counts` of the other one.
-        """
+        """Describe the first line that the program has more often than another one."""
         for line, (text, where) in self.texts.items():
             now, then = self.counts[line], saved.get(line, 0)
             if now > then:
@@ -62,9 +58,6 @@ class ProgramLines(NamedTuple):
 
 def lines_of(jaxpr: Any) -> ProgramLines:
     """Return the lines of a program.
-
-    Args:
-      jaxpr: with its constants.
 
     >>> program = lines_of(jax.make_jaxpr(lambda x: x * 0.5)(jnp.ones(3)))
     >>> [text for text, _ in program.texts.values()]

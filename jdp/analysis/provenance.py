@@ -115,16 +115,7 @@ class Provenance(WayBack):
     def sums(
         self, node: Node, names: Collection[str] = _ADDING, *, everything: bool = False
     ) -> Iterator[tuple[Any, str, Node]]:
-        """Yield the sums over ranks that leave a value undivided, the nearest first.
-
-        Args:
-          node: the value.
-          names: names of the primitives that count as sums.
-          everything: whether to search also before values that do not differ.
-
-        Yields:
-          The equation, the author's line and the operand of each sum.
-        """
+        """Yield the sums over ranks that leave a value undivided, the nearest first."""
         for each in self.back([node], everything=everything):
             eqn = self.maker(each)
             if eqn is not None and eqn.primitive.name in names:

@@ -49,16 +49,7 @@ class Record:
         self._cells: list[int | None] = []
 
     def add(self, kind: str, eqn: Any, *facts: Any) -> None:
-        """Record a finding at an equation.
-
-        Args:
-          kind: "mark", "deadlock", "shift" or "unknown".
-          eqn: the equation; for a shift, the control flow around it.
-          *facts: of a mark its class and the axes along which ranks may skip it; of a deadlock its
-            axes, the axes along which ranks may skip it, and their control flow; of a shift its
-            equation, the names of the axes that XLA splits it over, and the control flow; of an
-            unknown primitive none. Axes are varying bits, and a control flow is "cond" or "while".
-        """
+        """Record a finding at an equation."""
         self._notes[kind, id(eqn)] = _Note(kind, eqn, facts)
         self.has_notes = True
 
@@ -90,12 +81,7 @@ class Record:
         return [(eqn, body) for eqn, body in calls if body.has_notes]
 
     def end(self, ins: Sequence[Any], outs: list[Any]) -> None:
-        """Record the results, and the final contents of the Refs among the inputs.
-
-        Args:
-          ins: classes of the inputs, with a `Cell` for each Ref.
-          outs: classes of the outputs.
-        """
+        """Record the results, and the final contents of the Refs among the inputs."""
         self._cells = [x.value if isinstance(x, Cell) else None for x in ins]
         self._outs = outs
         for i, out in enumerate(outs):

@@ -15,13 +15,7 @@ from jdp.error_codes import with_code
 
 
 def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line that gets gradients with a wrong scale along `names`.
-
-    Args:
-      eqn: the shard_map equation.
-      report: the analysis of `eqn`.
-      names: names of the mesh axes that form the data axis.
-    """
+    """Yield a text for each line that gets gradients with a wrong scale along `names`."""
     grouped: dict[tuple[str, str], list[str]] = {}
     beside = _lines_of_varying(report)
     for found in report.marks:
@@ -32,12 +26,7 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
 
 
 def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line that gets gradients which were averaged without the weights.
-
-    Args:
-      report: the analysis of a shard_map.
-      names: names of the mesh axes that form the data axis.
-    """
+    """Yield a text for each line that gets gradients which were averaged without the weights."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for found in report.marks:
         axes = found.value.even & (frozenset(found.axes) | frozenset(names))
@@ -65,12 +54,7 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
 
 
 def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line that weighs the means of `jdp.value_and_grad` once more.
-
-    Args:
-      report: the analysis of a shard_map.
-      averaged: paths of the gradients that the author gets as means.
-    """
+    """Yield a text for each line that weighs the means of `jdp.value_and_grad` once more."""
     grouped: dict[str, list[str]] = {}
     for found in report.marks:
         if found.kind == OWN_WEIGHT and found.path in averaged and not _varies(found):
@@ -86,12 +70,7 @@ def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
 
 
 def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
-    """Return, by line, the paths of gradients where all gradients of the line are already means.
-
-    Args:
-      report: the analysis of a shard_map.
-      averaged: paths of the gradients that jdp has averaged itself, which are left out.
-    """
+    """Return, by line, the paths of gradients where all gradients of the line are already means."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
         if found.kind == LOCAL and found.path not in averaged:
@@ -106,13 +85,7 @@ def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
-    """Return how many times too large a sum over some axes is, as a text.
-
-    Args:
-      eqn: the shard_map equation.
-      axes: names of the axes that are summed over.
-      collective: the equation of the sum, if it may be over groups of ranks.
-    """
+    """Return how many times too large a sum over some axes is, as a text."""
     groups = None if collective is None else eqn_axes.groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
@@ -120,14 +93,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
 
 
 def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
-    """Return a clause that says how many times too large a repeated sum is, and on which line.
-
-    Args:
-      eqn: the shard_map equation.
-      back: the way back along `axes`.
-      node: the value that depends on the sum, or None if it was not found.
-      axes: names of the axes of the sum.
-    """
+    """Return a clause that says how many times too large a repeated sum is, and on which line."""
     found = None if node is None else back.repetition(node)
     collective, line = (None, "") if found is None else found
     return (

@@ -11,13 +11,7 @@ from jdp.error_codes import with_code
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for gradients and states that have a wrong scale.
-
-    Args:
-      step: the equation of the step's shard_map.
-      report: the analysis of `step`.
-      traced: the step, with the names of its inputs and outputs.
-    """
+    """Yield a text for gradients and states that have a wrong scale."""
     yield from reductions.refusals(step, report, traced.spec.axis_name)
     yield from reductions.reweighed(report, traced.found.averaged)
     if _has_weight(traced):
@@ -28,11 +22,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for metrics and states whose scale is probably not intended.
-
-    Args:
-      step, report, traced: as for `refusals`.
-    """
+    """Yield a text for metrics and states whose scale is probably not intended."""
     yield from _repeated(step, report, traced, metrics(traced))
     yield from _duplicated(step, report, traced)
     if _has_weight(traced):

@@ -53,11 +53,7 @@ def _line(found: Any) -> str:
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Return the innermost line of the author's among frames, as `source` does.
-
-    Args:
-      frames: `(name of the file, line)`, innermost first.
-    """
+    """Return the innermost line of the author's among frames, as `source` does."""
     second_best = ""
     for file_name, number in frames:
         whose = _whose(file_name)

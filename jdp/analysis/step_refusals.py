@@ -54,13 +54,6 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
     """Raise ValueError if the ranks could end the step with different states, or deadlock in it.
 
     The step is the first `shard_map` in `jaxpr`. `traced` names its inputs and outputs.
-
-    Args:
-      jaxpr: a program with the step as its first `shard_map`.
-      traced: names of its inputs and outputs, and the step that it is of.
-
-    Raises:
-      ValueError: naming each value that may differ, and each collective that may wait forever.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
@@ -187,11 +180,7 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
 
 
 def forward_mode(line: str) -> str:
-    """Return the refusal of a forward-mode derivative through `scan_layers`.
-
-    Args:
-      line: of the author's, empty if it is not known.
-    """
+    """Return the refusal of a forward-mode derivative through `scan_layers`."""
     return with_code(
         "JDP111",
         "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "

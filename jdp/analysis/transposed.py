@@ -46,13 +46,7 @@ class _Differentiated(NamedTuple):
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for every transposed collective that adds up unweighted cotangents.
-
-    Args:
-      step: the equation of the step's shard_map.
-      report: the analysis of `step`.
-      traced: the step, with the names of its inputs and outputs.
-    """
+    """Yield a text for every transposed collective that adds up unweighted cotangents."""
     axes = frozenset(traced.spec.axis_name)
     if any(found.kind == OWN_WEIGHT for found in report.marks):
         for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):

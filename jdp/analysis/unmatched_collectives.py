@@ -12,9 +12,7 @@ def refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[st
     """Yield a text for every collective that some ranks may skip.
 
     Args:
-      report: the analysis of the shard_map.
       inputs: names of the inputs of the shard_map, in order.
-      uniform: an example of a predicate that is the same on every rank.
     """
     for found in report.deadlocks:
         at = f" at {found.source}" if found.source else ""

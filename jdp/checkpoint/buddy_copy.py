@@ -20,11 +20,6 @@ def copies(
     """Return the parts of the host before this one that this process keeps, by their numbers.
 
     All processes make this call.
-
-    Args:
-      arrays: the arrays of a state; a part's `leaf` is a position among them.
-      parts: of those that are split.
-      hosts: the number of the host of each process.
     """
     found: dict[int, jax.Array] = {}
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
@@ -42,11 +37,7 @@ def copies(
 def kept(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> list[int]:
-    """Return the numbers of the parts that `copies` returns, without communication.
-
-    Args:
-      arrays, parts, hosts: as for `copies`.
-    """
+    """Return the numbers of the parts that `copies` returns, without communication."""
     found = set()
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         for leaf, numbers in leaves.items():
@@ -74,9 +65,6 @@ def _exchanges(
 
 def rounds(hosts: Sequence[int]) -> Rounds:
     """Return which device sends to which, in rounds in which each sends and receives once.
-
-    Args:
-      hosts: the number of the host of each device of a mesh.
 
     >>> rounds([0, 0, 1, 1, 2, 2])
     (((0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)),)

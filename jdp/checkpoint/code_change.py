@@ -42,9 +42,6 @@ class Edits:
 
         A recovery with edited files raises. A resumption that the user requested may follow an
         edit. Programs are compared later, by `compare_programs`.
-
-        Raises:
-          RuntimeError: if the run recovers with edited files, which is not allowed.
         """
         self._step, self._programs = facts["step"], dict(facts.get("programs", {}))
         edit = source_files.difference(facts.get("sources", {}))

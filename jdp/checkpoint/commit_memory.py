@@ -105,9 +105,7 @@ class CommitMemory:
         """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all.
 
         Args:
-          commit: from `latest` or `intact`.
           first: byte of the values to begin at, >= 0.
-          num_bytes: how many; None: all that follow.
         """
         num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
         # Aligned so that JAX on CPU uses this memory without a copy, for all ranks at once.
@@ -126,9 +124,6 @@ class CommitMemory:
         """Return the values of a commit where they lie, `[num_bytes]` uint8, to be read only.
 
         They change when the commit is written over, and must not be read after `free_areas`.
-
-        Args:
-          commit: from `latest` or `intact`.
         """
         if not commit.num_bytes:
             return np.empty(0, np.uint8)
@@ -142,11 +137,7 @@ class CommitMemory:
         """Write a commit, with its values part by part, in place of the older one.
 
         Args:
-          facts: JSON-serializable.
           parts: the values, each `[bytes]` uint8.
-
-        Raises:
-          OSError: if the host is out of memory; the newer commit is intact.
         """
         draft, at = self.begin(sum(part.size for part in parts)), 0
         for part in parts:
@@ -155,11 +146,7 @@ class CommitMemory:
         self.finish(draft, facts)
 
     def begin(self, num_bytes: int) -> Draft:
-        """Return the memory for the values of a commit, in place of the older one.
-
-        Raises:
-          OSError: if the host is out of memory; both commits are intact.
-        """
+        """Return the memory for the values of a commit, in place of the older one."""
         commits = [self._commit(slot) for slot in (0, 1)]
         numbers = [0 if commit is None else commit.number for commit in commits]
         slot = numbers.index(min(numbers))
@@ -171,15 +158,7 @@ class CommitMemory:
         return Draft(slot, max(numbers) + 1, start, values)
 
     def finish(self, draft: Draft, facts: dict[str, Any]) -> None:
-        """Make a draft, whose values are all written, the latest commit.
-
-        Args:
-          draft: of `begin`, with all values written.
-          facts: what is known of the state, such as its step and its leaves; JSON can hold it.
-
-        Raises:
-          OSError: if the host is out of memory; the newer commit is intact.
-        """
+        """Make a draft, whose values are all written, the latest commit."""
         text = json.dumps(facts).encode()
         assert len(text) <= _FACTS_BYTES, len(text)
         _write(self._file, text, self._base + _facts_at(draft.slot))
@@ -188,11 +167,7 @@ class CommitMemory:
         _write(self._file, record, self._base + draft.slot * _RECORD.size)
 
     def reserve(self, num_bytes: int, own: slice = slice(None)) -> None:
-        """Allocate the values of two commits, and map the bytes of each that this process writes.
-
-        Raises:
-          OSError: if the host is out of memory.
-        """
+        """Allocate the values of two commits, and map the bytes that this process writes."""
         next_one = Commit(0, _room(self.latest(), num_bytes), b"", num_bytes)
         last = max(next_one.start, _room(next_one, num_bytes))
         self._make_room(last + num_bytes)

@@ -69,14 +69,6 @@ class CommitSnapshots:
         """Start copying a state, so that the next step may donate it, without waiting for the copy.
 
         The previous snapshot must no longer be in use.
-
-        Args:
-          state: the state.
-          here: as for `Finder.find`.
-
-        Raises:
-          ValueError: if the state was donated.
-          OSError: if the host is out of memory.
         """
         if self._shares and not self._commits.is_together:
             self._write_alone()
@@ -128,11 +120,7 @@ class CommitSnapshots:
         self._commits.hurry()
 
     def break_up(self, error: Exception | None = None) -> None:
-        """Write no more shares in this life, when devices write into the memory no more.
-
-        Args:
-          error: why, if not because this process ends or has states that nothing ties to others.
-        """
+        """Write no more shares in this life, when devices write into the memory no more."""
         self.wait_for_copies()
         why = ""
         if error is not None:

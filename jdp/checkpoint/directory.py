@@ -101,11 +101,7 @@ class Folder:
         return self.path / f"{step}-{life}"
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return the facts written with a checkpoint.
-
-        Raises:
-          TornError: if a byte differs from what was written, naming the file.
-        """
+        """Return the facts written with a checkpoint."""
         try:
             found = _manifest_with_files(checkpoint.path)
             for name, (_, checksum) in found["files"].items():
@@ -122,16 +118,7 @@ class Folder:
         return orbax_files.read(checkpoint.path / "state", names) if names else {}
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Write JSON-serializable facts and nonempty arrays; return when they are on disk.
-
-        Args:
-          life, step: the name of the checkpoint.
-          facts: about the state, see `Session`.
-          arrays: name on disk -> array.
-
-        Raises:
-          OSError: if they cannot be written; earlier checkpoints are kept.
-        """
+        """Write JSON-serializable facts and nonempty arrays; return when they are on disk."""
         part = self.part(life, step)
         try:
             self.begin(part)
@@ -166,14 +153,7 @@ class Folder:
         facts: dict[str, Any],
         sums: dict[str, list[Any]],
     ) -> None:
-        """Make a checkpoint of the written folders, given the results of `sealed`.
-
-        Args:
-          part: the folder from `part`, in which all arrays are written.
-          life, step: the name of the checkpoint.
-          facts: JSON-serializable.
-          sums: size and checksum of each file.
-        """
+        """Make a checkpoint of the written folders, given the results of `sealed`."""
         manifest.write(part, facts, sums)
         _sync(part)
         place = self.place(life, step)
@@ -221,11 +201,7 @@ class Folder:
                 shutil.rmtree(part)
 
     def discard_gathering(self, up_to: tuple[int, int] | None = None) -> None:
-        """Remove commits that were not gathered completely, since there is a later checkpoint.
-
-        Args:
-          up_to: life and step of that checkpoint; commits after it are kept. None removes all.
-        """
+        """Remove commits that were not gathered completely, since there is a later checkpoint."""
         for left_over in self.path.glob(f"*{_GATHERING}"):
             numbers = _NAME_OF_GATHERING.fullmatch(left_over.name)
             if numbers and (up_to is None or (int(numbers[2]), int(numbers[1])) <= up_to):
@@ -285,11 +261,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _manifest_with_files(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files have the sizes that it says.
-
-    Raises:
-      TornError: naming the file that is missing or has another size.
-    """
+    """Return the manifest of a checkpoint whose files have the sizes that it says."""
     found = manifest.read(path)
     for name, (num_bytes, _) in found["files"].items():
         try:

@@ -20,15 +20,7 @@ _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def folder_path(given: Any) -> Path:
-    """Return the absolute path of a directory of checkpoints.
-
-    Args:
-      given: by the user, a text or a path; `~` is the home.
-
-    Raises:
-      TypeError: if it is neither.
-      ValueError: if it is empty, or a URL.
-    """
+    """Return the absolute path of a directory of checkpoints."""
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(
             f"the directory of checkpoints is {given!r}, which is not a path. Write "
@@ -52,10 +44,6 @@ def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> Bina
 
     Creates the directory. `resumes`: the lock holder may be this same run, on a host that died.
     `timeout_s`: how long to wait for it, if not as long as that takes.
-
-    Raises:
-      RuntimeError: if another run writes there.
-      OSError: if this process cannot write there.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -52,11 +52,7 @@ class Found(NamedTuple):
 
 
 def all_processes() -> tuple[int, ...]:
-    """Return the numbers of all processes, which restore together.
-
-    Raises:
-      RuntimeError: if they have no store.
-    """
+    """Return the numbers of all processes, which restore together."""
     if jax.process_count() > 1 and not kv_store.is_open():
         raise RuntimeError(
             f"there are {jax.process_count()} processes, and this JAX gives no store in which they "
@@ -76,22 +72,7 @@ def find(
     splits: bool,
     commit_every: int,
 ) -> Found:
-    """Return the states that all processes of `group` found.
-
-    Args:
-      group: all processes.
-      folder: of the checkpoints, which process 0 locks.
-      memory: for the commits of this host, if there are any.
-      resumes: whether the run may continue from a state that it finds.
-      is_later: whether processes of this run have died, or stopped at SIGTERM.
-      host: number of the host of this process.
-      splits: whether the state of this process is split over processes.
-      commit_every: number of steps between commits.
-
-    Raises:
-      RuntimeError: as from `latest`; if processes commit after other steps, or one failed.
-      OSError: if the state is split, and a process does not see the directory of process 0.
-    """
+    """Return the states that all processes of `group` found."""
     is_first = jax.process_index() == 0
     with agree.propagating_errors(group, "while it looked for what to restore"):
         if is_first:
@@ -128,14 +109,6 @@ def _require_equal_intervals(offers: dict[int, dict[str, Any]]) -> None:
 
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     """Return the latest state that any process offers; None if there are none.
-
-    Args:
-      offers: process -> its `Sources.offer`.
-      directory: of the checkpoints, for errors.
-
-    Raises:
-      RuntimeError: if all checkpoints are damaged and there is no commit; if there is a state but
-        process 0 does not resume, or only one of another tool and it does.
 
     >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
     >>> found = latest(offers, "runs")

@@ -34,9 +34,6 @@ def add(folder: Folder, found: Sequence[CommitPart]) -> int:
     """Write the parts of this host of one commit, and return how many are missing still.
 
     With none missing they are a checkpoint. `folder` is locked.
-
-    Raises:
-      OSError: if they cannot be written.
     """
     facts = found[0].facts
     gathering = folder.gathering(facts["life"], facts["step"], facts["tag"])

@@ -72,21 +72,7 @@ class HostCommits:
         self._life = zlib.crc32(tag.encode())
 
     def begin(self, num_bytes: int, *, form: int | None) -> Draft | None:
-        """Return the memory for the values of a commit, as `CommitMemory.begin`.
-
-        Args:
-          num_bytes: of the values, of all processes that write it.
-          form: a checksum of the layout, if the processes of the host write the commit together,
-            each its share; None if this process writes it alone.
-
-        Returns:
-          The draft; None if there are no common commits any more.
-
-        Raises:
-          OSError: if the host is out of memory; both commits are intact.
-          RuntimeError: if another process does not come to the end of a share, into whose memory
-            this one is to write.
-        """
+        """Return the memory for the values of a commit, as `CommitMemory.begin`."""
         self._awaited_at = math.inf
         if form is not None and self.share.number:
             # Share 0 marks that it has ended before it looks for this one.
@@ -105,19 +91,7 @@ class HostCommits:
         return self.own if form is None else self.shared
 
     def finish(self, draft: Draft, facts: dict[str, Any]) -> bool:
-        """Make a draft the latest commit, when all that write it have called this.
-
-        Args:
-          draft: of `begin`, with the values of this process written.
-          facts: as for `CommitMemory.finish`, with `step` and, if there are other shares, the
-            `num_calls` of train steps that led to it.
-
-        Returns:
-          Whether it is.
-
-        Raises:
-          OSError: if the host is out of memory.
-        """
+        """Make a draft the latest commit, when all that write it have called this."""
         if draft.form is None or self.share.num_shares == 1:
             self.memory(draft.form).finish(draft, facts)
             return True
@@ -137,11 +111,7 @@ class HostCommits:
         return True
 
     def break_up(self, why: str = "") -> None:
-        """Write no more shares in this life, and let nobody wait for one.
-
-        Args:
-          why: for the log of the other processes; "" if it is not worth a line.
-        """
+        """Write no more shares in this life, and let nobody wait for one."""
         if self.is_together:
             self.is_together = False
             self._marks.write(CommitMark(self._life, ENDED), why)

@@ -20,19 +20,7 @@ _GATHERING_TIMEOUT_S = 600.0
 
 
 def save_last_commit(file: int) -> dict[str, Any]:
-    """Write the latest commit as a checkpoint, unless an intact one is at least as recent.
-
-    Args:
-      file: descriptor of the commit memory.
-
-    Returns:
-      `life`, `step` and `directory` of the state a resumed run would restore; empty if
-      there is none.
-
-    Raises:
-      OSError: if the directory is not on this host, or cannot be written to.
-      RuntimeError: if another run writes there.
-    """
+    """Write the latest commit as a checkpoint, unless an intact one is at least as recent."""
     memory = CommitMemory(file)
     records = split_commit.records(memory)
     whole = memory.latest(lambda facts: not is_split(facts))

@@ -42,17 +42,7 @@ def fill(
     accepts a saved value of JAX's canonical dtype. `per_rank` state is resized by its rule.
 
     Args:
-      state: the state.
-      saved: leaves that were written.
       values: values of `saved`. Nobody must write to them afterwards, unless they are copied.
-      where: name of the source of `saved`, for errors.
-      instead: what to write where the leaves differ.
-      copies: whether to copy the values, which lie in the memory of a commit.
-      keeps_missing: ignore saved leaves that the state does not have, and keep leaves of the state
-        that were not saved. Both are logged.
-
-    Raises:
-      ValueError: if the state is of a different model, naming the leaves that differ.
     """
     left = defaultdict(list)
     for old, value in zip(saved, values, strict=True):
@@ -117,8 +107,6 @@ def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
     """Return a saved value with the type and sharding of `x`.
 
     Args:
-      x: a leaf of the state.
-      value: an array or a `SplitValue`.
       copies: whether the result must not share the memory of `value`.
     """
     if not isinstance(x, jax.Array):

@@ -29,16 +29,7 @@ class TornError(Exception):
 
 
 def write(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder to the disk.
-
-    Args:
-      folder: with all its other files.
-      facts: JSON-serializable.
-      files: name -> size and checksum.
-
-    Raises:
-      ValueError: if it could not be read.
-    """
+    """Write the manifest of a folder to the disk."""
     manifest = json.loads(json.dumps({"facts": facts, "files": files}))
     for fault in _faults(manifest):
         raise ValueError(f"{fault}, which no checkpoint may hold")
@@ -49,11 +40,7 @@ def write(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> N
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the facts and files in the manifest of a folder.
-
-    Raises:
-      TornError: if it cannot be read, or holds what `write` refuses.
-    """
+    """Return the facts and files in the manifest of a folder."""
     try:
         document = json.loads((folder / _NAME).read_bytes())
         manifest, checksum = document["manifest"], document["sha256"]

@@ -39,8 +39,6 @@ class TargetBox(NamedTuple):
 
         Args:
           offset: bytes from the start of the memory to the array.
-          shape: of the array.
-          box: `(start, stop)` for each dim.
           itemsize: bytes of an element.
 
         >>> TargetBox.of_box(100, (4, 6), ((0, 4), (2, 4)), 4)
@@ -84,11 +82,7 @@ class CopyOut:
         self._add_call(slice(first, len(places)), places)
 
     def begin_copy(self, arrays: Sequence[jax.Array], target: np.ndarray) -> list[jax.Array]:
-        """Start copying into `target`, `[bytes]` uint8, which has to stay until the copy ends.
-
-        Returns:
-          Arrays that are ready when it has ended.
-        """
+        """Start copying into `target`, `[bytes]` uint8, which has to stay until the copy ends."""
         words, groups = [], []
         for chosen, relative, is_offset in self._calls:
             words.append(np.where(is_offset, relative + target.ctypes.data, relative))

@@ -18,11 +18,7 @@ _committing: weakref.WeakSet[Committing] = weakref.WeakSet()
 
 
 def require_alone(session: Committing) -> None:
-    """Record a session that commits.
-
-    Raises:
-      RuntimeError: if another one is not over.
-    """
+    """Record a session that commits."""
     if not all(other.is_over for other in _committing):
         raise RuntimeError(
             "another Checkpointer is at work in this process, and the launcher keeps the commits "
@@ -35,14 +31,7 @@ def require_alone(session: Committing) -> None:
 def commits_of(
     session: Committing, launcher: LauncherClient, assigned: Assignment, num_processes: int
 ) -> HostCommits | None:
-    """Return the commit memory that a launcher keeps, as this process uses it; None if it may not.
-
-    Args:
-      session: that commits; no other one may, see `require_alone`.
-      launcher: of this process.
-      assigned: what it has assigned to this process.
-      num_processes: of the run; 1 if each process is alone, without `jdp.init`.
-    """
+    """Return the commit memory of the launcher for this process; None if it may not use it."""
     require_alone(session)
     num_shares = assigned.num_local if num_processes > 1 else 1
     if assigned.local_id >= num_shares:

@@ -40,11 +40,7 @@ class ForeignCheckpoints(NamedTuple):
         return f'state = orbax.checkpoint.CheckpointManager("{self.path}").restore({self.latest})'
 
     def tree(self, step: int | None) -> Path:
-        """Return the PyTree of a step, or of the latest one.
-
-        Raises:
-          ValueError: if the step is not there, or has no PyTree or several.
-        """
+        """Return the PyTree of a step, or of the latest one."""
         step = self.latest if step is None else step
         if step not in self.steps:
             known = sorted(each for each in self.steps if each is not None)

@@ -61,13 +61,6 @@ class Finder:
 
         All processes must find the pieces of the same states; those with `here=False` only take
         part in gathering, and write their parts.
-
-        Args:
-          state: any tree, whose arrays are written.
-          here: whether this process writes the leaves that are not split.
-
-        Raises:
-          ValueError: if the state was donated.
         """
         require_alive(state)
         arrays = [*map(without_key, self._described(state))]
@@ -87,21 +80,13 @@ class Finder:
         return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
-        """Return the pieces that are known without communication; gathered leaves are left out.
-
-        Args:
-          state, here: as for `find`.
-        """
+        """Return the pieces that are known without communication; gathered leaves are left out."""
         arrays = [*map(without_key, self._described(state))]
         here = here or self.form is not None
         return self._of_share(arrays, here=here, without=self._apart)
 
     def num_bytes(self, state: Any, *, here: bool) -> int:
-        """Return the size of all pieces in the form of a commit, without communication.
-
-        Args:
-          state, here: as for `find`.
-        """
+        """Return the size of all pieces in the form of a commit, without communication."""
         arrays = self._described(state)
         split = {part.leaf for part in self._parts}
         here = here or self.form is not None

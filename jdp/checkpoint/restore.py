@@ -33,17 +33,7 @@ def restored(
     """Return `state` with the values that were found, and set the position of `batches`.
 
     Args:
-      group: all processes.
-      everything: what they found, with a latest state.
-      state: a state of the same leaves.
-      batches: as for `Checkpointer.restore`.
       own: where this process writes commits alone; later ones, with missing parts, are cleared.
-      keeps_missing: as for `fill`.
-      edits: gets what was written with the state.
-
-    Raises:
-      ValueError: if it is of a different model, or has no position although `batches` is given.
-      RuntimeError: as from `Edits.continue_from`.
     """
     sources, found = everything.sources, everything.latest
     assert found is not None
@@ -105,11 +95,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
 
 
 def require_position(batches: Any) -> None:
-    """Refuse batches without a position.
-
-    Raises:
-      TypeError: naming what to give.
-    """
+    """Refuse batches without a position."""
     if batches is None or hasattr(batches, "position"):
         return
     instead = "Give jdp.batches(...), or an object with an int `position`: how many rows it has "
@@ -127,16 +113,7 @@ def require_position(batches: Any) -> None:
 
 
 def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
-    """Set batches to the position in the facts.
-
-    Args:
-      batches: as for `Checkpointer.restore`.
-      facts: written with a state.
-      where: name of that state, for errors.
-
-    Raises:
-      ValueError: if there is none, or one of other data or of other processes.
-    """
+    """Set batches to the position in the facts."""
     if facts.get("position") is None:
         raise ValueError(
             f"{where} was written without batches, so it is not known where the data stood. Write "

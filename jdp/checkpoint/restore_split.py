@@ -31,17 +31,7 @@ def split_values(
     state: Any = None,
     group: tuple[int, ...] = (),
 ) -> list[shards.SplitValue]:
-    """Return the leaves that were saved beside `facts`, which are fetched when they are placed.
-
-    Args:
-      facts: the same on all processes.
-      readable: the pieces that this process can read. Other processes send the rest.
-      state: the state whose placement tells what this process needs; None: it reads what is asked.
-      group: all processes, which fetch the same leaves in the same order; (): this one alone.
-
-    Raises:
-      RuntimeError: on every process, if their states differ, or no process has a part.
-    """
+    """Return the leaves that were saved beside `facts`, which are fetched when they are placed."""
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
     needed = {*pieces} if state is None else _needed(state, leaves, pieces)
     sources = _sources(group, state, needed, readable) if len(group) > 1 else {}

@@ -37,10 +37,6 @@ class SavedLeaf(NamedTuple):
 def describe(state: Any) -> list[SavedLeaf]:
     """Describe the arrays of a state, in order; other leaves are left out.
 
-    Raises:
-      TypeError: if a number is too large for an array.
-      ValueError: if JAX calls an array replicated, and only one of its devices has the values.
-
     >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
     ["['w'] float32[2, 3]"]
     """

@@ -24,10 +24,6 @@ def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
     """Return the parts of an array that is split, equal on all processes.
 
     The first process that holds a part writes it.
-
-    Args:
-      leaf: position of the array among the leaves of its state.
-      x: a global array.
     """
     writers: dict[Box, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
@@ -38,10 +34,6 @@ def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
 
 def box_of(index: Any, shape: Sequence[int]) -> Box:
     """Return an index of an array as a box.
-
-    Args:
-      index: a slice for each dim, as a sharding returns it.
-      shape: of the whole array.
 
     >>> box_of((slice(None), slice(4, 8)), (3, 8))
     ((0, 3), (4, 8))
@@ -79,13 +71,7 @@ def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def split_facts(
     parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool
 ) -> dict[str, Any]:
-    """Return the facts to write beside parts of a state.
-
-    Args:
-      parts: all parts, of all processes.
-      held: positions of those that this process writes.
-      has_whole: whether it also writes the leaves that are not split.
-    """
+    """Return the facts to write beside parts of a state."""
     return {"parts": list(parts), "held": list(held), "has_whole": has_whole}
 
 

@@ -25,13 +25,7 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
     the manifest when all have written.
 
     Args:
-      folder: the same one on all processes.
-      facts: of the state, with those of `shards.split_facts`.
-      values: of `shards.stored`.
       number: of this call in this life of the run, from 0.
-
-    Raises:
-      OSError: on every process, if one of them could not write.
     """
     names = shards.names(facts)
     arrays = to_disk_named([names[n] for n in shards.stored(facts)], values)
@@ -63,15 +57,7 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
 
 
 def require_shared(folder: Folder, owner: str) -> None:
-    """Refuse a directory that is not the one in which process 0 holds the lock.
-
-    Args:
-      folder: the directory as this process sees it.
-      owner: the mark of the lock, as process 0 reads it.
-
-    Raises:
-      OSError: if it is another one.
-    """
+    """Refuse a directory that is not the one in which process 0 holds the lock."""
     if folder.owner() != owner:
         raise OSError(
             f"process {jax.process_index()} does not see the directory {folder.path} of process 0. "

@@ -37,11 +37,6 @@ def rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: Share) -
     The shares are equal in bytes, as far as rows can be. Share 0 has all rows of the leaves that
     are not shared.
 
-    Args:
-      leaves: descriptions of the leaves.
-      is_shared: for each leaf, whether all processes hold it.
-      share: which one.
-
     >>> leaves = [SavedLeaf("a", (6,), "float32", None), SavedLeaf("b", (), "float64", None)]
     >>> [rows(leaves, [True, True], Share(number, 2)) for number in (0, 1)]
     [[(0, 4), (0, 0)], [(4, 6), (0, 1)]]
@@ -62,11 +57,7 @@ def rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: Share) -
 
 
 def form(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool]) -> int:
-    """Return a checksum of the layout, which is equal on all processes that write together.
-
-    Args:
-      leaves, is_shared: as for `rows`.
-    """
+    """Return a checksum of the layout, which is equal on all processes that write together."""
     return zlib.crc32(repr((leaves, is_shared)).encode())
 
 
@@ -83,12 +74,7 @@ def is_elsewhere(x: Any) -> bool:
 
 
 def not_held(name: str, x: jax.Array) -> ValueError:
-    """Return the error of a process that is to write a leaf of which it holds nothing.
-
-    Args:
-      name: of the leaf.
-      x: the leaf.
-    """
+    """Return the error of a process that is to write a leaf of which it holds nothing."""
     owners = sorted({device.process_index for device in x.sharding.device_set})
     return ValueError(
         f"`{name}` is on devices of process {', '.join(map(str, owners))} alone, and process "

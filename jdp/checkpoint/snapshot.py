@@ -45,15 +45,7 @@ class Snapshots:
         self._finder, self._copies = Finder(), DeviceCopies(reuse=False)
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> Snapshot | None:
-        """Start copying a state, so that the next step may donate it, without waiting for the copy.
-
-        Args:
-          state: the state.
-          here: as for `Finder.find`.
-
-        Raises:
-          ValueError: if the state was donated.
-        """
+        """Start copying a state, so that the next step may donate it."""
         found = self._finder.find(state, here=here)
         if found is None:
             return None

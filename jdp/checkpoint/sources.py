@@ -78,13 +78,7 @@ class Sources:
         return self._found[key][0] if key in self._found else None
 
     def readable(self, key: Key, facts: dict[str, Any], *, sees_directory: bool) -> Readable:
-        """Return the pieces of a state that this process can read.
-
-        Args:
-          key: life and step of a commit or checkpoint.
-          facts: that were written with it.
-          sees_directory: whether this process sees the directory of checkpoints.
-        """
+        """Return the pieces of a state that this process can read."""
         if not key.is_commit:
             checkpoint = self._folder.checkpoint(key.life, key.step)
             return split_disk.CheckpointReader(

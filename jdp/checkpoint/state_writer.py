@@ -60,15 +60,6 @@ class StateWriter:
         """Wait for the previous write, copy a state so it may be donated, and start writing it.
 
         It is written also if the previous write has failed, since others may take part in it.
-
-        Args:
-          state: the state of the step that has just been called.
-          facts: that are written with it: step, position of the data, life.
-
-        Raises:
-          ValueError: if the state was donated.
-          RuntimeError: if a step that led to the previous state failed a check.
-          OSError: if there is no memory for a commit.
         """
         begin_ns = time.monotonic_ns()
         self.settle()
@@ -172,11 +163,7 @@ class StateWriter:
 
 
 def commit_writer(commits: HostCommits | None) -> StateWriter:
-    """Return the writer of commits.
-
-    Args:
-      commits: of this host; None if there are none, so that there is nothing that it may write.
-    """
+    """Return the writer of commits."""
 
     def write(facts: dict[str, Any], draft: Draft) -> None:
         assert commits is not None
@@ -199,9 +186,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
     """Return the writer of checkpoints to a folder; it keeps the last `keep`.
 
     Args:
-      folder: the directory of checkpoints.
       keep: how many checkpoints stay there, >= 1.
-      is_here: whether this process writes the leaves that are not split.
     """
     number = itertools.count()
 

@@ -47,15 +47,7 @@ def auto(
 
 
 def choice(axis_name: AxisName, mesh: Mesh | None) -> tuple[Callable[..., list], str | None]:
-    """Return the algorithm that `auto` takes in the traced code, and why it is not `native`.
-
-    Args:
-      axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
-      mesh: the mesh of the ranks; None if it is not known.
-
-    Returns:
-      The algorithm, and a sentence with the reason if it is not `native`, else None.
-    """
+    """Return the algorithm that `auto` takes in the traced code, and why it is not `native`."""
     reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
     return (xla if reason else native), reason
 

@@ -20,19 +20,6 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
     earlier layers are still being differentiated (Li et al. 2020, section 3.2.3,
     https://arxiv.org/abs/2006.15704).
 
-    Args:
-      leaves: gradient leaves, or anything with `shape` and `dtype`.
-      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split: a larger leaf gets
-        a bucket of its own.
-
-    Returns:
-      Buckets in the order in which backpropagation completes them, each with the positions of its
-      leaves. Every leaf is in exactly one bucket, and a bucket holds one dtype.
-
-    Raises:
-      TypeError: if `bucket_bytes` is not an integer.
-      ValueError: if it is not positive.
-
     >>> w, b = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((2,), "float32")
     >>> plan([w, b], bucket_bytes=32), plan([w, b], bucket_bytes=64)
     ([[1], [0]], [[1, 0]])
@@ -59,7 +46,6 @@ def plan_with(
     """Return the buckets of `plan`, with further arrays in the last bucket of their dtype.
 
     Args:
-      leaves, bucket_bytes: as for `plan`.
       further: arrays of few bytes, whose positions follow those of the leaves.
     """
     buckets = plan(leaves, bucket_bytes)
@@ -83,10 +69,6 @@ def summed(
     """Sum leaves over ranks, in the buckets of `plan`, and return the sums in the leaves' order.
 
     Args:
-      leaves: arrays of any shapes and dtypes.
-      bucket_bytes: capacity of one bucket in bytes, > 0.
-      all_reduce: sums all buckets, in their order, over `axes`.
-      axes: names of the axes of the ranks.
       further: arrays of few bytes, that are added to the last bucket of their dtype, and whose sums
         follow those of the leaves.
     """
@@ -127,7 +109,6 @@ def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
     Args:
       vector: `[sum of sizes]`.
-      like: the leaves that were packed; only their shapes count.
     """
     ends = np.cumsum([leaf.size for leaf in like])
     pieces = jnp.split(vector, ends[:-1])

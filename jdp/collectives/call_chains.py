@@ -68,13 +68,7 @@ class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
 
 
 def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Places]:
-    """Return the chains of a jaxpr, and where its last token leaves it.
-
-    Args:
-      jaxpr: the program.
-      entering: where the token of the call before it enters it.
-      known: the results for bodies, to read each once.
-    """
+    """Return the chains of a jaxpr, and where its last token leaves it."""
     jaxpr = jaxprs.opened(jaxpr)
     key = id(jaxpr), entering
     if key in known:

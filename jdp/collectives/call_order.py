@@ -65,13 +65,7 @@ _num_steps: Counter[str] = Counter()
 def entered(
     *, why_not: str | None = None, series: str = "", beside_xla: bool = False
 ) -> Iterator[None]:
-    """Order the native calls that are traced in the with block, all of one program.
-
-    Args:
-      why_not: a sentence that says why nothing can order them, see `call_chains`; else None.
-      series: a unique name, see `next_series`; empty for a program that is not part of another.
-      beside_xla: the result of `is_beside_xla` for these calls.
-    """
+    """Order the native calls that are traced in the with block, all of one program."""
     token = _order.set(_Order(why_not, series, beside_xla))
     where = "step beside XLA" if beside_xla else "step"
     try:
@@ -146,12 +140,7 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
 
 
 def derived(number: int, by: str) -> int:
-    """Return the number of an all-reduce that JAX derives from another.
-
-    Args:
-      number: the number of the other all-reduce.
-      by: name of the transformation, such as the tangent's.
-    """
+    """Return the number of an all-reduce that JAX derives from another."""
     return zlib.crc32(f"{number} {by}".encode()) % 2**30 + 2**30
 
 
@@ -180,9 +169,6 @@ def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
     The first of them follows the call with that token, and the token that comes back is that of
     the last one. A token of None is passed on.
-
-    Args:
-      fn: `(*args) -> result`.
     """
 
     @functools.wraps(fn)

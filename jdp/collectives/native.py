@@ -69,12 +69,7 @@ def native(
 
 
 def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Raise a ValueError with the reason if native calls cannot run here on CPUs.
-
-    Args:
-      axes: names of the axes of the ranks.
-      mesh: the mesh of the ranks; None if it is not known.
-    """
+    """Raise a ValueError with the reason if native calls cannot run here on CPUs."""
     platform = _platform(mesh)
     _require(
         _why_unable(axes, mesh)
@@ -87,10 +82,6 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
     """Return a sentence that says why `auto` does not choose `native` in the traced code, or None.
 
     It depends only on devices and hosts, so it is the same in every process.
-
-    Args:
-      axes: names of the axes of the ranks.
-      mesh: the mesh of the ranks; None if it is not known.
     """
     if _platform(mesh) == "gpu":
         return (
@@ -168,17 +159,7 @@ def reserved(
     axes: tuple[str, ...],
     mesh: Mesh | None,
 ) -> int:
-    """Return the key of the communicator of these GPUs, with memory for further buckets.
-
-    Args:
-      buckets: lists of leaves, one dtype each.
-      numbers: numbers of the buckets, see `call_order.next_number`.
-      axes: names of the axes of the ranks.
-      mesh: the mesh of the ranks.
-
-    Raises:
-      ValueError: if the communicator cannot be used, or has no memory.
-    """
+    """Return the key of the communicator of these GPUs, with memory for further buckets."""
     _require(_why_unable(axes, mesh))
     assert mesh is not None  # None would have raised above
     here = communicator.communicator(mesh, axes)

@@ -31,12 +31,6 @@ def exchanged(
 
     None for other equations, and where the calls are left to XLA: where `shards` leaves its own to
     XLA, and inside of a loop or a function, where no token of the step orders them.
-
-    Args:
-      eqn: the equation.
-      operands: one for each of its operands.
-      around: the equations whose bodies it stands in, outermost first.
-      mesh: the mesh of the ranks; None if it is not known.
     """
     if eqn.primitive not in _NATIVE or operands[0].dtype.name not in COPIED_DTYPES:
         return None

@@ -31,12 +31,6 @@ def reduce_scatter(
 
     Each element is summed as in `collectives.native`: in the order of the ranks, in at least
     float32, scaled and rounded once. So a slice has the same bits as that slice of the all-reduce.
-
-    Args:
-      buckets, dims, axis_name, scale, mesh: as for `shards.reduce_scatter`.
-
-    Raises:
-      ValueError: if it cannot run here, with the reason; `shards.reduce_scatter` then uses XLA.
     """
     axes = axis.names(axis_name)
     require_cpu(axes, mesh)
@@ -60,14 +54,7 @@ def all_gather(
     mesh: Mesh | None = None,
     overwrite: Sequence[Sequence[jax.Array | None]] | None = None,
 ) -> list[list[jax.Array]]:
-    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does.
-
-    Args:
-      buckets, dims, axis_name, mesh, overwrite: as for `shards.all_gather`.
-
-    Raises:
-      ValueError: if it cannot run here, with the reason; `shards.all_gather` then uses XLA.
-    """
+    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does."""
     overwrite = [[None] * len(bucket) for bucket in buckets] if overwrite is None else overwrite
     more = [
         {"overwritten": own, "overwrites": tuple(x is not None for x in own)} for own in overwrite
@@ -82,14 +69,7 @@ def all_to_all(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does.
-
-    Args:
-      buckets, dims, axis_name, mesh: as for `shards.all_to_all`.
-
-    Raises:
-      ValueError: if it cannot run here, with the reason; `shards.all_to_all` then uses XLA.
-    """
+    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does."""
     return _copied(all_to_all_p, xla_shards.all_to_all, buckets, dims, axis_name, mesh)
 
 

@@ -30,9 +30,7 @@ class Collectives(Protocol):
         """Return the arrays of all ranks, joined along dim 0.
 
         Args:
-          token: of the native call before.
           x: `[r, ...]`, of the same shape on all ranks.
-          name: of the values, such as "ids".
         """
         ...
 
@@ -63,13 +61,7 @@ class XlaCollectives(NamedTuple):
 def take(
     calls: Collectives, token: Token, part: jax.Array, ids: jax.Array, *, dim: int
 ) -> tuple[Token, jax.Array]:
-    """Return a token and rows of the table, as `split_rows.take_rows` does.
-
-    Args:
-      calls: the collectives.
-      token: of the call before.
-      part, ids, dim: as for `split_rows.take_rows`.
-    """
+    """Return a token and rows of the table, as `split_rows.take_rows` does."""
     flat = ids.reshape(-1)
     if dim == 0:
         token, rows = _take_from_rows(calls, token, part, flat)
@@ -89,12 +81,7 @@ def add(
     num_rows: int,
     dim: int,
 ) -> tuple[Token, jax.Array]:
-    """Return a token and this rank's part of a sum of rows, as `split_rows.add_rows` does.
-
-    Args:
-      calls, token: as for `take`.
-      rows, ids, num_rows, dim: as for `split_rows.add_rows`.
-    """
+    """Return a token and this rank's part of a sum of rows, as `split_rows.add_rows` does."""
     flat, rows = ids.reshape(-1), rows.reshape(ids.size, *rows.shape[ids.ndim :])
     if dim == 0:
         return _add_to_rows(calls, token, rows, flat, num_rows // calls.num_ranks)
@@ -110,9 +97,7 @@ def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
     This is a little more than an equal share, and at most `num_ids` and `rows_per_rank`.
 
     Args:
-      num_ids: number of rows that a rank looks up, counting repeated ones.
       rows_per_rank: number of rows that a rank owns.
-      num_ranks: number of ranks.
 
     >>> round_size(8000, 10**6, 8), round_size(100, 10**6, 8), round_size(8000, 20, 8)
     (1282, 48, 20)

@@ -29,19 +29,11 @@ def reduce_scatter(
     which is native in the same cases. It is linear; `all_gather` is its transpose.
 
     Args:
-      buckets: lists of leaves, one dtype each; any shapes.
       dims: for each leaf the dim that is split. The number of ranks divides its size. Ranks keep
         the slices in the order of `lax.axis_index(axis_name)`. None for a leaf that stays whole:
         every rank keeps its sum. So a few small leaves need no call of their own.
-      axis_name: a name, or a tuple of names, bound by `shard_map`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
-
-    Returns:
-      The same lists of slices, summed and scaled, in the dtype of each leaf.
-
-    Raises:
-      ValueError: if a leaf has no such dim, or the number of ranks does not divide its size.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
@@ -68,20 +60,10 @@ def all_gather(
     It is linear; `reduce_scatter` is its transpose.
 
     Args:
-      buckets: lists of this rank's slices; any dtypes and shapes.
-      dims: for each leaf the dim along which the slices are joined, in the order of
-        `lax.axis_index(axis_name)`.
-      axis_name: a name, or a tuple of names, bound by `shard_map`.
       mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
       overwrite: for each leaf an array like its result, whose memory the result takes where the
         call is native; None for no array. If that array is not needed any more, XLA writes this
         rank's slice into it, and only the other slices are copied; if it is, XLA copies it first.
-
-    Returns:
-      The same lists, with whole arrays.
-
-    Raises:
-      ValueError: if a leaf has no dim.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, 1)
@@ -103,17 +85,7 @@ def all_to_all(
     linear; the same with each pair of dims swapped is its transpose.
 
     Args:
-      buckets: lists of leaves; any dtypes and shapes.
-      dims: for each leaf the dim that is split, whose size the number of ranks divides, and the dim
-        along which the slices are joined, both in the order of `lax.axis_index(axis_name)`.
-      axis_name: a name, or a tuple of names, bound by `shard_map`.
       mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
-
-    Returns:
-      The same lists, with what arrived.
-
-    Raises:
-      ValueError: if a leaf has no such dims, or the number of ranks does not divide the size.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, [[split for split, _ in own] for own in dims], lax.axis_size(names))
@@ -125,10 +97,6 @@ def is_native(names: tuple[str, ...], mesh: Mesh | None) -> bool:
     """Whether the calls of this module are native where they are traced.
 
     The choice is that of `auto`, so that both return the same bits.
-
-    Args:
-      names: of the axes of the ranks.
-      mesh: the mesh of the ranks; None if it is not known.
     """
     return not (call_order.why_not() or why_not(names, mesh))
 

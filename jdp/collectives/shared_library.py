@@ -39,15 +39,7 @@ def load(
     platform: str,
     runtime: tuple[int, int] | None,
 ) -> Loaded:
-    """Load a library, and register its XLA handlers. This does not start a backend.
-
-    Args:
-      path: path of the library. If it was not built, a file beside it with suffix ".txt" says why.
-      signatures: name of a function -> type of its result, types of its arguments.
-      handlers: name in XLA programs -> stage of a run -> name in the library.
-      platform: platform of the handlers, "cpu" or "CUDA".
-      runtime: version of XLA's FFI in the installed jaxlib, (major, minor); None if it is unknown.
-    """
+    """Load a library, and register its XLA handlers. This does not start a backend."""
     if not path.exists():
         reason = path.with_suffix(".txt")  # written by the build
         why = reason.read_text().strip() if reason.exists() else "install jdp with pip"

@@ -27,11 +27,6 @@ def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) 
     Args:
       part: this rank's part, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
       ids: int, any shape, 0 <= ids < rows; they may differ between ranks.
-      dim: the dim that is split.
-      axes: names of the mesh axes that split it, bound by `shard_map`.
-
-    Returns:
-      `[*ids.shape, ...]`, whole rows.
     """
     return take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
 
@@ -44,9 +39,6 @@ def add_rows(
     Args:
       rows: `[*ids.shape, ...]`, whole rows of this rank.
       ids: int, any shape, 0 <= ids < num_rows: where to add each row.
-      num_rows: number of rows of the table.
-      dim: the dim of the table that is split. The number of ranks divides its size.
-      axes: names of the mesh axes that split it, bound by `shard_map`.
     """
     split: dict[str, Any] = {"dim": dim, "axes": axes, "num_ranks": lax.axis_size(axes)}
     return add_p.bind(rows, ids, num_rows=num_rows, **split)
@@ -68,10 +60,6 @@ def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_rank
 
     Args:
       part: `[...]`, this rank's part of the table.
-      ids: integers of any shape.
-      dim: along which the table is split.
-      axes: names of the axes of the ranks.
-      num_ranks: that share the table.
     """
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
     return jax.core.ShapedArray((*ids.shape, *whole[1:]), part.dtype)
@@ -85,11 +73,6 @@ def added_type(
 
     Args:
       rows: `[*ids.shape, ...]`, a row to add for each id.
-      ids: integers of any shape.
-      num_rows: of the whole table.
-      dim: along which the table is split.
-      axes: names of the axes of the ranks.
-      num_ranks: that share the table; divides that dim.
     """
     whole = (num_rows, *rows.shape[ids.ndim :])
     return jax.core.ShapedArray(_resized(whole, dim, whole[dim] // num_ranks), rows.dtype)

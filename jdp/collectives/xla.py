@@ -74,10 +74,6 @@ def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
     XLA would merge neighbouring groups, and so gather both before either is used. A matmul could
     not hide the gather, and more memory would be in use at once.
 
-    Args:
-      group_bytes: bytes of a group of whole arrays; 0 if there are no groups.
-      num_ranks: number of ranks that each hold a part of the group.
-
     >>> group_options(32 * MiB, 8)["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * MiB
     True
     """
@@ -97,7 +93,6 @@ def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
 
     Args:
       scale: a number, or `[]` float.
-      dtype: dtype of the leaf.
     """
     return (scale, 1.0) if dtype == jnp.float16 else (1.0, scale)
 

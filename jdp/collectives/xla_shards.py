@@ -25,9 +25,6 @@ def reduce_scatter(
     """Sum every leaf over `axis_name`, and keep this rank's slice, as `shards.reduce_scatter` does.
 
     XLA determines the order of additions and where they are rounded.
-
-    Args:
-      buckets, dims, axis_name, scale, mesh: as for `shards.reduce_scatter`.
     """
     names = axis.names(axis_name)
     scatter = _exchanged if _does_not_wait(mesh) else _scattered
@@ -55,11 +52,7 @@ def all_gather(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does.
-
-    Args:
-      buckets, dims, axis_name, mesh: as for `shards.all_gather`.
-    """
+    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does."""
     names = axis.names(axis_name)
     is_cpu = axis.platform(mesh) == "cpu"
     return [
@@ -78,11 +71,7 @@ def all_to_all(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does.
-
-    Args:
-      buckets, dims, axis_name, mesh: as for `shards.all_to_all`.
-    """
+    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does."""
     names = axis.names(axis_name)
     return [
         [

@@ -24,16 +24,7 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
     """Return the number of rows of a dataset, and a function that reads some of them.
 
     Args:
-      dataset: as for `jdp.batches`.
       threads: number of threads that read from a dataset that returns one row at a time, >= 1.
-
-    Returns:
-      The number of rows, and a function from row numbers [rows] int to a tree of NumPy arrays with
-      those rows, in that order, in memory of their own.
-
-    Raises:
-      TypeError: if the dataset cannot be read by row number.
-      ValueError: if an array is a scalar, or arrays have different first dims.
 
     >>> num_rows, read = reader([{"x": 10, "y": [0, 1]}, {"x": 11, "y": [2, 3]}])
     >>> read(np.array([1, 0, 1]))
@@ -66,10 +57,6 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
     """Add a mask, [rows] bool: as key "mask" of a dict, last in a tuple, else `(batch, mask)`.
 
     A named tuple stays one of its type, with a further field `mask`.
-
-    Raises:
-      ValueError: if the batch has a "mask" already.
-      TypeError: if a key of the batch is not a string, since JAX sorts the keys.
     """
     if isinstance(batch, dict):
         if others := [key for key in batch if not isinstance(key, str)]:

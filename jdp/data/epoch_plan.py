@@ -33,12 +33,6 @@ class EpochPlan(NamedTuple):
           batch_size: rows of a global batch, >= 1.
           num_steps: number of batches, >= 1, or None.
           epochs: number of passes, >= 1, or None.
-          tail: "pad" or "drop", for a short last batch.
-          mask: as for `jdp.batches`.
-
-        Raises:
-          ValueError: if not exactly one of the two is given, the run has no batch, or `mask` is
-            False although a batch may be short.
         """
         if tail not in ("pad", "drop"):
             raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
@@ -100,11 +94,7 @@ class EpochPlan(NamedTuple):
         return min(left, self.batch_size)
 
     def padded_size(self, num_ranks: int) -> int:
-        """Return the number of rows of a batch with padding, a multiple of the number of ranks.
-
-        Raises:
-          ValueError: if the batch needs padding and has no mask.
-        """
+        """Return the number of rows of a batch with padding, a multiple of the number of ranks."""
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:
             raise ValueError(

@@ -40,20 +40,7 @@ def require_equal_layouts(
     *,
     what: str = "first batches",
 ) -> None:
-    """Compare the layouts of the first batches of all processes, or of later ones.
-
-    Args:
-      peers: the processes, which all call this.
-      layout: layout of this process's first batch, None if it has no batch.
-      facts: a text of further values that must be equal.
-      batch: the rows of this process, a tree of NumPy arrays, if a loader handed them over: a
-        warning says if all processes have the same ones.
-      what: a name for the batches.
-
-    Raises:
-      ValueError: if the processes' layouts or facts differ.
-      RuntimeError: if another process failed to make its first batch, or does not call this.
-    """
+    """Compare the layouts of the first batches of all processes, or of later ones."""
     report = _NO_BATCH if layout is None else _report(layout, facts)
     if layout is not None and batch is not None and len(peers) > 1:
         first_row = int(layout.rows[0])

@@ -27,14 +27,6 @@ def flattened(
 ) -> tuple[list[tuple[tuple, Any]], Any]:
     """Return the leaves with their paths, and the treedef. Each mapping is opened as a dict.
 
-    Args:
-      tree: any pytree.
-      name: name of the tree, for errors.
-      is_leaf: as for `jax.tree.map`, except that a mapping is never a leaf.
-
-    Raises:
-      TypeError: if a dict has keys that cannot be sorted.
-
     >>> import types
     >>> flattened(types.MappingProxyType({"x": 1}), "row 0")[1]
     PyTreeDef({'x': *})
@@ -70,15 +62,7 @@ def is_table(value: Any) -> bool:
 # dtype of a part depends on whether it has missing values. Rows of a jax.Array are gathered in the
 # host's memory, since each read from a device would wait for it.
 def columns(leaf: Any, name: str) -> Any:
-    """Return a table as the dict of its columns, and columns and arrays in the host's memory.
-
-    Args:
-      leaf: any leaf; one of another kind is returned as it is.
-      name: name of the leaf, for errors.
-
-    Raises:
-      ValueError: if two columns have the same name.
-    """
+    """Return a table as the dict of its columns, and columns and arrays in the host's memory."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return array(leaf, name)
     if is_table(leaf) and hasattr(leaf, "columns"):
@@ -91,14 +75,6 @@ def columns(leaf: Any, name: str) -> Any:
 
 def require_batches(function: str, batches: Any, instead: str) -> None:
     """Refuse rows where a function takes an iterable of batches.
-
-    Args:
-      function: its name, for the error.
-      batches: its argument.
-      instead: what to write for rows.
-
-    Raises:
-      TypeError: if it is text, a mapping or an array, whose items are not batches.
 
     >>> require_batches("evaluate", {"x": np.ones(2)}, "jdp.batches(...)")
     Traceback (most recent call last):
@@ -113,13 +89,6 @@ def require_batches(function: str, batches: Any, instead: str) -> None:
 
 def array(leaf: Any, name: str) -> np.ndarray:
     """Convert a leaf to NumPy, without a copy if it is already an array.
-
-    Args:
-      leaf: an array, a tensor in the host's memory, or a number; any shape.
-      name: name of the leaf, for errors.
-
-    Raises:
-      TypeError: if it does not convert, or a value in it is not a number.
 
     >>> array(np.ma.masked_equal([1, 2], 2), "`batch['x']`")
     Traceback (most recent call last):
@@ -152,16 +121,7 @@ def native(values: np.ndarray) -> np.ndarray:
 
 
 def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
-    """Raise TypeError for a dtype that a device cannot hold.
-
-    Args:
-      dtype: the dtype.
-      name: name of the leaf, for errors.
-      example: a value of the leaf, for errors.
-
-    Raises:
-      TypeError: if the dtype is not numeric, or has fields.
-    """
+    """Raise TypeError for a dtype that a device cannot hold."""
     if dtype.names is not None:
         raise TypeError(
             f"{name} has the fields {list(dtype.names)}, and a device holds arrays of one number "
@@ -184,14 +144,7 @@ def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
 
 
 def require_fits(values: np.ndarray, name: str) -> None:
-    """Raise RowError for numbers that a device without 64-bit types would change.
-
-    Args:
-      values: an array of any shape, with rows as its first dim.
-      name: name of the leaf, for errors.
-    Raises:
-      RowError: if an integer is out of range, or a finite float would become infinite.
-    """
+    """Raise RowError for numbers that a device without 64-bit types would change."""
     held = jax.dtypes.canonicalize_dtype(values.dtype) if values.dtype.kind in "iufc" else None
     if held is None or held == values.dtype or not values.size:
         return

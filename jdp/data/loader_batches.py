@@ -45,10 +45,6 @@ class LoaderBatches(Generator[Any, None, None]):
 
         `jdp.Checkpointer` saves it for all processes. The first call must come before the loop.
         From then on, the state of the loader is read after each batch.
-
-        Raises:
-          TypeError: if the loader has no state, or JSON cannot represent it.
-          RuntimeError: if the loop has begun before the first call.
         """
         if self._source.states is None:
             if self._has_begun:
@@ -60,15 +56,7 @@ class LoaderBatches(Generator[Any, None, None]):
         return {"position": self._position, "loader": self._state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, with a loader that was created in the same way.
-
-        Args:
-          state: a result of `get_state`.
-
-        Raises:
-          TypeError: if the loader has no state.
-          RuntimeError: if the loop has begun.
-        """
+        """Continue where `get_state` was called, with a loader that was created in the same way."""
         if self._has_begun:
             raise RuntimeError(
                 f"set_state was called after {self._position} batches, when others were read "

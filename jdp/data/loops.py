@@ -118,14 +118,6 @@ class Batches:
         """Continue where `get_state` was called, in the same order of the rows.
 
         A run by `num_steps` has so many batches in all, also if those before had another size.
-
-        Args:
-          state: a result of `get_state`; or `{"position": rows}` of a run that began with jdp 0.1.
-
-        Raises:
-          ValueError: if the stream has another number of rows, `seed` or `shuffle`, without
-            `allow="new data"`; or if the state is not that of batches.
-          RuntimeError: if a loop over these batches is running.
         """
         if not isinstance(state, Mapping) or "position" not in state:
             raise ValueError(
@@ -290,13 +282,7 @@ _END = object()
 def place(
     host_batches: Iterator[Any], target: Target, facts: str = ""
 ) -> Generator[Any, None, None]:
-    """Place the batches of this process in a thread, and yield them as global batches.
-
-    Args:
-      host_batches: this process's batches, trees of NumPy arrays.
-      target: where to place the batches.
-      facts: a text that must be equal on all processes.
-    """
+    """Place the batches of this process in a thread, and yield them as global batches."""
     sharding = target.sharding()
     assert isinstance(sharding.mesh, Mesh)
     # The phase shows the hang detector that this process waits for data, not for another process.

@@ -21,8 +21,6 @@ def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarr
 
     Args:
       positions: [n] int, each at least 0 and less than `num_rows`.
-      num_rows: at least 1, less than 2**62.
-      keys: [NUM_ROUNDS] uint64, random bits.
 
     Returns:
       [n] uint64, each less than `num_rows`.

@@ -20,12 +20,6 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     An exception in `items` reaches the consumer after the items before it, with its own traceback.
     The thread ends with the items, when the generator is closed or deleted, or with the program.
 
-    Args:
-      items: an iterable, used only in the background thread.
-      depth: maximum number of computed items that the consumer has not got. 0 computes each item
-        on demand in the consumer's thread.
-        consumer's thread.
-
     >>> list(prefetch(range(3), depth=2))
     [0, 1, 2]
     """

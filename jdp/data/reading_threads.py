@@ -8,12 +8,7 @@ def in_threads(fn: Callable[[int], None], numbers: range, num_threads: int) -> N
     """Call `fn` with each number, in this thread and `num_threads - 1` others.
 
     Args:
-      fn: a function of one number, called from several threads.
-      numbers: the numbers, each for one call.
       num_threads: number of threads, >= 1.
-
-    Raises:
-      BaseException: the exception of the first number for which `fn` raised one.
     """
     # Start threads for each batch: compared with slow reading, starting them costs little, and
     # none is left to stop. As daemons they do not keep a program alive.

@@ -75,15 +75,7 @@ def _checksums(batch: Any) -> list[int]:
 
 
 def require_equal(peers: tuple[int, ...], sums: Mapping[str, int]) -> None:
-    """Compare rows of the datasets of all processes.
-
-    Args:
-      peers: the processes, which all call this with the same numbers.
-      sums: the checksums of this process's rows.
-
-    Raises:
-      ValueError: on every process, if a row of one number differs between two processes.
-    """
+    """Compare rows of the datasets of all processes."""
     gathered = agree.all_gather(peers, dict(sums), what="rows of the dataset")
     if not all(gathered.values()):
         return

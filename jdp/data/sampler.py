@@ -148,17 +148,7 @@ def facts_of(sampler: Sampler) -> dict[str, Any]:
 
 
 def continued(sampler: Sampler, saved: Mapping[str, Any], *, allows_new_data: bool) -> Sampler:
-    """Return a sampler that continues the stream of rows of an earlier run.
-
-    Args:
-      sampler: of the data that the run has now.
-      saved: `position` and the `facts_of` the earlier run's sampler. jdp 0.1 saved the position
-        alone.
-      allows_new_data: whether another stream is accepted; it then begins at that position.
-
-    Raises:
-      ValueError: if it is another stream of rows.
-    """
+    """Return a sampler that continues the stream of rows of an earlier run."""
     facts = facts_of(sampler)
     before = {"order": 1} | {name: saved[name] for name in saved if name != "num_batches"}
     position, order = before.pop("position"), before.pop("order")

@@ -20,15 +20,7 @@ _MOST_CHECKED = 100
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
-    """Return a sharding that splits the first dim: rank r has the r-th block of rows.
-
-    Args:
-      mesh: the mesh.
-      axis_name: name, or tuple of names, of the axes that split the rows.
-
-    Raises:
-      ValueError: if the mesh has no such axis.
-    """
+    """Return a sharding that splits the first dim: rank r has the r-th block of rows."""
     names = axis.names(axis_name)
     require_axes(mesh, names)
     return sharding_of_rows(mesh, tuple(names))
@@ -45,11 +37,6 @@ def process_rows(
     """Return the rows of a global batch on the devices of one process, by default of this one.
 
     The sharding determines them, not the order of processes in a mesh or the ids of devices.
-
-    Args:
-      sharding: the sharding of the batch.
-      num_rows: rows of the global batch, a multiple of the number of ranks.
-      devices: the devices; by default this process's.
 
     Returns:
       [rows] int, ascending and unique (ranks along further mesh axes share rows).
@@ -71,18 +58,7 @@ def process_rows(
 
 
 def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
-    """Split a global batch over the ranks of a mesh. Leaves that are already there stay.
-
-    Args:
-      batch: a pytree of arrays with equal first dims, or of tables.
-      where: the mesh of the ranks.
-      axis_name: names of the axes that split the rows.
-
-    Raises:
-      ValueError: if a leaf is a scalar, leaves have different first dims, the number of ranks does
-        not divide these, or an array belongs to one of several processes.
-      TypeError: if a leaf does not hold numbers, or a node keeps the shape of all rows.
-    """
+    """Split a global batch over the ranks of a mesh. Leaves that are already there stay."""
     named, treedef = host_arrays.flattened(batch, "`batch`")
     if any(host_arrays.is_table(leaf) for _, leaf in named):
         of = [host_arrays.columns(leaf, _name(path)) for path, leaf in named]
@@ -164,17 +140,7 @@ class Layout:
 
     @classmethod
     def of_batch(cls, batch: Any, sharding: NamedSharding) -> "Layout":
-        """Return the layout of this process's host batch.
-
-        Args:
-          batch: a tree of arrays with equal first dims: this process's rows.
-          sharding: the sharding of the global batch.
-
-        Raises:
-          TypeError: if a leaf does not hold numbers, or a node keeps the shape of all rows.
-          ValueError: if a leaf is a scalar, first dims differ, or the number of ranks on this
-            process's devices does not divide them.
-        """
+        """Return the layout of this process's host batch."""
         leaves, _, treedef = _leaves(batch)
         for leaf in leaves:
             host_arrays.require_numbers(leaf.dtype, str(leaf))
@@ -196,11 +162,7 @@ class Layout:
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
 
     def of_later(self, batch: Any) -> "Layout":
-        """Return the layout of a later batch, which may have other shapes; usually this one.
-
-        Raises:
-          ValueError: if the batch has other leaves or dtypes, or as for `of`.
-        """
+        """Return the layout of a later batch, which may have other shapes; usually this one."""
         leaves, _, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
@@ -275,11 +237,7 @@ def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[i
 
 
 def _require_own_shapes(batch: Any) -> None:
-    """Refuse a node that keeps its shape beside its arrays, and would keep it for part of its rows.
-
-    Raises:
-      TypeError: naming the node.
-    """
+    """Refuse a node that keeps the shape of its arrays as data: a part of its rows has another."""
     named, _ = host_arrays.flattened(batch, "`batch`", _has_shape)
     for path, node in named:
         if not _has_shape(node):

@@ -36,18 +36,6 @@ def hand_out_equally(
     """Yield this process's batches, and find a process that gets more or fewer of them.
 
     All processes call this in the same order. They exchange nothing until one ends its loop.
-
-    Args:
-      batches: this process's batches.
-      sharding: the sharding of the batches, whose mesh has the processes.
-
-    Raises:
-      ValueError: on every process, when it requests its next batch, if one has ended or left its
-        loop after another number of batches. stderr has the error at once. A process that waits in
-        a step that the others do not run is woken by `runtime.abort`, or exits if the step reduces
-        by psum. One that has left its loop gets the error in its next loop, or at its end.
-      RuntimeError: likewise if `batches` raises on another process; or if a process does not end
-        its loop for `agree.timeout_s()` after this one.
     """
     assert isinstance(sharding.mesh, Mesh)
     peers = agree.peers(sharding.mesh)

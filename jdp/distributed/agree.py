@@ -51,18 +51,7 @@ def peers(mesh: Mesh) -> tuple[int, ...]:
 
 
 def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -> dict[int, Any]:
-    """Return process -> value, for the values that all processes of a group pass to this call.
-
-    Args:
-      group: `peers` of a mesh, which make the same calls in the same order.
-      value: a JSON-serializable value.
-      what: a name for the values, the same on all processes.
-      of: text that follows `what` in errors; may differ between processes.
-
-    Raises:
-      OtherFailedError: if a process failed (see `propagating_errors`).
-      RuntimeError: if a process does not call this in time, or compares something else.
-    """
+    """Return process -> value, for the values that all processes of a group pass to this call."""
     me = jax.process_index()
     if group == (me,):
         return {me: value}
@@ -101,12 +90,6 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 
     Unlike `all_gather`, processes need not call it, and it never raises. It explains failures that
     some processes may not have seen.
-
-    Args:
-      group: processes that may offer a value.
-      key: name of the value, unique in the run.
-      value: this process's value, JSON-serializable.
-      timeout_s: seconds to wait for the other processes, >= 0.
     """
     me, found = jax.process_index(), {jax.process_index(): value}
     end = time.monotonic() + timeout_s
@@ -127,10 +110,6 @@ def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
     """Report an error in the with block to the other processes, so that they stop waiting.
 
     The block may call `all_gather`, and may contain further contexts. An error is reported once.
-
-    Args:
-      group: processes whose next call is `all_gather`.
-      doing: a clause for their error, for example "while it traced `step`".
     """
     before = _num_failures[group]
     try:
@@ -169,11 +148,6 @@ def first_difference(
     """Return the index of the first item that differs between two processes.
 
     If one process has only further items, it is the number of items of the other process.
-
-    Args:
-      pair: the two processes.
-      group: all processes that call this, including the pair.
-      items: this process's lines of text, or a flat array.
     """
     lengths = all_gather(group, len(items), what="lengths")
     start, stop = 0, max(lengths[process] for process in pair)

@@ -17,8 +17,6 @@ def broadcast(data: np.ndarray | None, num_bytes: int, group: Sequence[int]) -> 
 
     Args:
       data: `[num_bytes]` uint8 on that process, which gets it back; None on the others.
-      num_bytes: their number, the same on all processes.
-      group: the processes that call this, in the same order on all of them.
     """
     received = np.empty(num_bytes, np.uint8) if data is None else data
     if len(group) == 1:

@@ -87,10 +87,6 @@ def first_difference(
 
     None if there is none. Two comparisons count as equal here: `all_gather` compares them itself.
 
-    Args:
-      mine: `CallLog.latest` of this process.
-      theirs: that of the other process.
-
     >>> step, other = Described("call 2 of `f`", "f", {}), Described("call 1 of `g`", "g", {})
     >>> first_difference({1: step, 2: step}, {1: step, 2: other, 3: step})[0]
     2

@@ -47,13 +47,6 @@ class ProcessPlace(NamedTuple):
     def devices(self, num_gpus: int, environment: Mapping[str, str]) -> list[int]:
         """Return the numbers of this process's GPUs among those that it sees, [] for all of them.
 
-        Args:
-          num_gpus: number of GPUs that the process sees.
-          environment: environment variables. JAX_LOCAL_DEVICE_IDS wins, as in JAX.
-
-        Raises:
-          RuntimeError: if JAX_LOCAL_DEVICE_IDS does not list numbers.
-
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
         """
@@ -76,10 +69,6 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
 
     With WORLD_SIZE=1 or JAX_NUM_PROCESSES=1 it is alone, whatever the other variables are. Empty
     variables do not count.
-
-    Raises:
-      RuntimeError: if it is one of several processes and cannot find the others, or a variable has
-        a value that it cannot have.
 
     >>> find({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # an allocation, without srun
     True

@@ -130,11 +130,7 @@ def _leave_by(kind: type[BaseException], error: BaseException, where: TracebackT
 
 
 def report_uncaught(error: BaseException) -> None:
-    """Report an exception to the loops of other processes, unless such a loop caused it.
-
-    Args:
-      error: nothing catches it, or other processes cannot go on without this one anyway.
-    """
+    """Report an exception to the loops of other processes, unless such a loop caused it."""
     this_process.current.is_interrupted = isinstance(error, KeyboardInterrupt)
     if this_process.current.why_over is not None or isinstance(error, OtherFailedError):
         return
@@ -151,14 +147,7 @@ def report_uncaught(error: BaseException) -> None:
 def uncaught(
     peers: Sequence[int], *, timeout_s: float, or_own: bool = False
 ) -> tuple[int, str] | None:
-    """Return the process with an uncaught exception and a text about it, or None if none has one.
-
-    Args:
-      peers: the processes whose exceptions count.
-      timeout_s: how long to wait for one, >= 0.
-      or_own: whether that of this process counts, too. It is reported if it leaves a `with` block
-        of jdp, since Python does not report it before the block is left.
-    """
+    """Return the process with an uncaught exception and a text about it, or None."""
     end = time.monotonic() + timeout_s
     while True:
         if or_own and (error := this_process.current.leaving_by) and not _is_success(error):

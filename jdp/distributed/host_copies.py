@@ -16,10 +16,6 @@ def copied(value: np.ndarray, sharding: Sharding) -> jax.Array:
     JAX copies an array of the host to a CPU device only if its memory is not aligned, and uses the
     memory itself otherwise, whatever `may_alias` is. Such memory cannot be donated either: the step
     that does so copies it.
-
-    Args:
-      value: an array; all processes of the sharding have an equal one.
-      sharding: of the result.
     """
     if value.dtype.kind in "iufc":  # JAX would narrow int64 too, and warn of it
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)

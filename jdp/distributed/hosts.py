@@ -28,9 +28,6 @@ def is_here(process: int) -> bool:
 def numbered(processes: Iterable[int]) -> list[int]:
     """Return the number of the host of each process, as `jdp.init` has found.
 
-    Args:
-      processes: their numbers. Each counts as a host if `jdp.init` was not called.
-
     >>> numbered([0, 0])
     [0, 0]
     """

@@ -104,11 +104,7 @@ class Unchecked:
 
 
 def require_right_states() -> None:
-    """Raise the error of a wrong training step again, because all later states are wrong too.
-
-    Raises:
-      RuntimeError: on every process, until `accept_new_state`.
-    """
+    """Raise the error of a wrong training step again, because all later states are wrong too."""
     if this_process.current.state_error is not None:
         raise RuntimeError(this_process.current.state_error)
 
@@ -166,9 +162,7 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
     """Return the error for a call that failed while it ran, and remove its step's other calls.
 
     Args:
-      call: the call.
       is_gone: whether its input state was donated.
-      error: the error that JAX raised.
     """
     difference = call.difference(_EXPLAIN_FAILURE_S)
     cause = f" It was not the same call on all processes: {difference}" if difference else ""

@@ -47,10 +47,6 @@ def join() -> None:
     Under `jdp run`, wait until the launcher assigns a number to this process. Otherwise read the
     environment (`cluster_env`). Without variables for it, this process is alone. A second call does
     nothing, and neither does a call after the user's own `jax.distributed.initialize`.
-
-    Raises:
-      RuntimeError: if the others cannot be found, or JAX is already running.
-      TimeoutError: if process 0 does not join in time.
     """
     source_files.record()
     launched = current()

@@ -16,15 +16,7 @@ def is_open() -> bool:
 
 
 def put(key: str, value: str) -> None:
-    """Put a value that all processes can read, once for each key.
-
-    Args:
-      key: unique in the run.
-      value: any text.
-
-    Raises:
-      RuntimeError: if the key has a value.
-    """
+    """Put a value that all processes can read, once for each key."""
     _client().key_value_set(key, value)
 
 
@@ -49,10 +41,6 @@ def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
 
     For a process that ends: writing waits for process 0 without a deadline, forever where that is
     stopped. The thread of a function that has not ended is left behind.
-
-    Args:
-      timeout_s: seconds to wait for it.
-      write: the function; its errors are ignored.
     """
 
     def run() -> None:
@@ -76,12 +64,7 @@ def get_now(key: str) -> str | None:
 
 
 def get(key: str, *, timeout_s: float) -> str | None:
-    """Wait for the value of a key, and return it; None if it has none in time.
-
-    Args:
-      key: as for `put`.
-      timeout_s: seconds, finite; less than a millisecond counts as one.
-    """
+    """Wait for the value of a key, and return it; None if it has none in time."""
     try:
         return _client().blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # a RuntimeError of jaxlib, identified by its text
@@ -91,15 +74,7 @@ def get(key: str, *, timeout_s: float) -> str | None:
 
 
 def wait_for_all(name: str, *, timeout_s: float) -> None:
-    """Wait until all processes have made this call, once for each name. Works in any thread.
-
-    Args:
-      name: name of the barrier, unique in the run.
-      timeout_s: seconds to wait; may be inf.
-
-    Raises:
-      RuntimeError: if a process does not make the call within `timeout_s`.
-    """
+    """Wait until all processes have made this call, once for each name. Works in any thread."""
     if is_open():
         # The barrier does not accept an infinite timeout.
         _client().wait_at_barrier(name, int(min(timeout_s, _LONGEST_S) * 1000))

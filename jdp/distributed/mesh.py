@@ -121,11 +121,7 @@ def _require_devices(devices: Any) -> None:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh that `init` made.
-
-    Raises:
-      RuntimeError: if `init` was not called.
-    """
+    """Return the mesh that `init` made."""
     mesh = this_process.current.mesh
     if mesh is None:
         raise RuntimeError(
@@ -136,16 +132,7 @@ def current_mesh() -> Mesh:
 
 
 def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
-    """Return the mesh of a state's leaves, or else that of `init`, with the axis `axis_name`.
-
-    Args:
-      leaves: the leaves of a state.
-      axis_name: name of the data axis, or a tuple of names.
-
-    Raises:
-      ValueError: if the mesh of `init` has no such axis.
-      RuntimeError: if no leaf is on a mesh with that axis and `init` was not called.
-    """
+    """Return the mesh of a state's leaves, or else that of `init`, with the axis `axis_name`."""
     names = axis.names(axis_name)
     wanted = set(names)
     for leaf in leaves:
@@ -195,15 +182,7 @@ def _cpu_devices(num: int) -> list[jax.Device]:
 
 
 def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
-    """Raise an error for a mesh without the axes `wanted`.
-
-    Args:
-      mesh: the mesh.
-      wanted: names of the axes.
-
-    Raises:
-      ValueError: naming the axes of the mesh.
-    """
+    """Raise an error for a mesh without the axes `wanted`."""
     missing = [name for name in wanted if name not in mesh.axis_names]
     if missing:
         raise ValueError(

@@ -88,7 +88,6 @@ class MetricsFile:
         A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
 
         Args:
-          step: of the values.
           scalars: values by name: numbers, or `[]` arrays that a step may still compute.
           trackers: receive the values in a thread of their own, after the file.
         """
@@ -118,14 +117,7 @@ class MetricsFile:
         return self._tracked.opened(given)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the thread has written all lines, at most for `timeout_s`.
-
-        Returns:
-          Whether it has.
-
-        Raises:
-          OSError: if the disk still refuses a line.
-        """
+        """Wait until the thread has written all lines, at most for `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:

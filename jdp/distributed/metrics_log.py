@@ -99,14 +99,6 @@ def flush(timeout_s: float = _FLUSH_S) -> None:
 
     Call `jdp.log.flush()` before you close a writer: a thread writes to it. jdp flushes at the end
     of the script, before exit code 75, and after an uncaught exception.
-
-    Args:
-      timeout_s: longest wait for each file, in seconds, >= 0.
-
-    Raises:
-      OSError: if the disk still refuses a line.
-      TimeoutError: if lines are left after `timeout_s`.
-      Exception: the error of `also`, or of its `flush`.
     """
     end = time.monotonic() + timeout_s
     write_all(timeout_s)
@@ -117,15 +109,7 @@ def flush(timeout_s: float = _FLUSH_S) -> None:
 
 
 def write_all(timeout_s: float = _FLUSH_S) -> None:
-    """Wait until all lines are in their files, whatever `also` does.
-
-    Args:
-      timeout_s: as for `flush`.
-
-    Raises:
-      OSError: if the disk still refuses a line.
-      TimeoutError: if a step that a line is of still runs.
-    """
+    """Wait until all lines are in their files, whatever `also` does."""
     refusals = []
     for each in list(_open.files.values()):
         try:

@@ -20,10 +20,6 @@ def may_continue(path: Path, *, is_later: bool) -> bool:
     A run that begins may not, whatever its first step is; its later generations may, if the file is
     of this run. Without `jdp run` there is no id, and a script may keep checkpoints of its own: it
     may append if it begins later than the file.
-
-    Args:
-      path: of the file.
-      is_later: whether the first step of this process is later than that of the file.
     """
     assigned = _assignment()
     if launcher_client.is_asked_to_resume():

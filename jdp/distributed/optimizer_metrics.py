@@ -14,11 +14,7 @@ _MEASURED = (optax.SnapshotState, optax.MonitorState)
 
 
 def of_state(state: Any) -> dict[str, Any]:
-    """Return the scalars by name, on one device, so that the next step may donate the state.
-
-    Raises:
-      ValueError: if the state has none, or was donated.
-    """
+    """Return the scalars by name, on one device, so that the next step may donate the state."""
     leaves, tree = jax.tree.flatten(state)
     indices = _indices(tree)
     if not indices:

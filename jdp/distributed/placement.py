@@ -29,20 +29,6 @@ def placed(
 
     Leaves that are already there, perhaps split over further axes, stay unchanged. A copy shares no
     buffer with the original, so donating the copy leaves the original intact.
-
-    Args:
-      tree: tree of arrays and numbers; other leaves stay unchanged.
-      axis_name: name of the data axis, or a tuple of names.
-      mesh: default: the mesh of the leaves, else that of `init`. Without either the tree is
-        returned unchanged.
-      copy: whether to copy also the leaves that are already there.
-      partition: for each leaf its split into shards over the ranks, None if it is not split. By
-        default no leaf is.
-      may_be_split: whether other leaves may stay split over `axis_name`.
-
-    Raises:
-      ValueError: if a leaf is split over `axis_name`, or is on another mesh; or if the number of
-        ranks does not divide a `per_rank` leaf.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in named]
@@ -77,12 +63,7 @@ def placed(
 
 
 def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy an array that all processes of a mesh hold to their devices, without comparing values.
-
-    Args:
-      leaf: an array or number, with equal values on all processes.
-      sharding: the sharding of the copy, over any devices.
-    """
+    """Copy an array that all processes hold to their devices, without comparing values."""
     if is_key(leaf):
         data = copy_to(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -100,13 +81,7 @@ def _require_agreement(
     """Refuse a state whose values differ between processes, before they become one array.
 
     Args:
-      treedef: of the state.
-      leaves: of the state.
       targets: index of a leaf that is copied -> sharding of the copy.
-      mesh: on which leaves stay that are already there.
-
-    Raises:
-      ValueError: if a leaf that is new on the mesh differs between processes.
     """
     if NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
         return  # a process that trains alone must not wait for others

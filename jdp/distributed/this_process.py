@@ -39,11 +39,7 @@ class ThisProcess:
 
     @contextlib.contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Record the exception that leaves a `with` block of jdp, while the block still waits.
-
-        Args:
-          error: the exception that the `__exit__` of the block got.
-        """
+        """Record the exception that leaves a `with` block of jdp, while the block still waits."""
         before, self.leaving_by = self.leaving_by, error
         try:
             yield

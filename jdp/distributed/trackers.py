@@ -211,16 +211,7 @@ def tracker(
 
 
 def trackers_of(also: Any) -> Sequence[OwnTracker | NamedTracker]:
-    """Return the trackers in the `also` of `jdp.log`.
-
-    Args:
-      also: a function of a step and its values; an object with `add_scalar(name, value, step)` and
-        perhaps `flush()`; a `tracker` or the name of one; a list of these; or None.
-
-    Raises:
-      TypeError: if it has another type.
-      ValueError, ImportError: as from `tracker`.
-    """
+    """Return the trackers in the `also` of `jdp.log`."""
     if also is None:
         return ()
     if isinstance(also, (list, tuple)):

@@ -7,14 +7,6 @@ from collections.abc import Mapping
 def number(name: str, environment: Mapping[str, str], default: int | None = None) -> int:
     """Return the value of a variable.
 
-    Args:
-      name: of the variable.
-      environment: environment variables.
-      default: its value where it is not set.
-
-    Raises:
-      RuntimeError: if it is not a whole number, 0 or more.
-
     >>> number("RANK", {"RANK": "3"}), number("LOCAL_RANK", {}, 0)
     (3, 0)
     """
@@ -29,13 +21,6 @@ def number(name: str, environment: Mapping[str, str], default: int | None = None
 
 def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, int]:
     """Return the number of processes, and of this one.
-
-    Args:
-      names: of the two variables; further ones are not read.
-      environment: environment variables.
-
-    Raises:
-      RuntimeError: if a value is not a whole number, or this process is not one of them.
 
     >>> size_and_id(("WORLD_SIZE", "RANK"), {"RANK": "1", "WORLD_SIZE": "2"})
     (2, 1)

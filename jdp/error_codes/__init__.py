@@ -6,10 +6,6 @@ from typing import Any
 def with_code(code: str, text: str) -> str:
     """Return the text of an error, ended by its code and how to read more.
 
-    Args:
-      code: such as "JDP101". A page of that name stands beside this file.
-      text: of the error, in sentences.
-
     >>> print(with_code("JDP101", "`state.a` may differ."))
     `state.a` may differ. (jdp explain-error JDP101)
     """
@@ -23,11 +19,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """Return the page of a code in Markdown, None if there is no such code.
-
-    Args:
-      code: such as "JDP101", in upper or lower case.
-    """
+    """Return the page of a code in Markdown, None if there is no such code."""
     if code.upper() not in codes():
         return None
     return (_pages() / f"{code.upper()}.md").read_text(encoding="utf-8")

@@ -9,10 +9,6 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     Args:
       points: (bytes, seconds), of at least two sizes.
 
-    Returns:
-      alpha in seconds, >= 0; beta in bytes per second, > 0, inf if the time does not grow; and the
-      largest relative error of the law.
-
     >>> fitted([(1000, 3e-6), (2000, 4e-6), (4000, 6e-6)])
     (2e-06, 1000000000.0, 0.0)
     """

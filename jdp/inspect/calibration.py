@@ -61,9 +61,6 @@ class CollectiveLaw:
         """Return the law where more ranks than cores compute: one that waits leaves its core.
 
         A call then takes its CPU time, divided by the cores.
-
-        Args:
-          num_cores: that the ranks share.
         """
         points = tuple((num_bytes, cpu_s / num_cores) for num_bytes, cpu_s in self.cpu_points)
         alpha, beta, error = fitted(points)
@@ -116,14 +113,7 @@ class Calibration:
     def rate(
         self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
     ) -> CollectiveLaw | None:
-        """Return the law of a collective, or None if it was not measured.
-
-        Args:
-          operation: such as "all-reduce".
-          algorithm: such as "native".
-          num_ranks: that take part.
-          num_processes: among which the ranks are divided.
-        """
+        """Return the law of a collective, or None if it was not measured."""
         wanted = (operation, algorithm, num_ranks, num_processes)
         for rate in self.rates:
             if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:
@@ -153,11 +143,7 @@ def default_path(platform: str) -> Path:
 
 
 def require_writable(platform: str) -> None:
-    """Raise an error if this host's file for a platform cannot be written.
-
-    Raises:
-      ValueError: with the reason, and what to write.
-    """
+    """Raise an error if this host's file for a platform cannot be written."""
     path = default_path(platform)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,15 +157,7 @@ def require_writable(platform: str) -> None:
 
 
 def load(platform: str, path: Path | None = None) -> Calibration | None:
-    """Return what was measured on this host, or None if nothing was.
-
-    Args:
-      platform: "cpu", "gpu" or "tpu".
-      path: another file. Default: that of this host.
-
-    Raises:
-      ValueError: if the file cannot be read, or has another format.
-    """
+    """Return what was measured on this host, or None if nothing was."""
     default = default_path(platform)
     path = path or default
     again = "Measure again: jdp bench --calibrate, which " + (

@@ -13,16 +13,7 @@ from jdp.training import shard_layout
 
 
 def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
-    """Return the arguments of a step as shapes that lie on a mesh as the step would place them.
-
-    Args:
-      mesh: of the ranks.
-      spec: the step.
-      args: its state, batch and further arguments: arrays or `ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: if the number of ranks does not divide the rows of the batch.
-    """
+    """Return the arguments of a step as shapes that lie on a mesh as the step would place them."""
     state, batch, *rest = args
     num_ranks = meshes.num_ranks(mesh, spec.axis_name)
     rows = PartitionSpec(spec.axis_name)

@@ -29,11 +29,7 @@ class ChainPart(NamedTuple):
 
 
 def part_of(inside: Sequence[Instruction]) -> ChainPart | None:
-    """Return which part of a collective a fusion is, None if it is not one.
-
-    Args:
-      inside: the instructions of the fusion.
-    """
+    """Return which part of a collective a fusion is, None if it is not one."""
     found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
     chain = next((each[1] for each in found if each), None)
     if chain is None:
@@ -43,11 +39,7 @@ def part_of(inside: Sequence[Instruction]) -> ChainPart | None:
 
 
 def computation_of(inside: Computation) -> Computation:
-    """Return the computation of a part, without the collective and the arrays that pass through it.
-
-    Args:
-      inside: the instructions of the fusion, which makes a tuple.
-    """
+    """Return the computation of a part, without the collective and what passes through it."""
     passed = {one.name for one in inside if one.op in (*hlo.COLLECTIVES, "parameter")}
     found = Computation()
     for one in inside:

@@ -43,18 +43,7 @@ def compare(
     on: str | Mesh | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> list[RankedPlan]:
-    """Explain a step with each combination of options, the shortest predicted time first.
-
-    Args:
-      step: the step.
-      args: its arguments; the state holds a `TrainState` or several.
-      keywords: those by keyword.
-      choices: values of `stage` and `bucket_bytes` to try.
-      on, rates: as for `explain`.
-
-    Raises:
-      ValueError: if there is no such option or value, or the state has no optimizer of jdp's.
-    """
+    """Explain a step with each combination of options, the shortest predicted time first."""
     require_choices(choices)
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)

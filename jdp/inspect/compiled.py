@@ -45,17 +45,7 @@ class TooLargeError(ValueError):
 def devices_of(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> tuple[TargetDevices, int]:
-    """Return the devices that a step is to be compiled for, and the number of ranks.
-
-    Args:
-      step: a decorated function.
-      args: its arguments: arrays or shapes.
-      keywords: those by keyword.
-      on: the devices, see `explain`.
-
-    Raises:
-      TypeError: if `step` is not decorated.
-    """
+    """Return the devices that a step is to be compiled for, and the number of ranks."""
     if not isinstance(step, Step):
         raise TypeError(
             f"got {getattr(step, '__name__', step)!r}, which is not a step. Decorate it with "
@@ -71,15 +61,7 @@ def devices_of(
 def compile_step(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> StepForDevices:
-    """Compile a step for devices that need not be here.
-
-    Args:
-      step, args, keywords, on: as for `devices_of`.
-
-    Raises:
-      TypeError: if `step` is not decorated.
-      TooLargeError: if XLA finds that a device has too little memory, which it does for TPUs.
-    """
+    """Compile a step for devices that need not be here."""
     where, num_ranks = devices_of(step, args, keywords, on)
     spec, args = step.bound(args, keywords)
     shapes = call_arguments.shapes_on(where.mesh, spec, args)

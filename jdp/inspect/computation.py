@@ -92,11 +92,7 @@ class Computation(list[Instruction]):
 
 
 def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str, Instruction]]]:
-    """Return the operations that call each computation, and the computations that these are in.
-
-    Args:
-      computations: of a program, by name.
-    """
+    """Return the operations that call each computation, and the computations that these are in."""
     callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
     for name, own in computations.items():
         for one in own:

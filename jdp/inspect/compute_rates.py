@@ -51,7 +51,6 @@ class ComputeRates:
 
         Args:
           share: of what these ranks have, > 0.
-          alone: the rates of one rank by itself; none is faster.
         """
         both = self.matmul_flops_per_s.keys() & alone.matmul_flops_per_s.keys()
         flops = {
@@ -75,9 +74,7 @@ def of_ranks(
     They follow from those of the next larger number of ranks that was measured, or of the largest.
 
     Args:
-      measured: rates by ascending `num_ranks`, first those of one rank.
       num_ranks: number of ranks, >= 1.
-      share_cores: whether ranks share the cores and the memory of the host, as on CPUs.
     """
     found = next((it for it in measured if it.num_ranks >= num_ranks), measured[-1])
     share = found.num_ranks / num_ranks if share_cores else 1.0

@@ -47,12 +47,7 @@ def is_convolution(one: Instruction) -> bool:
 
 
 def flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the operations of a convolution: 2 for each product of two numbers of arrays.
-
-    Args:
-      one: the instruction.
-      shapes: type of each instruction of its computation, by name.
-    """
+    """Return the operations of a convolution: 2 for each product of two numbers of arrays."""
     labels = _LABELS.search(one.attributes())
     assert labels is not None
     lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])

@@ -51,11 +51,7 @@ class Costs:
         return kernels.find(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
-        """Return which floating-point operations `flops` does not count, in words; empty if none.
-
-        Args:
-          one: an instruction without matmuls.
-        """
+        """Return the floating-point operations that `flops` does not count, in words."""
         if kernel := self.kernel(one):
             if kernel.flops is not None:
                 return ""
@@ -68,12 +64,7 @@ class Costs:
         return f"the operations of {one.target()}, which a library computes"
 
     def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
-        """Return the floating-point operations of the matmuls in an instruction, by dtype.
-
-        Args:
-          one: the instruction.
-          shapes: type of each instruction of its computation, by name.
-        """
+        """Return the floating-point operations of the matmuls in an instruction, by dtype."""
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
         if convolutions.is_convolution(one):
@@ -115,12 +106,7 @@ class Costs:
         return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
-        """Count the bytes that are read and written: of an array that is sliced, the slice.
-
-        Args:
-          one: the instruction.
-          shapes: the type of each value, by name.
-        """
+        """Count the bytes that are read and written: of an array that is sliced, the slice."""
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
         inner = self.inside(one) if one.op in ("fusion", "fusion-start", "call") else Computation()
@@ -189,10 +175,6 @@ def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
 
 def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
     """Whether the elements of the result of a copy or transpose lie in another order.
-
-    Args:
-      one: an instruction.
-      shapes: type of each instruction of its computation, by name.
 
     >>> text = "f32[2,3]{1,0} f32[3,2]{0,1} f32[3,2]{1,0}".split()
     >>> turned = [Instruction("t", x, "transpose", "%x), dimensions={1,0}") for x in text[1:]]

@@ -19,12 +19,6 @@ class MissingPluginError(Exception):
 def gpus_of(name: str) -> tuple[str, int, int]:
     """Return the kind of GPU of a target, the number of hosts, and GPUs of each host.
 
-    Args:
-      name: such as "16xH200", of a GPU in `GPUS`.
-
-    Raises:
-      ValueError: if the hosts would not have the same number of GPUs.
-
     >>> gpus_of("12xH200")
     ('H200', 2, 6)
     """
@@ -41,16 +35,7 @@ def gpus_of(name: str) -> tuple[str, int, int]:
 
 
 def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any]:
-    """Return GPUs to compile for and never to run on.
-
-    Args:
-      description: XLA's description of one of them.
-      num_hosts: number of hosts.
-      num_per_host: number of GPUs of each host.
-
-    Raises:
-      MissingPluginError: if JAX's CUDA plugin is not installed, or does not know such GPUs.
-    """
+    """Return GPUs to compile for and never to run on."""
     # Without it the CUDA plugin asks for cuDNN, which only a run would need.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     # Each host is a domain of its own: in one of several hosts XLA takes kernels that read the
@@ -69,14 +54,7 @@ def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any
 
 @functools.cache  # the library has hundreds of megabytes
 def gpu_description(name: str) -> str:
-    """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12.
-
-    Args:
-      name: `xla_name` of one of `GPUS`.
-
-    Raises:
-      MissingPluginError: if this environment has no such plugin.
-    """
+    """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12."""
     found = importlib.util.find_spec("jax_plugins")
     folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
     libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]

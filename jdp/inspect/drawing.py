@@ -17,12 +17,7 @@ _SENT, _EXPOSED = "#8e7cc3", "#d1495b"
 
 
 def draw(report: StepReport, path: str | Path) -> None:
-    """Write a picture of the schedule of a step, on two lanes.
-
-    Args:
-      report: of `explain`.
-      path: of the file; its suffix says the format.
-    """
+    """Write a picture of the schedule of a step, on two lanes."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -19,20 +19,7 @@ def require(
     what: str,
     tolerance: float = 0.0,
 ) -> None:
-    """Compare all elements of one rank's result.
-
-    Args:
-      found: the computed array.
-      expected: the exact array, of the same size.
-      contestant: name of the contestant that computed it.
-      rank: rank that computed it.
-      round_number: round in which it was computed.
-      what: description of the result for the error, in a few words.
-      tolerance: absolute; 0 compares for equality.
-
-    Raises:
-      WrongResultError: if an element differs by more, or is NaN.
-    """
+    """Compare all elements of one rank's result."""
     found, expected = np.asarray(found).reshape(-1), np.asarray(expected).reshape(-1)
     if found.shape != expected.shape:
         raise WrongResultError(

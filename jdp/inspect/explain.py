@@ -85,14 +85,7 @@ def explain_call(
     on: str | Mesh | None,
     rates: Mapping[str, float] | None,
 ) -> StepReport:
-    """Return what `explain` does, for a step whose keywords may have any names.
-
-    Args:
-      step: as for `explain`.
-      args: the arguments of its call.
-      keywords: those by keyword.
-      on, rates: as for `explain`.
-    """
+    """Return what `explain` does, for a step whose keywords may have any names."""
     given = given_rates(rates)  # before minutes of compiling
     found = compile_step(step, args, keywords, on)
     where, program, num_ranks = found.where, found.program, found.num_ranks

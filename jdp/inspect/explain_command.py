@@ -23,14 +23,7 @@ explained and not made. What follows the script's name and -- goes to the script
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp explain`.
-
-    Args:
-      arguments: of the command line.
-
-    Returns:
-      The exit code: 1 if the step cannot be explained, 2 if the arguments are wrong.
-    """
+    """Run `jdp explain`."""
     given, of_script = _split(arguments)
     options, unknown = _parser().parse_known_args(given)
     if unknown:

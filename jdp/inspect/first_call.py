@@ -44,14 +44,6 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
     """Run a script as `python script` does, and end it where it calls a step for the first time.
 
     Other steps run as always.
-
-    Args:
-      script: path of the script.
-      name: name of the step.
-      arguments: command line of the script.
-
-    Raises:
-      NeverCalledError: if the script ends and has not called the step.
     """
     given = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
@@ -83,13 +75,7 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
 
 
 def _wait_for_threads(before: set[threading.Thread], name: str, found: list[FirstCall]) -> None:
-    """Wait until the step is called, or the threads of the script have ended, as Python does.
-
-    Args:
-      before: threads that are not the script's.
-      name: of the step.
-      found: calls of it.
-    """
+    """Wait until the step is called, or the threads of the script have ended, as Python does."""
     # Threads of executors wait for work; Python lets them end.
     pools = getattr(concurrent.futures.thread, "_threads_queues", {})
     said = False
@@ -127,9 +113,6 @@ def end_soon(code: int) -> None:
 
     The script, which was cut off, would have stopped them later. Where there are none, nothing is
     done.
-
-    Args:
-      code: the exit code.
     """
 
     def end() -> None:

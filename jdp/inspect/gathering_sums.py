@@ -13,14 +13,7 @@ _SAME = ("bitcast", "copy", "reshape")
 def shard_of(
     program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int
 ) -> int | None:
-    """Return the elements of a rank's part of an array that a sum gathers; None if it adds up.
-
-    Args:
-      program: the compiled step.
-      transfer: one of its collectives.
-      pieces: the arrays of the collective, without packing.
-      i: position of one of them.
-    """
+    """Return the elements of a rank's part of an array that a sum gathers; None if it adds up."""
     operands = transfer.instruction.operands()
     if transfer.kind != "all-reduce" or not transfer.groups or len(pieces) != len(operands):
         return None

@@ -48,11 +48,7 @@ def kind_of(device_kind: str) -> str:
 
 
 def nvlink(gpu: str) -> Rate:
-    """Return the bytes that a GPU sends to others of its host in a second.
-
-    Args:
-      gpu: one of `GPUS`; "" if it is another.
-    """
+    """Return the bytes that a GPU sends to others of its host in a second."""
     if gpu in ("H100", "H200"):
         source = f"{PUBLISHED} (NCCL on 8 GPUs, vLLM's pull request 42324)"
         return part_of(NCCL_BYTES_PER_S, (0.85, 1, 1.1), "B/s", source)

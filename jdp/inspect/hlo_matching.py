@@ -38,13 +38,7 @@ class Match(NamedTuple):
 def match(
     program: HloProgram, transfers: Sequence[SentArrays], plan: Sequence[Planned]
 ) -> list[Match]:
-    """Return for each collective of a program what is known of it.
-
-    Args:
-      program: the compiled step.
-      transfers: its collectives.
-      plan: the collectives of the traced step.
-    """
+    """Return for each collective of a program what is known of it."""
     by_number = {each.number: each for each in plan if each.number is not None}
     left = _Unmatched([each for each in plan if each.number is None])
     parameters = ParameterFlow(program)
@@ -103,12 +97,7 @@ class _Unmatched:
         these take the leaf again. It unrolls loops, and makes none.
 
         Args:
-          keys: kinds of collective that it may be planned as, with the elements of the array.
-          names: of the parameters that it may be of.
-          line: of the collective, of the author's; XLA keeps one line of those that it merges.
           own: leaves that the collective has taken already.
-          num_loops: how many loops are around the collective.
-          is_forward: whether it is of the forward pass, which sums no gradients.
         """
         left = _in_loops([leaf for key in keys for leaf in self._left[key]], num_loops)
         taken = _in_loops([leaf for key in keys for leaf in self._taken[key]], num_loops)

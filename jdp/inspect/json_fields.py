@@ -69,13 +69,6 @@ LIST = Field("a list", lambda it: isinstance(it, list))
 def checked(found: Any, fields: Mapping[str, Field]) -> dict[str, Any]:
     """Return the fields of an object that a file of JSON holds, without all others.
 
-    Args:
-      found: the object.
-      fields: by name.
-
-    Raises:
-      ValueError: if it is not an object, lacks a required field, or one holds another value.
-
     >>> fields = {"process": COUNT, "host": optional(TEXT)}
     >>> checked({"process": 1, "more": [[]]}, fields)
     {'process': 1}

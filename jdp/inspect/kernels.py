@@ -38,12 +38,7 @@ def kernel_of(eqn: Any) -> Kernel:
 
 
 def find(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
-    """Return the kernel that a custom call runs, found by its name and the shapes of its results.
-
-    Args:
-      one: an instruction.
-      kernels: of the program.
-    """
+    """Return the kernel of a custom call, by its name and the shapes of its results."""
     name = one.op_name()
     if one.op != "custom-call" or not name.endswith("pallas_call"):
         return None

@@ -16,13 +16,6 @@ _LARGEST = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**
 def modulus(num_ranks: int, dtype: str) -> int:
     """Return the number m of distinct input values: sums over the ranks are below m num_ranks.
 
-    Args:
-      num_ranks: whose values are added up.
-      dtype: of the values, by name.
-
-    Raises:
-      ValueError: if the dtype holds no sums over so many ranks exactly, or there is no such dtype.
-
     >>> modulus(8, "float32"), modulus(8, "bfloat16"), modulus(60, "int8")
     (251, 31, 3)
     """
@@ -46,10 +39,6 @@ def values(rank: int, call: int, start: int, size: int, m: int) -> np.ndarray:
     """Return elements start to start + size of a rank's input, `[size]` int64.
 
     Args:
-      rank: whose input it is.
-      call: number of the call; calls have other values.
-      start: the first element.
-      size: number of elements.
       m: the `modulus`: values are from 0 to m - 1.
     """
     period = (np.arange(start, start + min(size, m)) + OF_RANK * rank + OF_CALL * call) % m
@@ -63,14 +52,6 @@ def input_size(operation: str, num_ranks: int, size: int) -> int:
 
 def result(operation: str, rank: int, num_ranks: int, call: int, size: int, m: int) -> np.ndarray:
     """Return a rank's exact result, int64.
-
-    Args:
-      operation: one of OPERATIONS.
-      rank: the rank whose result it is.
-      num_ranks: number of ranks, which divides `size` unless the operation is an all-reduce.
-      call: number of the call.
-      size: elements of a rank's input, or of the result of an all-gather.
-      m: result of `modulus`.
 
     >>> result("reduce-scatter", 1, 2, 0, 4, 251).tolist()  # 2 + 4, 3 + 5
     [6, 8]

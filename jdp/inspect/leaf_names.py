@@ -55,12 +55,7 @@ class LeafNames:
         self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
 
     def sent(self, atom: Any, paths: Paths) -> str:
-        """Return the name of a gradient that is reduced, a stand-in where it has none.
-
-        Args:
-          atom: the gradient, or a vector of several.
-          paths: names of the variables around it.
-        """
+        """Return the name of a gradient that is reduced, a stand-in where it has none."""
         if found := path(atom, paths):
             return found
         stand_in = self._stand_in()
@@ -91,13 +86,7 @@ class LeafNames:
         return path in self._stacked
 
     def name(self, eqn: Any, name: str, paths: Paths) -> None:
-        """Name the results of an equation without bodies.
-
-        Args:
-          eqn: the equation.
-          name: of its primitive.
-          paths: names of the variables around it.
-        """
+        """Name the results of an equation without bodies."""
         if name == "jdp_mark" and eqn.params["kind"] == LOCAL:
             found = f"grads{eqn.params['path']}"
             self._resolve([path(eqn.invars[0], paths)], found)

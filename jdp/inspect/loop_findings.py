@@ -72,13 +72,7 @@ def _is_summed(leaf: SentLeaf) -> bool:
 
 
 def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int:
-    """Return how often one backward pass sums a gradient: once, or for each layer of a loop.
-
-    Args:
-      leaf: the gradient.
-      whole: its parameters. Without a name it may be of one of the layers of any parameter.
-      facts: of the step.
-    """
+    """Return how often one backward pass sums a gradient: once, or for each layer of a loop."""
     if whole:
         return max(1, round(sum(x.size for x in whole) / leaf.num_elements))
     # Statistics of a BatchNorm are as large as its scale, and divide the matrix before it.

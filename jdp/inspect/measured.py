@@ -26,11 +26,7 @@ class MeasuredRates(NamedTuple):
 
 
 def measured(target: TargetDevices) -> MeasuredRates:
-    """Return the rates in the calibration of this host that hold for a target.
-
-    Raises:
-      ValueError: if the file of the calibration is not that of this jdp.
-    """
+    """Return the rates in the calibration of this host that hold for a target."""
     found = calibration.load(target.platform)
     if found is None or found.device_kind != target.device_kind or target.num_hosts > 1:
         return MeasuredRates({}, {})

@@ -64,9 +64,6 @@ def memory_of(
     """Return the memory of a compiled step.
 
     Args:
-      compiled: the step.
-      program: the same, read from its text.
-      parts: of its state, from `parts_of`.
       limit: bytes of memory of a device, None if it is not known.
     """
     allocated = compiled.memory_analysis()

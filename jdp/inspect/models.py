@@ -18,14 +18,7 @@ class SmallModel(NamedTuple):
 
 
 def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) -> SmallModel:
-    """Make `num_layers` square layers, and a regression with random targets.
-
-    Args:
-      width: inputs and outputs of each layer.
-      num_layers: at least 1.
-      num_rows: of the batch.
-      dtype: of parameters and batch, a float.
-    """
+    """Make `num_layers` square layers, and a regression with random targets."""
     random = np.random.default_rng(0)
     params = [
         {"w": _normal(random, (width, width), width, dtype), "b": np.zeros(width, dtype)}
@@ -39,7 +32,6 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
     """Return the mean squared error, `[]`.
 
     Args:
-      params: of `mlp`, any float dtype.
       batch: `x` and `y`, `[r, width]`.
     """
     x = batch["x"]
@@ -55,11 +47,7 @@ def transformer(
     """Make a decoder over 256 kinds of bytes (pre-norm, heads of 32), and random text.
 
     Args:
-      dim: of the residual stream; a multiple of 32.
-      num_layers: number of blocks.
-      num_rows: of the batch.
       length: bytes of a row that are predicted.
-      dtype: of the parameters, a float.
     """
     random = np.random.default_rng(0)
     blocks = [
@@ -88,7 +76,6 @@ def transformer_loss(params: Any, batch: Any) -> jax.Array:
     """Return the mean cross-entropy of the next byte, `[]`.
 
     Args:
-      params: of `transformer`, any float dtype.
       batch: `text`, `[r, length + 1]` int32 from 0 to 255.
     """
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]

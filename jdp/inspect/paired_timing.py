@@ -21,13 +21,6 @@ def alternate(
     A round runs all contestants in one order and then in reverse, so that a slow drift affects all
     equally; every other round begins with the last contestant.
 
-    Args:
-      clocks: the clock of each contestant.
-      budget_s: total seconds, after which no new round begins.
-      min_rounds: minimum number of rounds, even if they exceed the budget.
-      max_rounds: maximum number of rounds.
-      warm_up: runs of each contestant before the first round.
-
     Returns:
       For each contestant, `[rounds]` seconds of one run: the mean of its two runs in a round.
     """
@@ -48,7 +41,6 @@ def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, flo
 
     Args:
       values: `[n]`, the measurements.
-      num_samples: how often they are drawn again.
     """
     random = np.random.default_rng(0)
     samples = random.choice(values, (num_samples, len(values)))

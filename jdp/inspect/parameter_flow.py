@@ -32,23 +32,11 @@ class ParameterFlow:
         }
 
     def gathered(self, transfer: SentArrays, i: int, shard: int) -> list[str]:
-        """Return the names of the parameters that are gathered as the i-th array of a sum.
-
-        Args:
-          transfer: the sum.
-          i: position of the array.
-          shard: elements of a rank's part of it.
-        """
+        """Return the names of the parameters that are gathered as the i-th array of a sum."""
         return self._sources(transfer.computation, [transfer.instruction.operands()[i]], {shard})
 
     def names_of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
-        """Return the names of the parameters of the i-th array of a collective.
-
-        Args:
-          transfer: the collective.
-          pieces: its arrays, without packing.
-          i: position of one of them.
-        """
+        """Return the names of the parameters of the i-th array of a collective."""
         where = transfer.computation
         users = self._computations[where].users
         one, sizes = transfer.instruction, _sizes(transfer, pieces[i])
@@ -112,14 +100,7 @@ class ParameterFlow:
     def _updated(
         self, where: str, level: list[str], sizes: set[int], begin: int | None = None
     ) -> list[str]:
-        """Return the nearest parameters that are computed with an array.
-
-        Args:
-          where: the computation of the array.
-          level: its names there.
-          sizes: numbers of elements that a parameter may have.
-          begin: of the array that only a slice belongs to, where the slice begins.
-        """
+        """Return the nearest parameters that are computed with an array."""
         computation = self._computations[where]
         seen, leaving = set[tuple[str, str]](), list[str]()
         for _ in range(_MAX_DISTANCE):

@@ -79,12 +79,7 @@ class TracedStep(NamedTuple):
 
 
 def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
-    """Return the collectives and callbacks of a traced step.
-
-    Args:
-      jaxpr: of the step.
-      names: of its inputs; processes that compare arguments add one more.
-    """
+    """Return the collectives and callbacks of a traced step."""
     walk = _PlanWalk()
     body = opened(jaxpr)
     # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.

@@ -149,12 +149,7 @@ class PredictedStep(NamedTuple):
         return timeline.simulate(self.program, speeds, self.kernels)
 
     def time(self, rates: Mapping[str, Rate], found: Timeline) -> StepTime:
-        """Return the time with its interval.
-
-        Args:
-          rates: by name.
-          found: the schedule at these rates.
-        """
+        """Return the time with its interval."""
         return StepTime(
             likely_s=found.step_s,
             low_s=self.at(rates, "high").step_s,
@@ -167,12 +162,7 @@ class PredictedStep(NamedTuple):
     def unused(
         self, given: Mapping[str, Rate], rates: Mapping[str, Rate], found: Timeline
     ) -> dict[str, Rate]:
-        """Return the given rates that no operation takes, with a source that says so.
-
-        Args:
-          given: some of the rates.
-          rates, found: as for `time`.
-        """
+        """Return the given rates that no operation takes, with a source that says so."""
         same = {}
         for name, rate in given.items():
             worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN

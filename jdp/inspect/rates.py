@@ -58,10 +58,6 @@ def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
 
     Args:
       values: by name, > 0; the start of an operation or reduction may be 0.
-
-    Raises:
-      ValueError: if there is no such rate, or its value is not possible.
-      TypeError: if these are not numbers by name.
     """
     if not isinstance(values or {}, Mapping):
         raise TypeError(f'rates={values!r} must be a dict such as {{"matmul_flops": 600e12}}.')
@@ -87,16 +83,7 @@ def rates_of(
     given: Mapping[str, Rate] | None = None,
     measured: Mapping[str, Rate] | None = None,
 ) -> dict[str, Rate]:
-    """Return the rates of a target: given ones, then measured ones, then known ones.
-
-    Args:
-      target: the devices.
-      given: rates by name.
-      measured: rates by name.
-
-    Raises:
-      ValueError: if one is missing, of a GPU that nobody has described.
-    """
+    """Return the rates of a target: given ones, then measured ones, then known ones."""
     known = {"gpu": _gpu, "tpu": _tpu}.get(target.platform, _cpu)(target)
     start_s = known["reduction_start_s"]
     known["host_reduction_start_s"] = start_s.times(2, ", twice that within a host")

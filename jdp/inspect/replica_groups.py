@@ -20,9 +20,6 @@ def groups(one: Instruction) -> list[tuple[int, ...]]:
 
     A group of a `collective-permute` is a pair: who sends, and who receives.
 
-    Args:
-      one: a collective of XLA's, or a native call, which is between ranks of one host.
-
     >>> text = "%x), replica_groups=[2,4]<=[4,2]T(1,0)"
     >>> groups(Instruction("r", "f32[8]", "all-reduce", text))
     [(0, 2, 4, 6), (1, 3, 5, 7)]

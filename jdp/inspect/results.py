@@ -23,14 +23,7 @@ def add_json(
     *,
     takes_file: bool = True,
 ) -> None:
-    """Add `--json`: None if it is not given, else `STDOUT` or the file.
-
-    Args:
-      parser: of the command.
-      text: help.
-      takes_file: whether a file may be named. False for a command with a positional argument,
-        which `--json` would take for its file: then the option is a bool.
-    """
+    """Add `--json`: None if it is not given, else `STDOUT` or the file."""
     if takes_file:
         parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help=text)
     else:
@@ -40,12 +33,7 @@ def add_json(
 def add_png(
     parser: argparse.ArgumentParser, text: str = "draw a picture (needs matplotlib)"
 ) -> None:
-    """Add `--png`, with the file of the picture or None.
-
-    Args:
-      parser: of the command.
-      text: help.
-    """
+    """Add `--png`, with the file of the picture or None."""
     parser.add_argument("--png", metavar="FILE", help=text)
 
 
@@ -82,15 +70,7 @@ or name a file in another folder.
 
 
 def require_picture(path: str | None) -> None:
-    """Raise an error if a picture cannot be drawn into a file.
-
-    Args:
-      path: of `--png`; None if there shall be no picture.
-
-    Raises:
-      ValueError: if matplotlib is not installed, does not know the suffix, or the file cannot be
-        written.
-    """
+    """Raise an error if a picture cannot be drawn into a file."""
     if path is None:
         return
     try:
@@ -112,16 +92,7 @@ def _suffix(path: str | Path) -> str:
 
 
 def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | None) -> None:
-    """Raise an error if the files of a command cannot be written, or would replace another.
-
-    Args:
-      inputs: files that the command reads; None names none.
-      paths: of the files by flag, without dashes; None and `STDOUT` name none. That of `png` is a
-        picture.
-
-    Raises:
-      ValueError: with the reason, and what to write.
-    """
+    """Raise an error if the files of a command cannot be written, or would replace another."""
     flags: dict[Path, str] = {}
     for flag, path in paths.items():
         if flag == "png":
@@ -149,9 +120,6 @@ def _is_file(path: str, other: str | Path) -> bool:
 
 def to_json(values: Any) -> str:
     """Return values as JSON that every parser reads: a number that is not finite is null.
-
-    Args:
-      values: numbers, texts, None, lists, tuples and dicts with texts as keys.
 
     >>> print(to_json({"alpha_s": 2e-06, "bytes_per_s": float("inf")}))
     {
@@ -187,11 +155,7 @@ def why_unreadable(error: Exception) -> str:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Raise a `NotWrittenError` that names a file in place of an `OSError` of the block.
-
-    Args:
-      path: of the file that the block writes.
-    """
+    """Raise a `NotWrittenError` that names a file in place of an `OSError` of the block."""
     try:
         yield
     except BrokenPipeError:  # the reader of a pipe or of /dev/stdout has closed it
@@ -201,15 +165,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def write(text: str, where: str) -> None:
-    """Print a text, or write it to a file.
-
-    Args:
-      text: without the last newline.
-      where: value of `--json`: `STDOUT`, or a path.
-
-    Raises:
-      NotWrittenError: if the file cannot be written.
-    """
+    """Print a text, or write it to a file."""
     if where == STDOUT:
         print(text)
     else:
@@ -218,16 +174,7 @@ def write(text: str, where: str) -> None:
 
 
 def write_picture(figure: Any, path: str | Path, **options: Any) -> None:
-    """Write a figure of matplotlib to a file of exactly this name.
-
-    Args:
-      figure: the figure.
-      path: of the file. Its suffix selects the format; without one it is PNG.
-      options: of `savefig`.
-
-    Raises:
-      NotWrittenError: if the file cannot be written.
-    """
+    """Write a figure of matplotlib to a file of exactly this name."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=_suffix(path) or "png", **options)
     with writing(path):

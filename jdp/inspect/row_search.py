@@ -24,11 +24,7 @@ class Search:
         self.known: dict[int, float] = {}
 
     def last_that_fits(self) -> int:
-        """Return the last position that fits, where the next one does not.
-
-        Raises:
-          ValueError: if the first one does not fit.
-        """
+        """Return the last position that fits, where the next one does not."""
         if not self.fits(0):
             took = self.known[0]
             took = of_bytes(took) if math.isfinite(took) else "more than a device has"

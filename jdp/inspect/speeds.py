@@ -31,12 +31,5 @@ class Speeds(Protocol):
         ...
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
-        """Return the seconds of a collective.
-
-        Args:
-          kind: such as `all-reduce`.
-          algorithm: such as `native`.
-          num_bytes: of its whole arrays on one rank.
-          groups: the devices of each group that meets; none if all meet, or it is not known.
-        """
+        """Return the seconds of a collective."""
         ...

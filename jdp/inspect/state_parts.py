@@ -12,13 +12,6 @@ _BY_NAME = (("opt_state", "optimizer_state"), ("params", "parameters"))
 def parts_of(state: Any) -> dict[str, str]:
     """Return the part that a leaf of a state belongs to, for leaves whose types say it.
 
-    Args:
-      state: the state of a step, arrays or shapes.
-
-    Returns:
-      Path of the leaf, such as `[0].w`, -> "parameters", of an `nnx.Param`, or "optimizer_state",
-      of a state of optax or of `nnx.Optimizer`.
-
     >>> import optax
     >>> params = {"w": jax.numpy.zeros(2)}
     >>> parts_of((params, optax.sgd(0.1, momentum=0.9).init(params)))
@@ -34,10 +27,6 @@ def parts_of(state: Any) -> dict[str, str]:
 
 def category(name: str, parts: Mapping[str, str]) -> str:
     """Return what an argument is for.
-
-    Args:
-      name: of the argument in the program, such as `args[0].params['w']`.
-      parts: of the state, from `parts_of`.
 
     >>> names = [f"args[0]{path}" for path in (".params['w']", ".params_ema", "['params'].w")]
     >>> [category(name, {}) for name in names]

@@ -61,17 +61,7 @@ class TargetDevices:
 
 
 def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
-    """Return the devices of a name such as `8xH200`, as a mesh over the data axis.
-
-    Args:
-      on: name of the target, or a mesh.
-      axis_names: names of the data axis. Of two, the first is over hosts.
-
-    Raises:
-      ValueError: if there is no such target, or the mesh has no such axis.
-      TypeError: if it is neither a text nor a mesh.
-      MissingPluginError: if this environment cannot compile for it; says what to install.
-    """
+    """Return the devices of a name such as `8xH200`, as a mesh over the data axis."""
     if isinstance(on, Mesh):
         return _of_mesh(on, axis_names)
     if not isinstance(on, str):

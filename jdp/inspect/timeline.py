@@ -45,13 +45,7 @@ class Timeline:
 
 
 def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()) -> Timeline:
-    """Run the schedule of a program on two lanes, one transfer at a time.
-
-    Args:
-      program: for one device, in the order in which its operations run.
-      speeds: how long its operations take.
-      kernels: its Pallas kernels.
-    """
+    """Run the schedule of a program on two lanes, one transfer at a time."""
     run = _Simulation(program, speeds, Costs(program.computations, kernels))
     run.computation(program.entry)
     run.timeline.step_s = run.now_s

@@ -72,14 +72,7 @@ def number_of(inner: Instruction) -> int | None:
 def transfer_of(
     one: Instruction, inner: Instruction, computation: str, shapes: Mapping[str, str]
 ) -> SentArrays:
-    """Return a collective that has not run yet.
-
-    Args:
-      one: the instruction that starts it.
-      inner: the collective that it is or holds, see `collective_in`.
-      computation: name of the computation that holds it.
-      shapes: type of each instruction of that computation, by name.
-    """
+    """Return a collective that has not run yet."""
     target = inner.target()
     taken = [array for x in one.operands() for array in hlo.arrays(shapes.get(x, ""))]
     if target in _NATIVE:

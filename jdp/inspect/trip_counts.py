@@ -36,15 +36,7 @@ class TripCounts:
         self._callers = callers_of(computations)
 
     def times(self, one: Instruction, computation: str) -> int:
-        """Return how often the body of a loop runs; 1 for other operations.
-
-        Args:
-          one: the loop.
-          computation: name of the computation that it is in.
-
-        Raises:
-          ValueError: if the number follows from nothing in the program.
-        """
+        """Return how often the body of a loop runs; 1 for other operations."""
         if one.op != "while":
             return 1
         if found := _KNOWN.search(one.rest):
@@ -118,13 +110,7 @@ class TripCounts:
         return self._computations.get(computation, Computation()).root
 
     def _sum(self, computation: str, name: str, index: int | None = None) -> _LoopInteger | None:
-        """Return the value of an integer, None if it is neither a constant nor a sum with one.
-
-        Args:
-          computation: where it is.
-          name: of the integer, or of a tuple.
-          index: its place in the tuple.
-        """
+        """Return the value of an integer, None if it is neither a constant nor a sum with one."""
         one = self._computations[computation].by_name.get(name)
         if one is None:
             return None

@@ -8,11 +8,6 @@ def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
     a running generation comes first, then one that knows the latest generation, then the first in
     `--rdzv-endpoint`. A launcher that was started again knows none.
 
-    Args:
-      has_generation: whether it leads a generation that runs.
-      generation: the last one that it knows; -1 if it knows none.
-      listed: its place in `--rdzv-endpoint`.
-
     >>> min(claim_of(False, -1, 0), claim_of(False, 7, 2), claim_of(False, 7, 1))
     [1, -7, 1]
     """

@@ -64,12 +64,7 @@ class Rendezvous:
 
 
 def find(options: Options) -> Rendezvous:
-    """Return where the hosts of this run meet, and hold the own address if there is one.
-
-    Raises:
-      ValueError: if this host must lead, and cannot listen.
-      OSError: if a run on one host cannot listen on loopback.
-    """
+    """Return where the hosts of this run meet, and hold the own address if there is one."""
     if not options.endpoints:
         return Rendezvous([("127.0.0.1", 0)], 0, _listening(("127.0.0.1", 0)))
     addresses = options.endpoints

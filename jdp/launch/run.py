@@ -20,15 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 def run(options: Options) -> int:
-    """Run a program on the processes of this host, together with other hosts if there are any.
-
-    Args:
-      options: what to run, and how.
-
-    Returns:
-      The exit code: 0; 75 if the program saved after a signal; 124 if the watchdog ended it;
-      128 + n after signal n; else that of the first process that failed, or 1.
-    """
+    """Run a program on the processes of this host, together with other hosts if there are any."""
     _open_standard_streams()
     try:
         meeting = rendezvous.find(options)

@@ -24,12 +24,7 @@ def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int 
     """Return the number of micro-batches of a batch.
 
     Args:
-      batch: tree of arrays with rows as first dim.
       accumulate: the number, >= 1; None for 1.
-      micro_batch_rows: the largest number of rows of each, which determines the number, or None.
-
-    Raises:
-      ValueError: if a leaf has other rows than the first, or `accumulate` does not divide them.
     """
     rows_here = num_rows(batch)
     if micro_batch_rows is not None:
@@ -63,9 +58,7 @@ def split(
 
     Args:
       batch: tree of arrays `[r, ...]`.
-      rest: further arguments of the loss; typed random keys in it are split.
       k: number of micro-batches, >= 2.
-      is_whole: whether the loop has all k parts.
     """
     is_whole = is_whole and num_rows(batch) % k == 0
     m = k if is_whole else k - 1
@@ -96,15 +89,7 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
 def require_typed_keys(
     part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
 ) -> None:
-    """Refuse raw random keys: they look like data, so they are not split.
-
-    Args:
-      part, token, looped: as for `accumulated`.
-      rest: the arguments of the loss behind the batch.
-
-    Raises:
-      TypeError: naming the first one.
-    """
+    """Refuse raw random keys: they look like data, so they are not split."""
     leaves = jax.tree_util.tree_leaves_with_path(rest)
     arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
     uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
@@ -128,16 +113,7 @@ def _first(looped: Any) -> Any:
 
 
 def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: bool) -> Any:
-    """Average `part(token, micro_batch)` by weight, and join the rows; return the token, too.
-
-    Args:
-      part: returns `(token, (weights, means, rows))` of a micro-batch, jitted; `means` is a tuple
-        of trees, each with its weight.
-      token: of the last native call before, see `call_order.threaded`.
-      looped: micro-batches, stacked.
-      last: one more, None if there is none.
-      is_scaled: whether the weights sum to 1.
-    """
+    """Average `part(token, micro_batch)` by weight, and join the rows; return the token, too."""
     first = _first(looped)
     of_one = part.trace(token, first).out_info  # in two frames less than jax.eval_shape
     _, (_, like, _) = of_one

@@ -13,13 +13,7 @@ def to_send(
     """Return the positions of the gradients that `scan_layers` has not averaged.
 
     Args:
-      paths: of all gradients.
-      step: the step that is traced, if there is one.
       weight: `[]` float, of this rank's rows; None where every rank counts the same.
-      mean: whether means are wanted; sums are sent again.
-
-    Raises:
-      ValueError: if `scan_layers` averaged gradients by another weight than this one.
     """
     if step is None or step.choices.uniform is None:
         return range(len(paths))
@@ -34,13 +28,7 @@ def to_send(
 
 
 def as_ready(paths: Sequence[str], positions: Sequence[int], step: Scope) -> Sequence[int]:
-    """Order gradients so that `buckets.plan`, which takes the last first, sends the ready ones.
-
-    Args:
-      paths: of all gradients.
-      positions: of the gradients to send.
-      step: the step that is traced, which records the paths as split.
-    """
+    """Order gradients so that `buckets.plan`, which takes the last first, sends the ready ones."""
     step.split.update(paths)
     ready = step.choices.ready
     if ready is None:

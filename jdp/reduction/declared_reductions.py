@@ -25,15 +25,7 @@ _OVER_ROUNDS: dict[str, Callable[..., Any]] = {"max": jnp.max, "min": jnp.min, "
 
 
 def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str]:
-    """Return the operation of each leaf that has one, by its position.
-
-    Args:
-      params: tree of parameters.
-      declared: key in `params` -> "max", "min" or "sum".
-
-    Raises:
-      ValueError: if an operation is another one, or no leaf is below a key.
-    """
+    """Return the operation of each leaf that has one, by its position."""
     declared = declared or {}
     for key, name in declared.items():
         if name not in _OVER_RANKS:
@@ -68,13 +60,7 @@ def require_none(params: Any, name: str) -> None:
 
 
 def over_ranks(grads: Any, chosen: Mapping[int, str], axis_name: AxisName) -> Any:
-    """Return a tree of gradients in which statistics are combined over the ranks.
-
-    Args:
-      grads: tree of gradients.
-      chosen: position of a statistic -> its operation.
-      axis_name: the data axis.
-    """
+    """Return a tree of gradients in which statistics are combined over the ranks."""
     if not chosen:
         return grads
     named, tree = jax.tree_util.tree_flatten_with_path(grads)
@@ -93,14 +79,7 @@ def over_rounds(stacked: jax.Array, operation: str) -> jax.Array:
 
 
 def overwrite(params: Any, grads: Any, axis_name: AxisName, *, synced: bool) -> Any:
-    """Return parameters with Flax's statistics overwritten by the maxima of their gradients.
-
-    Args:
-      params: tree of parameters.
-      grads: tree of gradients like it; of another structure, nothing is overwritten.
-      axis_name: the data axis.
-      synced: whether the gradients are combined over the ranks already.
-    """
+    """Return parameters with Flax's statistics overwritten by the maxima of their gradients."""
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     flags = [pytrees.is_overwritten(path) for path, _ in named]
     if not any(flags) or jax.tree.structure(grads) != tree:

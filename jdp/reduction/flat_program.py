@@ -70,14 +70,7 @@ def flatten(
     *,
     drops_dead: bool = True,
 ) -> FlatProgram:
-    """Return the operations of a program.
-
-    Args:
-      program: a jaxpr, with its constants.
-      called: returns the program that an equation is opened into, None where it stays as it is.
-      calls: the equations that the program is a body of, outermost first.
-      drops_dead: leave out operations that have no effect and that no output depends on.
-    """
+    """Return the operations of a program."""
     ins = [FlatValue(variable.aval) for variable in jaxprs.opened(program).invars]
     flat = FlatProgram([], ins, [], [])
     flat.outs.extend(_append(program, ins, calls, flat, called))

@@ -75,12 +75,7 @@ class ScheduledEvaluator:
     def run(
         self, to_send: Sequence[int], send: Callable[[list[int], list[Any]], list[Any]]
     ) -> list[Any]:
-        """Return the outputs; those that are sent as `send` returns them.
-
-        Args:
-          to_send: positions of the outputs that are sent in groups, as soon as they are ready.
-          send: `(positions, values) -> results`.
-        """
+        """Return the outputs; those that are sent as `send` returns them."""
         outs = self._program.outs
         made_at = {v: i for i, op in enumerate(self._kept) for v in op.outs}
         ready = gather_schedule.by_readiness(

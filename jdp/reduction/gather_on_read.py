@@ -10,13 +10,7 @@ from jdp.reduction.shard_registry import Shard
 
 
 def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
-    """Return `function(state)`, with two groups of gathered arrays at any time.
-
-    Args:
-      function: changes nothing but what it returns.
-      state: tree of whole arrays, some of which the step remembers the shard of.
-      batch: other values that `function` reads: the first gather waits for them.
-    """
+    """Return `function(state)`, with two groups of gathered arrays at any time."""
     leaves, tree = jax.tree.flatten(state)
     found = {i: shard_registry.known(leaf) for i, leaf in enumerate(leaves)}
     shards = {i: part for i, part in found.items() if part is not None and not part.is_kept}

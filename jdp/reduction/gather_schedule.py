@@ -11,11 +11,7 @@ def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[int, list
     A parameter that is used again after the next group has begun is gathered again.
 
     Args:
-      uses: for each operation the parameters that it uses.
       capacity: bytes of a group of whole parameters, > 0. One operation may need more.
-
-    Returns:
-      Position of the first operation that uses a group -> the parameters of the group.
 
     >>> import jax
     >>> first, second, third = (FlatValue(jax.typeof(jax.numpy.ones(4))) for _ in range(3))
@@ -56,7 +52,6 @@ def by_readiness(
     """Group results in the order in which they are ready: operation -> results sent after it.
 
     Args:
-      made_at: for each result the position of the operation that makes it.
       sizes: bytes of each.
       capacity: bytes of a group, > 0. A larger result is a group of its own.
 

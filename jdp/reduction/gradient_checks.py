@@ -11,16 +11,7 @@ from jdp.reduction import shard_registry
 
 
 def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
-    """Refuse gradients that JAX has summed over the ranks already.
-
-    Args:
-      paths: of the gradients, for the error.
-      leaves: the gradients.
-      axis_name: that they are to be averaged over.
-
-    Raises:
-      ValueError: naming the first one.
-    """
+    """Refuse gradients that JAX has summed over the ranks already."""
     if not axis.is_typed(axis_name):
         return
     for path, leaf in zip(paths, leaves, strict=True):
@@ -34,15 +25,7 @@ def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: 
 
 
 def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Refuse gradients that jdp knows to be means over the ranks.
-
-    Args:
-      paths: of the gradients, for the error.
-      leaves: the gradients.
-
-    Raises:
-      ValueError: naming the first one.
-    """
+    """Refuse gradients that jdp knows to be means over the ranks."""
     means = shard_registry.means()
     for path, leaf in zip(paths, leaves, strict=True):
         if id(leaf) in means:

@@ -225,15 +225,7 @@ def _marked_total(
 
 
 def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array, and refuse one that cannot be averaged.
-
-    Args:
-      path: of the gradient in its tree, for the error.
-      leaf: an array or a number.
-
-    Raises:
-      TypeError: if it is not a float of at least 16 bits, or complex.
-    """
+    """Return a gradient as an array, and refuse one that cannot be averaged."""
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

@@ -16,10 +16,6 @@ def left_out(
 
     The gradient of another leaf is what `jax.grad(allow_int=True)` gives: zeros of the same shape,
     in the dtype float0.
-
-    Args:
-      loss_fn: `loss_fn(params, *rest)`.
-      value_and_grad: differentiates a loss whose parameters are all floats.
     """
 
     @functools.wraps(loss_fn)

@@ -36,14 +36,7 @@ def upper_half(term: jax.Array) -> jax.Array:
 def report(
     step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array], axis_name: AxisName
 ) -> None:
-    """Let a step report whether one of some sums has overflowed, with the author's line.
-
-    Args:
-      step: of `checking_step`.
-      totals: sums over ranks, modulo the limits of their types.
-      uppers: the sums of `upper_half`.
-      axis_name: of the ranks that are summed over.
-    """
+    """Let a step report whether one of some sums has overflowed, with the author's line."""
     others = tuple(name for name in step.axis_name if name not in axis.names(axis_name))
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     line = source_lines.innermost(frames)

@@ -72,10 +72,7 @@ class LayerLoop(NamedTuple):
         """Return the whole parameters of the layer that follows layer `i`.
 
         Args:
-          stacked: the shards.
           i: `[]` int, number of the layer that is computed meanwhile.
-          share: see `LayerShards.share`.
-          ready: an array; the gather of that layer waits for it.
         """
         # Where there is no loop, XLA would gather all layers before it computes the first.
         (following,) = scheduling_barrier.after([self.after(i)], ready if self.unroll != 1 else [])

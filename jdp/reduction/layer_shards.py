@@ -60,9 +60,7 @@ class LayerShards:
         """Return the whole parameters of layer `i`; their gradient is the mean over ranks.
 
         Args:
-          stacked: the shards.
           i: `[]` int, number of the layer.
-          share: see `share`.
         """
         own = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in stacked]
 
@@ -81,22 +79,13 @@ class LayerShards:
         return gather(own, share)
 
     def means(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return this rank's shards of the mean of a layer's gradient.
-
-        Args:
-          gradient: this rank's, whole.
-          share: see `share`.
-        """
+        """Return this rank's shards of the mean of a layer's gradient."""
         return self.divided(self.sums(gradient, share), share)
 
     def sums(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
         """Return this rank's shards of the sum of a layer's gradient over ranks.
 
         `divided` makes means of sums, after a loop: XLA waits for a sum where it is used first.
-
-        Args:
-          gradient: this rank's, whole.
-          share: see `share`.
         """
         weights = self._weights.by_share(share)
         local = []
@@ -110,12 +99,7 @@ class LayerShards:
         return list(map(cast, self._unplanned(sums), self._dtypes))
 
     def divided(self, sums: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return the means for the sums of one layer, or of stacked layers.
-
-        Args:
-          sums: from `sums`.
-          share: see `share`.
-        """
+        """Return the means for the sums of one layer, or of stacked layers."""
         weights = self._weights.by_share(share)
         scales = [split_scale(self._scale, dtype)[1] for dtype in self._reduce_dtypes]
         return [weights.total(scaled(x, by)) for x, by in zip(sums, scales, strict=True)]

@@ -50,15 +50,7 @@ def gradients(
     of: Perturbed,
     cotangents: tuple[Sequence[Any], Sequence[Any]],
 ) -> Operands:
-    """Return the gradient of each operand, None where it has none.
-
-    Args:
-      forward: the loop that ran.
-      operands: of it; in place of the first carry the stacked carries that went into the layers.
-      share: see `LayerShards.share`.
-      of: the operands that are differentiated.
-      cotangents: of the last carry, and of the stacked y.
-    """
+    """Return the gradient of each operand, None where it has none."""
     return _Backward(forward, operands, share, of).run(*cotangents)
 
 

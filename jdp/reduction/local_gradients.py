@@ -73,12 +73,7 @@ class WholeGradients:
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of a loss and its gradients.
-
-        Args:
-          loss_fn, has_aux: unused; those of `value_and_grad` count.
-          args: rows of this rank, and further arguments; none for a loss that closes over them.
-        """
+        """Return the value of a loss and its gradients."""
         value, grads = self._value_and_grad(self._seen, *args)
         if self._seen is not self._params:
             grads = mixed_precision.like_masters(grads, self._params)

@@ -19,12 +19,7 @@ from jdp.reduction.scope import Scope
 
 
 def offer(step: Scope | None, value: Any) -> None:
-    """Record what a loss returned, once, for the next reduction of the step.
-
-    Args:
-      step: the step that is traced, if there is one.
-      value: tree of the loss and its aux, on this rank.
-    """
+    """Record what a loss returned, once, for the next reduction of the step."""
     if step is None or not _is_here(step):
         return
     for leaf in jax.tree.leaves(value):
@@ -43,10 +38,7 @@ def taken(
     ready late.
 
     Args:
-      step: the step that is traced, if there is one.
       weight: `[]` float, of the gradients of this rank; None where every rank counts the same.
-      all_reduce: the algorithm.
-      mesh: the mesh of the ranks; None if it is not known.
     """
     if step is None or not _is_here(step) or weight is not step.weight:
         return []

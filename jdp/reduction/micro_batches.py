@@ -217,15 +217,7 @@ class _MicroBatchedLoss(NamedTuple):
         entered: Callable[[Any], AbstractContextManager[Scope]],
         count: Callable[[Any], float],
     ) -> Callable[[Any, Any], Any]:
-        """Return the jitted function of one micro-batch, as `accumulated` calls it.
-
-        Args:
-          derivative: differentiates in the parameters.
-          join: puts the keys of a micro-batch into `rest`.
-          entered: the scope of a micro-batch.
-          count: how much a micro-batch counts where nothing weighs its rows: 1, or 1 / k, but for
-            a last one that is smaller.
-        """
+        """Return the jitted function of one micro-batch, as `accumulated` calls it."""
 
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch

@@ -23,14 +23,6 @@ from jdp.reduction import step_context
 def float_dtype(option: str, given: Any) -> np.dtype | None:
     """Return the dtype that an option names, None if it names none.
 
-    Args:
-      option: its name, for the error.
-      given: a dtype of at least 16 bits, or its name, or None.
-
-    Raises:
-      ValueError: if it is not a dtype, or not a real float of at least 16 bits that this JAX
-        computes with.
-
     >>> float_dtype("gather_dtype", "bfloat16")
     dtype(bfloat16)
     """
@@ -67,12 +59,7 @@ def _dtype(option: str, given: Any) -> np.dtype:
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
-    """Return the dtype if a leaf is a float of more bits, None if it stays as it is.
-
-    Args:
-      leaf: an array or number.
-      dtype: a float; None for no change.
-    """
+    """Return the dtype if a leaf is a float of more bits, None if it stays as it is."""
     own = jnp.result_type(leaf)
     if dtype is None or not jnp.issubdtype(own, jnp.floating):
         return None
@@ -80,15 +67,7 @@ def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
 
 
 def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
-    """Refuse parameters that have fewer bits than they are gathered in.
-
-    Args:
-      params: tree of arrays.
-      gather_dtype: of the optimizer; None: parameters are gathered as they are.
-
-    Raises:
-      ValueError: naming the first one.
-    """
+    """Refuse parameters that have fewer bits than they are gathered in."""
     if gather_dtype is None:
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -107,12 +86,7 @@ def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
 
 
 def claim(params: Any, owner: Any) -> None:
-    """Record in the step that losses see some parameters in the dtype of their optimizer.
-
-    Args:
-      params: tree of whole arrays, as the author's function sees them.
-      owner: the optimizer, `jdp.sharded`.
-    """
+    """Record in the step that losses see some parameters in the dtype of their optimizer."""
     scope = step_context.innermost()
     if scope is None:
         return
@@ -152,12 +126,7 @@ def named_loss(params: Any) -> contextlib.AbstractContextManager:
 
 
 def mark_gradients(grads: Any, owner: Any) -> None:
-    """Mark gradients for `wide_losses` if they update parameters which losses see in fewer bits.
-
-    Args:
-      grads: tree of gradients, as `apply_gradients` gets them.
-      owner: the optimizer.
-    """
+    """Mark gradients for `wide_losses` if they update parameters which losses see in fewer bits."""
     scope = step_context.innermost()
     if scope is None or all(entry[2] != owner for entry in scope.loss_dtypes.values()):
         return

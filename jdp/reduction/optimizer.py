@@ -159,22 +159,14 @@ def has_optimizer(node: Any) -> bool:
 
 
 def reduce_dtype_of(state: Any) -> np.dtype | None:
-    """Return the dtype in which all optimizers of a state have gradients sent, None if none is.
-
-    Args:
-      state: any tree.
-    """
+    """Return the dtype in which all optimizers of a state have gradients sent, None if none is."""
     nodes = filter(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))
     found: set[np.dtype | None] = {node.tx.reduce_dtype for node in nodes}
     return found.pop() if len(found) == 1 else None
 
 
 def require_outermost(tx: Any) -> None:
-    """Refuse an optimizer that is not `replicated(...)`.
-
-    Raises:
-      TypeError: naming the optimizer.
-    """
+    """Refuse an optimizer that is not `replicated(...)`."""
     if isinstance(tx, Replicated):
         return
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -201,11 +193,7 @@ def _require_outermost_call(caller: str) -> None:
 
 
 def require_shapes(grads: Any, params: Any) -> None:
-    """Refuse gradients whose shapes are not those of their parameters.
-
-    Raises:
-      ValueError: naming the gradient.
-    """
+    """Refuse gradients whose shapes are not those of their parameters."""
     grad_leaves, grad_tree = jax.tree_util.tree_flatten_with_path(grads)
     param_leaves, param_tree = jax.tree.flatten(params)
     if grad_tree != param_tree:
@@ -222,11 +210,7 @@ def require_shapes(grads: Any, params: Any) -> None:
 
 
 def require_updates(updates: Any, params: Any) -> None:
-    """Refuse updates that cannot be added to their parameters element by element.
-
-    Raises:
-      ValueError: naming the update.
-    """
+    """Refuse updates that cannot be added to their parameters element by element."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
     param_leaves, param_tree = jax.tree.flatten(params)
     if tree != param_tree:

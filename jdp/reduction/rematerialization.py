@@ -39,13 +39,7 @@ class Derived(NamedTuple):
 def find_derived(
     program: FlatProgram, split: Collection[FlatValue], whole: Collection[FlatValue]
 ) -> dict[FlatValue, Derived]:
-    """Return the values to compute again where they are used, in the order of the program.
-
-    Args:
-      program: the program.
-      split: its inputs that are gathered where they are used.
-      whole: its other parameters.
-    """
+    """Return the values to compute again where they are used, in the order of the program."""
     derived: dict[FlatValue, Derived] = {}
     # Values that depend on nothing but parameters, derived or kept.
     known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
@@ -64,13 +58,7 @@ def find_derived(
 def sources_of(
     values: Collection[FlatValue], derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> tuple[FlatValue, ...]:
-    """Return the split parameters that some values are computed from, in order.
-
-    Args:
-      values: of a flat program.
-      derived: how values are computed from parameters, see `find_derived`.
-      split: the split parameters.
-    """
+    """Return the split parameters that some values are computed from, in order."""
     found: dict[FlatValue, None] = {}
     for value in values:
         if value in split:

@@ -13,15 +13,7 @@ from jdp.error_codes import with_code
 
 
 def number(given: Any) -> jax.Array:
-    """Return a weight as `[]` float.
-
-    Args:
-      given: the weight from the author's function, or given to one of jdp's.
-
-    Raises:
-      ValueError: if it is anything but one real number, or a constant that is negative or not
-        finite.
-    """
+    """Return a weight as `[]` float."""
     if callable(convert := getattr(given, "__jax_array__", None)):
         given = convert()
     if (other := _not_a_number(given)) is not None:
@@ -45,9 +37,6 @@ def valid(given: Any) -> jax.Array:
 
     Rows that count less than nothing would train silently, since the sum of all weights may well
     be positive. NaN passes through that sum to every rank, where `why_invalid` finds it.
-
-    Args:
-      given: see `number`, which this calls.
     """
     weight = number(given)
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
@@ -58,7 +47,6 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Args:
       weight: `[]` float, of this rank's rows.
-      axis_name: of the ranks; where it is not bound there is one rank.
     """
     # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
     weight = jnp.asarray(weight, float)
@@ -69,7 +57,6 @@ def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN.
 
     Args:
-      x: an array of floats.
       weight: `[]` float, or of the shape of `x` under a vmap.
     """
     # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.

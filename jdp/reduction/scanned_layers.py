@@ -104,14 +104,7 @@ def scan_layers(
 def _reduced_late(
     f: Callable[..., Any], init: Any, params: Any, xs: Any, hooks: Hooks, **options: Any
 ) -> tuple[Any, Any]:
-    """Scan over the layers; the hooks reduce their gradients in the backward loop.
-
-    Args:
-      f: the function of a layer.
-      init, params, xs: as for `scan_layers`; `params` are marked as shared.
-      hooks: of the floats among `params`.
-      options: `reverse` and `unroll`.
-    """
+    """Scan over the layers; the hooks reduce their gradients in the backward loop."""
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
     floats, slot = hooks.enter(floats_of(params))

@@ -26,12 +26,7 @@ _MAX_WHOLE_BYTES = 2**16
 
 
 def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
-    """Whether gradients that stay whole are reduced in the calls that scatter others.
-
-    Args:
-      leaves: all of these gradients, or arrays of their shapes and dtypes.
-      tx: the optimizer.
-    """
+    """Whether gradients that stay whole are reduced in the calls that scatter others."""
     step = step_context.current(tx.axis_name)
     if step is None or tx.sharding.all_reduce not in _AS_SCATTERED:
         return False
@@ -46,14 +41,7 @@ def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
 def scattered(
     paths: Sequence[str], leaves: Sequence[jax.Array], dims: Sequence[int | None], tx: Sharded
 ) -> list[jax.Array]:
-    """Return this rank's slice of the mean of each local gradient over all ranks.
-
-    Args:
-      paths: names of the gradients.
-      leaves: this rank's gradients.
-      dims: the dim of each that is split; None for a gradient that stays whole.
-      tx: the optimizer.
-    """
+    """Return this rank's slice of the mean of each local gradient over all ranks."""
     sharding = tx.sharding
     every = axis.in_mesh_order(tx.axis_name)
     over = axis.in_mesh_order(sharding.axes or every)
@@ -117,12 +105,6 @@ def _summed(
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:
-    """Return a shard of a mean or sum over the ranks of some axes, marked for the proof.
-
-    Args:
-      part: this rank's slice of the mean or sum.
-      axes: names of the mesh axes of the ranks.
-      mean: whether it is a mean.
-    """
+    """Return a shard of a mean or sum over the ranks of some axes, marked for the proof."""
     part = mark(part, kind=SHARD, path="", axes=axes)
     return mark(part, kind=MEAN if mean else SUMMED, path="", axes=axes)

@@ -19,10 +19,6 @@ def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.
     before it merges and schedules collectives on GPUs, and with JAX 0.10 before it merges equal
     operations on CPUs.
 
-    Args:
-      values: arrays of any shape and dtype.
-      others: arrays. Only floats are waited for.
-
     >>> float(after([jnp.float32(2)], [jnp.float32(jnp.nan)])[0])
     2.0
     """
@@ -38,9 +34,6 @@ def next_call_after(others: Sequence[jax.Array]) -> None:
 
     Native calls take a token from the call before. It alone waits, where `after` would write each
     value that a call takes into new memory.
-
-    Args:
-      others: arrays. Only floats are waited for.
     """
     token = call_order.first_token()
     if token is not None:

@@ -32,12 +32,6 @@ def shard_gradients(
     """Return the object that differentiates in some parameters; None where JAX does.
 
     It does where no gradient is split, and no parameter gathered where it is used.
-
-    Args:
-      params: tree of parameters.
-      axis_name: the data axis of the caller.
-      wholes: the gradients of leaves that stay whole.
-      besides: positions of leaves whose gradients are not averaged.
     """
     if step_context.current(axis_name) is None:
         return None
@@ -104,13 +98,7 @@ class ShardGradients:
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of `loss_fn(params, *args)`, and the gradients.
-
-        Args:
-          loss_fn: `(params, *args) -> loss`, or `(loss, aux)`.
-          has_aux: whether it returns `aux`.
-          args: rows of this rank, and further arguments; none for a loss that closes over them.
-        """
+        """Return the value of `loss_fn(params, *args)`, and the gradients."""
         own_shards = [self._shards[i].value for i in self._sent]
         with shard_registry.forgotten_after():
             program, first, restored = self._traced(loss_fn, has_aux, args)

@@ -16,53 +16,27 @@ from jdp.analysis.marks import MEAN, PART, SHARD, WHOLE, mark
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is the same on every rank.
-
-    Args:
-      whole: the array; the number of ranks divides its size along `dim`.
-      dim: which dim is cut.
-      axes: names of the mesh axes of the ranks.
-    """
+    """Return this rank's slice along `dim` of an array that is the same on every rank."""
     return own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
 
 
 def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's part of a value, marked as one because of the way it was made.
-
-    Args:
-      part: this rank's slice, of any shape.
-      axes: names of the mesh axes that the value is split over.
-    """
+    """Return this rank's part of a value, marked as one because of the way it was made."""
     return mark(part, kind=SHARD, path="", axes=tuple(axes))
 
 
 def checked(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's part of a value; a step is refused if it may not be a part of one.
-
-    Args:
-      part: this rank's slice, of any shape.
-      axes: names of the mesh axes that the value is split over.
-    """
+    """Return this rank's part of a value; a step is refused if it may not be a part of one."""
     return mark(part, kind=PART, path="", axes=tuple(axes))
 
 
 def joined(whole: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the value that was gathered from checked parts.
-
-    Args:
-      whole: the gathered value.
-      axes: names of the mesh axes that it was split over.
-    """
+    """Return the value that was gathered from checked parts."""
     return mark(whole, kind=WHOLE, path="", axes=tuple(axes))
 
 
 def combined(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the sum over ranks of sums over checked parts: the sum of the whole value once.
-
-    Args:
-      total: the sum over all ranks.
-      axes: names of the mesh axes that the value is split over.
-    """
+    """Return the sum over ranks of sums over checked parts: the sum of the whole value once."""
     return mark(total, kind=MEAN, path="", axes=tuple(axes))
 
 

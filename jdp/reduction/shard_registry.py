@@ -55,11 +55,6 @@ def gathered(
     """Return the whole arrays, in buckets; the step remembers the shard of each.
 
     Arrays that the step does not read are not gathered.
-
-    Args:
-      found: shards of this rank, all over the same axes.
-      bucket_bytes: capacity of one bucket of shards in bytes, > 0.
-      overwrite: as for `shards.all_gather`; empty for no arrays.
     """
     if not found:
         return []
@@ -135,11 +130,6 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
 
     Those that do not live as shards have a slice of the whole array as their shard, but for those
     of which no dim is split.
-
-    Args:
-      params: tree of whole arrays.
-      flags: for each whether it trains.
-      owner: the optimizer.
     """
     scope = step_context.innermost()
     if scope is None:
@@ -170,12 +160,7 @@ def owner_of_whole(leaf: Any) -> Any:
 
 
 def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
-    """Return a gradient, and remember that it is the mean over all ranks.
-
-    Args:
-      gradient: which stays whole, or is known with its shard.
-      path: of its parameter.
-    """
+    """Return a gradient, and remember that it is the mean over all ranks."""
     scope = step_context.innermost()
     if scope is not None:
         scope.means[id(gradient)] = gradient  # kept, so that its id stays its own
@@ -205,13 +190,7 @@ def are_of(owner: Any) -> bool:
 
 
 def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is the same on every rank.
-
-    Args:
-      whole: of any shape.
-      dim: along which it is split; the number of ranks divides it.
-      axes: names of the mesh axes of the ranks that split it.
-    """
+    """Return this rank's slice along `dim` of an array that is the same on every rank."""
     found = known(whole)
     if found is not None and found.dim == dim and found.axes == axes:
         return found.value
@@ -219,11 +198,5 @@ def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:
-    """Return the shard of a leaf of the state, marked for the proof.
-
-    Args:
-      value: this rank's slice.
-      dim: along which the leaf is split.
-      axes: names of the mesh axes that split it.
-    """
+    """Return the shard of a leaf of the state, marked for the proof."""
     return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes)

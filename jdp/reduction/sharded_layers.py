@@ -18,10 +18,6 @@ def split_parts(params: Any, axes: tuple[str, ...]) -> list[Shard | None]:
     """Return for each stacked parameter the shard to scan over, None where the whole is scanned.
 
     A leaf that is split along the dim of the layers has all of a layer on one rank: it stays whole.
-
-    Args:
-      params: tree of stacked parameters.
-      axes: the ranks that gradients are averaged over: those of the step, or nothing is split.
     """
     found = [known(leaf) for leaf in jax.tree.leaves(params)]
     if step_context.current(axes) is None:
@@ -47,20 +43,6 @@ def scan(
     of the layer behind it while it computes its own. So no more than two layers are whole at once.
     Forward the carries alone are kept, as under `jax.checkpoint`; within one layer the author's own
     `jax.checkpoint` decides.
-
-    Args:
-      f: as `jdp.scan_layers` takes it, with `init`, `params`, `xs`, `reverse` and `unroll`.
-      init: the first carry.
-      params: the whole stacked parameters; those that `parts` replace are not read.
-      xs: further stacked arrays, or None.
-      parts: for each leaf of `params` its shard, from `split_parts`; at least one.
-      axes: the ranks that gradients are averaged over.
-      reverse: run the last layer first.
-      unroll: as in `lax.scan`.
-
-    Returns:
-      `(carry, ys)`. The gradient of a shard is this rank's part of the mean over ranks, weighted as
-      the step is; that of everything else this rank's own.
 
     Source: Rajbhandari et al. 2020, ZeRO stage 3, https://arxiv.org/abs/1910.02054.
     """

@@ -22,17 +22,7 @@ from jdp.reduction.tree_arrays import TreeArrays
 def updated(
     tx: Replicated, grads: Any, opt_state: Any, params: Any, *, synced: bool, **extra: Any
 ) -> tuple[Any, Any]:
-    """Return the parameters and the optimizer state after one step of the optimizer.
-
-    Args:
-      tx: the optimizer.
-      grads: tree like `params`, or what the optimizer takes in its place: this rank's gradient,
-        or with `synced` the mean of all ranks.
-      opt_state: of the optimizer.
-      params: the parameters that train.
-      synced: whether `grads` are means over ranks already.
-      **extra: handed to the optimizer.
-    """
+    """Return the parameters and the optimizer state after one step of the optimizer."""
     mixed_precision.mark_gradients(grads, tx)
     axes = shard_axes(tx)
     if axes is None:
@@ -77,11 +67,7 @@ class Update:
         return [sharding.dim(leaf, self._num_shards) for leaf in leaves]
 
     def means(self, grads: Any, synced: bool) -> list[Piece]:
-        """Return this rank's part of the mean of each gradient.
-
-        Args:
-          grads, synced: as for `updated`.
-        """
+        """Return this rank's part of the mean of each gradient."""
         dims = self._dims(jax.tree.leaves(grads))
         return GradientPieces(self._tx, self._axes, grads, dims, synced=synced).means()
 

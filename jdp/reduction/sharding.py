@@ -50,10 +50,6 @@ class Sharding:
         first of several that are equal. If that is the last one, and the one before it has whole
         tiles of rows for each rank, it is the one before: XLA for TPUs scatters those, where it
         may sum a slice of columns whole (v5e:2x4, bfloat16 `[1024, 1024]`).
-
-        Args:
-          leaf: array or `ShapeDtypeStruct`.
-          num_shards: number of ranks that split it.
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:

@@ -25,14 +25,7 @@ class _Cut(NamedTuple):
 
 
 def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute slices of elementwise results from slices of the operands, where a rank has these.
-
-    Args:
-      fn: runs on every rank, in a `shard_map`.
-
-    Returns:
-      The same operations, but for slices of what is computed from gathered arrays.
-    """
+    """Compute slices of elementwise results from slices of the operands, where a rank has these."""
 
     def run(*args: Any) -> Any:
         trees: list[Any] = []
@@ -94,12 +87,7 @@ class _SlicedProgram:
     def __call__(
         self, arguments: Sequence[Any], known: Mapping[FlatValue, FlatValue]
     ) -> dict[FlatValue, Any]:
-        """Return the values of the inputs, the constants and the results of all operations.
-
-        Args:
-          arguments: one for each input.
-          known: array that was gathered -> the slice of this rank.
-        """
+        """Return the values of the inputs, the constants and the results of all operations."""
         values = dict(zip(self._program.ins, arguments, strict=True))
         values.update((value, value.constant) for value in self._program.constants)
         slices: dict[FlatValue, Any] = {}

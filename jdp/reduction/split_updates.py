@@ -24,15 +24,6 @@ def updated(
 
     Each rank computes its part of the updates, which are then gathered. The log names the arrays
     that would be split in a `TrainState`, and are not here.
-
-    Args:
-      update: that of the optimizer, `jdp.sharded(...).update`.
-      caller: the module that called it.
-      grads: this rank's gradient, or with `synced` the mean of all ranks.
-      opt_state: of the optimizer.
-      params: the parameters, or None.
-      synced: whether `grads` are means over ranks already.
-      **extra: handed to the optimizer.
     """
     tx = Sharded(update.wrapped.init, update)
     axes = shard_axes(tx)

@@ -40,15 +40,7 @@ def around(axis_name: AxisName) -> Scope | None:
 
 
 def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
-    """Return the weight of the step over these axes, None where every rank counts the same.
-
-    Args:
-      axis_name: that the caller reduces over.
-      caller: name of the function, for the error.
-
-    Raises:
-      ValueError: if the step is one over other axes, too, or over some of these, and has a weight.
-    """
+    """Return the weight of the step over these axes, None where every rank counts the same."""
     step = around(axis_name)
     if step is None or step.weight is None:
         return None
@@ -81,7 +73,6 @@ def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Args:
       weight: `[]` float, of this rank's rows, >= 0.
-      axis_name: of the ranks.
     """
     scope = current(axis_name)
     if scope is not None and weight is scope.weight and scope.total is not None:
@@ -104,15 +95,7 @@ def entered(
     choices: Choices = PLAIN,
     reduce_dtype: Any = None,
 ) -> Iterator[Scope]:
-    """Trace the body of the `with` as a step over `axis_name` on this rank's `batch`.
-
-    Args:
-      axis_name: the data axis of the step.
-      batch: this rank's rows.
-      weight_fn: weighs a batch, None where every row counts the same.
-      nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
-      why_no_gradient, mesh, choices, reduce_dtype: see `Scope`.
-    """
+    """Trace the body of the `with` as a step over `axis_name` on this rank's `batch`."""
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)

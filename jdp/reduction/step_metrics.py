@@ -17,11 +17,7 @@ from jdp.reduction.scope import Scope
 
 
 def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the values of `rows` out of a tree; `pytrees.put_nodes` puts them back.
-
-    Raises:
-      ValueError: if a scan or vmap has stacked them since: rows are no longer their first dim.
-    """
+    """Take the values of `rows` out of a tree; `pytrees.put_nodes` puts them back."""
     for leaf in jax.tree.leaves(tree, is_leaf=is_rows):
         if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
             raise ValueError(
@@ -45,12 +41,7 @@ def unmarked(tree: Any) -> Any:
 
 
 def require_numbers(tree: Any) -> None:
-    """Refuse metrics that a compiled step cannot return.
-
-    Raises:
-      TypeError: naming the first one that is not an array or a number, or is a float scalar of 8
-        bits or fewer.
-    """
+    """Refuse metrics that a compiled step cannot return."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
             raise TypeError(
@@ -75,9 +66,7 @@ def with_uniform(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]
     """Replace means of values that were the same on every rank by these values, to the bit.
 
     Args:
-      tree: the result of `averaged`.
       own: the `float_scalars` of the tree that it averaged.
-      is_uniform: which of those are the same on every rank.
     """
     left = iter(zip(own, is_uniform, strict=True))
 
@@ -102,12 +91,7 @@ def averaged(
     Losses that were sent along with gradients have their means already.
 
     Args:
-      tree: metrics of one rank; python floats count as arrays.
-      axis_name: the data axis of the step being traced.
       summed: `[k]` float32, whole numbers whose sum float32 holds; None for no vector.
-
-    Returns:
-      The tree, in which other leaves are as they were, and the sum of the vector.
     """
     given, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in given]

@@ -40,18 +40,7 @@ class TracedLayer(NamedTuple):
 def traced(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, params: Any, xs: Any, *, reverse: bool
 ) -> tuple[TracedLayer, list[jax.Array]]:
-    """Trace the function of a scan, and return it with the leaves of the first carry.
-
-    Args:
-      f: as `jdp.scan_layers` takes it.
-      init: the first carry.
-      params: stacked parameters.
-      xs: further stacked arrays, or None.
-      reverse: as in `lax.scan`.
-
-    Raises:
-      TypeError, ValueError: those of `lax.scan`, where `f` and its arguments do not fit together.
-    """
+    """Trace the function of a scan, and return it with the leaves of the first carry."""
 
     def scan(init: Any, params: Any, xs: Any) -> Any:
         return lax.scan(f, init, params if xs is None else (params, xs), reverse=reverse)

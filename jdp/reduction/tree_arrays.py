@@ -23,11 +23,7 @@ class TreeArrays:
         self.arrays: list[jax.Array] = [self._leaves[i] for i in self.places]
 
     def like(self, other: "TreeArrays") -> list[jax.Array | None]:
-        """Return for each array of `other` the one at its place here, if both look alike.
-
-        Args:
-          other: arrays; one that differs in shape or dtype from that in its place gets None.
-        """
+        """Return for each array of `other` the one at its place here, if both look alike."""
         here = dict(zip(self.places, self.arrays, strict=True))
         found = [here.get(i) for i in other.places]
         return [

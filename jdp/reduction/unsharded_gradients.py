@@ -72,12 +72,7 @@ class WholeMeans:
         return [(it, [i for i in chosen if self.owners[i] is it]) for it in owners.values()]
 
     def means(self, local: Sequence[Any], reduced: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-        """Return the means over ranks of all these gradients, by position.
-
-        Args:
-          local: of each leaf this rank's gradient, or None.
-          reduced: position -> mean of those that are means already.
-        """
+        """Return the means over ranks of all these gradients, by position."""
         found = {i: reduced[i] for i in self.owners if i in reduced}
         for owner, chosen in self._by_owner([i for i in self.owners if i not in found]):
             means = gradients.reduced(

@@ -17,15 +17,7 @@ UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
 def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
-    """Log once, to the logger "jdp", the arrays that `jdp.sharded` finds whole on every rank.
-
-    Args:
-      sharding: `sharding.Sharding` of the optimizer.
-      axis_name: its data axis.
-      caller: the module that called its update.
-      state: of the optimizer, an empty tuple if it is split.
-      params: the parameters, an empty tuple if they are split, or None.
-    """
+    """Log once, to the logger "jdp", the arrays that `jdp.sharded` finds whole on every rank."""
     is_in_step = step_context.current(axis_name) is not None
     if caller == UPDATE_OF_STATE and is_in_step:
         return

@@ -57,12 +57,7 @@ class Weighting(NamedTuple):
         return _weigh(x, None, self.after, why_not=self.why_not)
 
     def by_share(self, share: jax.Array | None) -> "Weighting":
-        """Return the weighting of the trace that a share of the weight is from.
-
-        Args:
-          share: handed on by a `jax.custom_vjp`, which JAX may keep for another trace; None where
-            all ranks count the same.
-        """
+        """Return the weighting of the trace that a share of the weight is from."""
         if share is None:
             return self
         share = lax.stop_gradient(share)  # A second derivative gives it a tangent of zeros.
@@ -78,8 +73,6 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
 
     Args:
       weight: `[]`, of this rank; the step's own, another one, or None for a plain sum.
-      axis_name: the ranks.
-      mean: divide by the sum of weights.
     """
     step = step_context.around(axis_name)
     own = None if step is None else step.weight
@@ -116,8 +109,6 @@ def factors(
 
     Args:
       weight: `[]`, of this rank; None where every rank counts the same.
-      axis_name: the ranks.
-      mean: divide by the number of ranks, or by the sum of weights.
     """
     if weight is not None:
         return weighting(weight, axis_name, mean=mean), 1.0
@@ -125,13 +116,7 @@ def factors(
 
 
 def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
-    """Sum a tree of terms over ranks, with the transpose of `weights`.
-
-    Args:
-      x: tree of float arrays, this rank's terms.
-      axis_name: the ranks.
-      weights: multiplies the terms, and defines the cotangents.
-    """
+    """Sum a tree of terms over ranks, with the transpose of `weights`."""
     x = jax.tree.map(weights.term, x)
     with weights.named():
         sums = lax.psum(x, axis.names(axis_name))
@@ -140,10 +125,6 @@ def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
 
 def without_transpose(tree: Any, why_not: str) -> Any:
     """Return a tree unchanged; reverse mode through it raises a ValueError with that text.
-
-    Args:
-      tree: any tree; leaves that are not floats are left alone.
-      why_not: the text of the error.
 
     >>> square = lambda x: without_transpose(x, "why it has no gradient") ** 2
     >>> jax.jvp(square, (3.0,), (1.0,))[1]

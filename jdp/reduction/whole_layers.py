@@ -30,11 +30,7 @@ def scan(
     own, so that no more than two gradients of layers are whole at once.
 
     Args:
-      f, init, params, xs, axes, reverse, unroll: as for `sharded_layers.scan`.
       parts: for each leaf of `params` its shard, None where its gradient is this rank's own.
-
-    Returns:
-      `(carry, ys)`, with the gradients of `sharded_layers.scan`.
     """
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     is_split = [part is not None for part in parts]

@@ -84,14 +84,7 @@ class CompiledStep:
     def __call__(
         self, *args: Any, is_returned: bool = False, given: arguments.Given | None = None
     ) -> Any:
-        """Return `(state, metrics, weight, reports)`: rows still marked, weight summed over ranks.
-
-        Args:
-          *args: of the step.
-          is_returned: whether the state is what this step's last call returned.
-          given: on a mesh of several processes, the checksums of `args` to compare, from
-            `Arguments.checksums`.
-        """
+        """Return `(state, metrics, weight, reports)`: marked rows, weight summed over ranks."""
         self._begin_call(args)
         try:
             if self._first_runs is None or self.arguments is None or given is None:
@@ -105,12 +98,7 @@ class CompiledStep:
             self._end_call(has_compiled=not self._is_part)
 
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
-        """Trace for the shapes of `args` and prove that every rank ends with the same state.
-
-        Args:
-          *args: of the step.
-          is_compiled: whether the caller compiles the result.
-        """
+        """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._begin_call(args)
         given = () if self.arguments is None else (self.arguments.zeros(args),)
         try:

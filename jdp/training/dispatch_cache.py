@@ -68,11 +68,7 @@ class LatestCall:
         self._places = [_place(leaf) for leaf in leaves]
 
     def is_like(self, args: tuple) -> bool:
-        """Whether another call has this state, and further arrays that lie as those of this one.
-
-        Args:
-          args: of that call, all by position.
-        """
+        """Whether another call has this state, and further arrays that lie as those of this one."""
         if not args:
             return False
         state = _flatten(args[0])[0]
@@ -98,15 +94,7 @@ class LatestCall:
 def record_call(
     program: Any, given: tuple, taken: tuple, returned: Any, known: KnownState | None
 ) -> LatestCall | None:
-    """Return the record of a call, None if an argument had to be placed.
-
-    Args:
-      program: its `CompiledStep`.
-      given: its arguments as the caller gave them.
-      taken: as the program took them.
-      returned: the state that it returned, None for an `eval_step`.
-      known: the same.
-    """
+    """Return the record of a call, None if an argument had to be placed."""
     placed = slice(0 if returned is None else 1, None)  # a returned state lies where it has to
     leaves = jax.tree.leaves(given[placed])
     if not _are_taken(leaves, jax.tree.leaves(taken[placed])):

@@ -35,16 +35,7 @@ def add_hint(
     num_ranks: int,
     state: Any = None,
 ) -> None:
-    """Add a sentence to an error if a usual mistake with steps explains it.
-
-    Args:
-      error: from tracing the author's function.
-      spec: the step.
-      batch: a rank's rows, any tree.
-      rest: the further arguments, whole on each rank.
-      num_ranks: that share the batch.
-      state: the first argument of the step, if it is known.
-    """
+    """Add a sentence to an error if a usual mistake with steps explains it."""
     text = str(error)
     hint = None
     if isinstance(error, NameError):

@@ -13,13 +13,6 @@ def refused(name: str, scope: Scope) -> Iterator[None]:
     """Raise an error of jdp's where JAX cannot differentiate what the author's function does.
 
     JAX finds that before the program is there to be proved, and does not name the layers.
-
-    Args:
-      name: of the step.
-      scope: of its trace.
-
-    Raises:
-      ValueError: if `scan_layers` has no forward-mode derivative in this trace.
     """
     try:
         yield

@@ -94,16 +94,7 @@ def _content(cell: Any) -> Any:
 
 
 def changing(step: Any, args: tuple, keywords: dict[str, Any]) -> list[str]:
-    """Return the author's lines that compute another constant in each trace of a step.
-
-    Args:
-      step: is traced anew, twice.
-      args: of a call.
-      keywords: those by keyword.
-
-    Returns:
-      The lines, "an array of the step" in the place of one that is not known.
-    """
+    """Return the author's lines that compute another constant in each trace of a step."""
     one, other = (type(step)(step.spec).trace(*args, **keywords).jaxpr for _ in range(2))
     lines: dict[str, None] = {}
     for eqn, again in zip(jaxprs.equations(one), jaxprs.equations(other), strict=False):

@@ -17,15 +17,7 @@ def likely_cause(
     equal_draws: Sequence[str] = (),
     warned: Collection[str] = (),
 ) -> str:
-    """Return why one rank and n ranks may differ.
-
-    Args:
-      found: the differences.
-      program: text of the lowered step.
-      named: the same text, with JAX's name of each operation.
-      equal_draws: lines that draw random numbers for rows, the same on every rank.
-      warned: the warnings of the analysis of the step.
-    """
+    """Return why one rank and n ranks may differ."""
     leaves = beyond(found.leaves)
     causes, prefix = (_CAUSES, "") if leaves else (_CAUSES_OF_METRICS, _METRIC)
     wrong = leaves or beyond(found.metrics)[:1]

@@ -32,16 +32,7 @@ _INJECTED = (
 
 
 def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
-    """Refuse an optimizer state whose leaves have too few digits to be updated.
-
-    Args:
-      tx: the optimizer.
-      opt_state: its first state.
-      params: the parameters that train.
-
-    Raises:
-      ValueError: naming the first leaf.
-    """
+    """Refuse an optimizer state whose leaves have too few digits to be updated."""
     named = jax.tree_util.tree_leaves_with_path(opt_state)
     short = [i for i, (_, leaf) in enumerate(named) if moment_updates.is_short(leaf)]
     changes = moment_updates.changes(tx, opt_state, params) if short else {}

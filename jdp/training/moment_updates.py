@@ -32,11 +32,6 @@ def changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
     """Return the changes of the leaves of an optimizer's state in an update, by position.
 
     It is traced in float32, where no decay is rounded to 1. Empty if the update cannot be traced.
-
-    Args:
-      tx: the optimizer.
-      opt_state: its first state.
-      params: the parameters that train.
     """
     leaves, tree = jax.tree.flatten(opt_state)
 

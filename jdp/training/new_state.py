@@ -21,12 +21,7 @@ _logged: set[str] = set()
 
 
 def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
-    """Return a tree with the values of the first process of the mesh; all of its processes call it.
-
-    Args:
-      tree: of arrays and numbers. Arrays that several processes share stay as they are.
-      axis_name: name of the data axis, or a tuple of names.
-    """
+    """Return a tree with the values of the first process, on all processes of the mesh."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     shared = [leaf for leaf in arrays if not leaf.is_fully_addressable]
     try:
@@ -40,7 +35,6 @@ def placed(state: Any, *, copy: bool) -> Any:
     """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says.
 
     Args:
-      state: the new state.
       copy: whether leaves that lie there already are copied, too.
     """
     axis_name = state.tx.axis_name

@@ -18,9 +18,6 @@ def nodes(state: Any) -> Iterator[tuple[Any, Any]]:
 
     A node is an optimizer with its state; a variable of nnx outside of these, whose optimizer is
     the one that it matches the `wrt` of; or another leaf.
-
-    Args:
-      state: any tree.
     """
     nnx = sys.modules.get("flax.nnx")
     variable = () if nnx is None else nnx.Variable

@@ -22,9 +22,6 @@ def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
     """Refuse Python numbers that are attributes of modules, before they are made arrays.
 
     If all parameters train, other Python floats are logged.
-
-    Raises:
-      TypeError: naming the first one.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if type(leaf) in (bool, int, float, complex) and _is_of_module(params, path):
@@ -42,9 +39,6 @@ def floats_of_equinox(state: Any) -> frozenset[str]:
     """Return the paths of Python floats in a state that are attributes of Equinox's modules.
 
     Equinox does not differentiate in them, but in a step they are arrays, as all numbers are.
-
-    Args:
-      state: a state that no step returned.
     """
     if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(state)):
         return frozenset()
@@ -57,16 +51,7 @@ def floats_of_equinox(state: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def not_trained(floats: frozenset[str], gradients: Set[str], state: str) -> Iterator[None]:
-    """Refuse, in place of any error in the body, gradients of Python floats of modules.
-
-    Args:
-      floats: paths in the state, from `floats_of_equinox`.
-      gradients: paths of the gradients that the body has reduced, in the tree of its parameters.
-      state: name of the state.
-
-    Raises:
-      TypeError: naming the first one.
-    """
+    """Refuse, in place of any error in the body, gradients of Python floats of modules."""
     try:
         yield
     finally:
@@ -153,16 +138,7 @@ def require_numbers(name: str, tree: Any) -> None:
 
 
 def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
-    """Return for each leaf of the parameters whether it trains.
-
-    Args:
-      params: the parameters.
-      trainable: see `TrainState.create`.
-
-    Raises:
-      TypeError: if a leaf is not an array.
-      ValueError: if a leaf is `per_rank`, or no leaf trains.
-    """
+    """Return for each leaf of the parameters whether it trains."""
     named = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), is_own in zip(named, rank_state.flags(params), strict=True):
         if not pytrees.is_array(leaf):

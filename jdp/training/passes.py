@@ -59,30 +59,14 @@ class Pass(NamedTuple):
 
 
 def given(args: tuple, layout: StateLayout) -> tuple:
-    """Return the arguments of `RankProgram.mapped`.
-
-    Args:
-      args: of the step: arrays, tracers or `ShapeDtypeStruct`s.
-      layout: of the state.
-    """
+    """Return the arguments of `RankProgram.mapped`."""
     state, batch, *rest = args
     uniform, *parts = layout.parted(jax.tree.leaves(pytrees.hold(state)))
     return (uniform, SplitInputs(batch, parts), *rest)
 
 
 def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass:
-    """Trace a step, and prove it: here, on other platforms and on more ranks.
-
-    Args:
-      rank_program: makes its programs.
-      choices: of the one here.
-      args: of the step: arrays, tracers or `ShapeDtypeStruct`s.
-      batch: the one among them, as the caller gave it.
-
-    Raises:
-      ValueError: if one of these programs is not the same training on every rank, or a loss did
-        not see parameters in the dtype that they are gathered in.
-    """
+    """Trace a step, and prove it: here, on other platforms and on more ranks."""
     inputs = _inputs(rank_program, args, batch)
     program = _mapped(rank_program, inputs, choices)
     jaxpr, traced = _result(rank_program, inputs, program.trace(*inputs.args))
@@ -95,13 +79,6 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     """Return the program that runs: that of the probe, unless another one does better.
 
     Another one may send less, or in order, or keep XLA's collectives and native calls apart.
-
-    Args:
-      rank_program: makes the programs of the step.
-      probed: from `probe`. What is sent, and in which order, shows in its program alone.
-
-    Raises:
-      ValueError: if the program that runs is not the same training on every rank.
     """
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
@@ -128,10 +105,6 @@ def _choose(choices: Choices, jaxpr: Any) -> tuple[Choices, str | None]:
     """Return how the native calls of a program must run, and why it must not make any, or None.
 
     Gathers overwrite no array that is read later.
-
-    Args:
-      choices: with which the program was traced.
-      jaxpr: the program.
     """
     why_not = _why_xla(jaxpr)
     why_xla = choices.why_xla or why_not

@@ -32,13 +32,7 @@ _SLOW_BYTES = 1 << 20  # less is copied in less than a millisecond
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
-    """Place a state that no step returned, and copy what is aliased in it.
-
-    Args:
-      state: as `pytrees.hold` returns it.
-      where: the mesh.
-      spec: the step that it is for.
-    """
+    """Place a state that no step returned, and copy what is aliased in it."""
     state = placement.placed(
         state,
         spec.axis_name,
@@ -59,15 +53,7 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
 
 
 def require_usable(spec: StepSpec, state: Any) -> None:
-    """Refuse a state that holds a donated leaf, or one that a train step cannot return.
-
-    Args:
-      spec: the step.
-      state: which no step returned.
-
-    Raises:
-      ValueError: naming what is wrong.
-    """
+    """Refuse a state that holds a donated leaf, or one that a train step cannot return."""
     require_alive(spec, [state])
     if spec.returns_state:
         shared_variables.require_unshared(spec.argument(0), state)
@@ -77,12 +63,7 @@ def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:
     """Refuse a state, or the state of an optimizer, in the place of the batch.
 
     Args:
-      spec: the step.
       batch: the second argument.
-      num_rest: how many arguments follow it.
-
-    Raises:
-      TypeError: if that is what the batch is.
     """
     nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
     found = next(filter(_is_of_optimizer, nodes), None)
@@ -108,16 +89,7 @@ def _is_of_optimizer(node: Any) -> bool:
 
 
 def place_rest(name: str, arg: Any, where: Mesh) -> Any:
-    """Place a further argument of a step, which is the same on every rank.
-
-    Args:
-      name: of the argument, for the error.
-      arg: any tree of arrays and numbers.
-      where: the mesh of the step.
-
-    Raises:
-      TypeError: if it holds neither arrays nor numbers.
-    """
+    """Place a further argument of a step, which is the same on every rank."""
 
     # An array committed to one device would not go together with the mesh; JAX itself copies
     # everything else to where it is needed.
@@ -148,7 +120,6 @@ def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
     """Copy the leaves of other arguments that are leaves of the state, which is donated.
 
     Args:
-      args: trees.
       donated: the leaves of the state.
     """
     shared = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
@@ -174,13 +145,7 @@ def _buffer(leaf: Any) -> Any:
 
 
 def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
-    """Log, once for a step, a large leaf that it could not donate because of a view on a CPU.
-
-    Args:
-      spec: the step.
-      where: the mesh.
-      state: which was given to a call that has begun.
-    """
+    """Log, once for a step, a large leaf that it could not donate because of a view on a CPU."""
     if _VIEWED in spec.warned or where.devices.flat[0].platform != "cpu":
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -192,12 +157,7 @@ def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
 
 
 def copied_leaves(where: Mesh, rest: Sequence[Any]) -> list[Any]:
-    """Return the large leaves of further arguments that each call copies to devices.
-
-    Args:
-      where: the mesh.
-      rest: the further arguments, as they were given.
-    """
+    """Return the large leaves of further arguments that each call copies to devices."""
     return [
         leaf
         for leaf in jax.tree.leaves(rest)
@@ -214,9 +174,6 @@ def log_copies(spec: StepSpec, where: Mesh, rest: Sequence[Any], before: Sequenc
     """Log, once for a step, a further argument that an earlier call had to copy, too.
 
     Args:
-      spec: the step.
-      where: the mesh.
-      rest: the further arguments, as they were given.
       before: large leaves that were copied in an earlier call.
     """
     known = {id(leaf) for leaf in before if leaf is not None}
@@ -235,11 +192,7 @@ def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:
     """Refuse arguments that hold a donated leaf, unless JAX cannot sort keys of one.
 
     Args:
-      spec: the step.
       args: its arguments, in order.
-
-    Raises:
-      ValueError: naming the first one.
     """
     try:
         is_gone = pytrees.any_deleted(args)
@@ -253,11 +206,7 @@ def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
     """Refuse arguments of a step that hold a donated leaf.
 
     Args:
-      spec: the step.
       args: its arguments, in order.
-
-    Raises:
-      ValueError: naming the first one.
     """
     for i, arg in enumerate(args):
         pytrees.require_alive(

@@ -11,13 +11,7 @@ from jdp.worker.version import version
 
 
 def facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
-    """Return what may make two programs of one step differ, as lists for JSON.
-
-    Args:
-      types: of the arguments of the program, with `dtype` and `shape`.
-      mesh: where it runs.
-      is_part: whether it is a part of a larger program of the author's.
-    """
+    """Return what may make two programs of one step differ, as lists for JSON."""
     devices = [*mesh.devices.flat]
     return [
         [jax.__version__, version(), cpu_runtime.why_missing() is None, is_part],

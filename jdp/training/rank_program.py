@@ -102,12 +102,6 @@ class RankProgram:
         """Return the program over the mesh.
 
         It is `(uniform arrays of the state, SplitInputs, *rest) -> RankOutputs`.
-
-        Args:
-          layout: of the state.
-          shard_axes: names of the mesh axes that shards of the state are split over.
-          num_args: how many arguments there are.
-          choices: how it differs from other programs of the step.
         """
         on_rank: Any = functools.partial(self._on_rank, layout, shard_axes, choices)
         if choices.ready:
@@ -176,13 +170,7 @@ class RankProgram:
         return RankOutputs(uniform, SplitOutputs(rows, RankReports(differs, raw_weight), parts))
 
     def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
-        """Return the means of metrics over the ranks, and whether arguments differ: None or bool.
-
-        Args:
-          metrics: of this rank, without rows.
-          rest: the arguments behind the batch.
-          given: their checksums, if processes compare arguments.
-        """
+        """Return the means of metrics over ranks, and whether arguments differ: None or bool."""
         axis_name = self.spec.axis_name
         pieces = None if self.checksum_spec is None else checksums.pieces(rest, given)
         metrics, sums = step_metrics.averaged(metrics, axis_name, pieces)

@@ -22,13 +22,6 @@ def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
     """Return for each array of a state its group, and the mesh axes that shards are split over.
 
     Group 0 is the same on every rank, group 1 is `per_rank`, and group 2 + d is split along dim d.
-
-    Args:
-      state: as `pytrees.hold` returns it: of arrays, tracers or `ShapeDtypeStruct`s.
-      mesh: of the ranks.
-
-    Raises:
-      ValueError: if two optimizers of the state split over different axes.
     """
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
@@ -43,12 +36,7 @@ def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
 
 
 def specs(axis_name: Sequence[str], shard_axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
-    """Return the partition of each group over the mesh, but for the uniform one.
-
-    Args:
-      axis_name: names of the data axes.
-      shard_axes: names of the mesh axes that shards are split over.
-    """
+    """Return the partition of each group over the mesh, but for the uniform one."""
     dims = (PartitionSpec(*[None] * dim, tuple(shard_axes)) for dim in range(_NUM_DIMS))
     return (PartitionSpec(tuple(axis_name)), *dims)
 
@@ -60,10 +48,6 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
     """Return for each array of a state how it is split over the ranks, None where no rule says.
 
     A leaf that its optimizer leaves whole is whole, also if another optimizer had split it.
-
-    Args:
-      state: a state, or `pytrees.hold` of it.
-      mesh: the mesh of the ranks.
     """
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
@@ -81,13 +65,7 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
 
 
 def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[PartitionSpec]:
-    """Return for each leaf of the state of an optimizer how it is split over the ranks.
-
-    Args:
-      opt_state: of `ShapeDtypeStruct`s.
-      tx: the optimizer.
-      mesh: of the ranks.
-    """
+    """Return for each leaf of the state of an optimizer how it is split over the ranks."""
     sharding = sharding_of(tx)
     if sharding is None:
         return [PartitionSpec()] * len(jax.tree.leaves(opt_state))

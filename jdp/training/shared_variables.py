@@ -12,13 +12,6 @@ def require_unshared(name: str, tree: Any) -> None:
     JAX opens a state into its arrays, so that a step sees two variables. Its function may change
     one and read the other. Random streams are left out: modules share them, and use them at
     initialisation alone.
-
-    Args:
-      name: of the tree, for the error.
-      tree: a state or a part of it, as the caller gave it.
-
-    Raises:
-      ValueError: naming the two places.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:

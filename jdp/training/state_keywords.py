@@ -15,16 +15,7 @@ _NOT_REPLACED = frozenset(("step", "params", "opt_state", "tx", "trainable"))
 def split(
     tx: Replicated, fields: Iterable[str], keywords: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords that the optimizer reads, and the new values of fields.
-
-    Args:
-      tx: the optimizer of the state.
-      fields: names of all fields of the state.
-      keywords: of the call.
-
-    Raises:
-      TypeError: naming a keyword that would have no effect.
-    """
+    """Return the keywords that the optimizer reads, and the new values of fields."""
     replaced = sorted(set(fields) - _NOT_REPLACED)
     values = {name: x for name, x in keywords.items() if name in replaced}
     others = {name: x for name, x in keywords.items() if name not in replaced}

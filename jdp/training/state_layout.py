@@ -32,11 +32,7 @@ class StateLayout:
         return self.treedef.unflatten([next(left[group]) for group in self.groups])
 
     def parted(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Sort a list with one entry for each array into one list for each group.
-
-        Args:
-          leaves: one entry for each array of the state, in the order of `groups`.
-        """
+        """Sort a list with one entry for each array into one list for each group."""
         lists: list[list[Any]] = [[] for _ in range(shard_layout.NUM_GROUPS)]
         for leaf, group in zip(leaves, self.groups, strict=True):
             lists[group].append(leaf)
@@ -44,16 +40,7 @@ class StateLayout:
 
 
 def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
-    """Return the arrays of a state by group, its layout, and the axes that shards are split over.
-
-    Args:
-      state: any tree, of arrays, tracers or `ShapeDtypeStruct`s.
-      mesh: of the ranks.
-
-    Raises:
-      ValueError: if an array of `per_rank` has no first dim.
-      TypeError: if a leaf of `per_rank` is not an array.
-    """
+    """Return the arrays of a state by group, its layout, and the axes of its shards."""
     rank_state.require_dims(pytrees.restore(state))
     held = pytrees.hold(state)
     leaves, treedef = jax.tree.flatten(held)

@@ -10,12 +10,7 @@ from jdp.training import shard_layout
 
 
 def whole(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[Any]]:
-    """Return the arrays of a state as the author's function sees them.
-
-    Args:
-      lists: of `per_rank`, then this rank's shards by the dim that is split.
-      axes: names of the mesh axes that shards are split over.
-    """
+    """Return the arrays of a state as the author's function sees them."""
     own, *by_dim = lists
     parts = [
         shard_registry.entering(value, dim, axes)
@@ -27,23 +22,13 @@ def whole(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[An
 
 
 def claim(state: Any, *, trains: bool = True) -> None:
-    """Record for parameters whose gradients are split which optimizer updates them.
-
-    Args:
-      state: any tree, as the author's function sees it.
-      trains: whether the function may update them.
-    """
+    """Record for parameters whose gradients are split which optimizer updates them."""
     for params, flags, tx in shard_layout.with_split_gradients(state):
         shard_registry.claim(params, [flag and trains for flag in flags], tx)
 
 
 def parts(lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]) -> list[list[jax.Array]]:
-    """Return the arrays of a new state as they leave the step, shards for those that are split.
-
-    Args:
-      lists: uniform arrays, those of `per_rank`, then whole arrays by the dim that is split.
-      axes: names of the mesh axes that shards are split over.
-    """
+    """Return the arrays of a new state as they leave the step, shards for those that are split."""
     uniform, own, *by_dim = lists
     shards = [
         [shard_registry.own(leaf, dim, axes) for leaf in leaves]

@@ -59,12 +59,7 @@ class Step:
             SHIELD.end(shielded)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
-        """Run one step: `(state, metrics, weight)`.
-
-        Returns:
-          The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
-          weight of the global batch: `[]` float32, its rows where nothing weighs them.
-        """
+        """Run one step: `(state, metrics, weight)`."""
         latest = self._latest  # read once: another thread may replace it
         if latest and not kwargs and latest.is_like(args) and not jax_compat.is_tracing():
             return self._run(latest.program, args, args, self.spec.returns_state, latest)
@@ -82,15 +77,7 @@ class Step:
         is_returned: bool,
         latest: dispatch_cache.LatestCall | None,
     ) -> tuple[Any, Any, jax.Array]:
-        """Run a program on its placed arguments.
-
-        Args:
-          compiled: the program.
-          args: the arguments.
-          given: as the caller gave them, None if some were given by keyword.
-          is_returned: whether the state is what the last call of this step returned.
-          latest: the last call, if this one is like it.
-        """
+        """Run a program on its placed arguments."""
         with self._phase:
             if compiled.arguments is not None:
                 self._order_between_processes(compiled.mesh, is_returned)
@@ -177,13 +164,7 @@ class Step:
         return self.trace_on(None, args, kwargs)
 
     def trace_on(self, where: Mesh | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Trace as `trace` does, on a mesh, which a state without arrays does not name.
-
-        Args:
-          where: the mesh. Default: that of the state.
-          args: the arguments.
-          kwargs: those by keyword.
-        """
+        """Trace as `trace` does, on a mesh, which a state without arrays does not name."""
         compiled, args, *_ = self._prepare(args, kwargs, where)
         return compiled.trace(*args, is_compiled=True)
 

@@ -84,21 +84,7 @@ def compare(
     digits: float = 0.0,
     digits_of_change: float = 0.0,
 ) -> list[LeafDifference]:
-    """Compare two trees leaf by leaf, on every device.
-
-    Args:
-      name: of the tree.
-      start: the tree before, None where there was none.
-      one: the tree of one rank.
-      many: the tree of n ranks.
-      tolerance: see `check_step`.
-      num_steps: how many steps led here.
-      digits: relative rounding of the state that metrics come from.
-      digits_of_change: relative rounding of what the steps computed, see `digits_of_wire`.
-
-    Returns:
-      The differences, the worst first.
-    """
+    """Compare two trees leaf by leaf, on every device."""
     named = jax.tree_util.tree_leaves_with_path(one)
     olds = [0.0] * len(named) if start is None else jax.tree.leaves(start)
     found = []

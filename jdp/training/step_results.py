@@ -24,13 +24,7 @@ _NO_GRADIENT = (
 
 
 def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
-    """Return `(state, metrics, weight, reports, found)`.
-
-    Args:
-      spec: the step.
-      leaving: the results of its program.
-      proved: of that program.
-    """
+    """Return `(state, metrics, weight, reports, found)`."""
     uniform, split = leaving
     metrics = step_metrics.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
     metrics = pytrees.put_nodes(metrics, split.rows)
@@ -46,13 +40,6 @@ def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
 
     On a mesh with further axes the compiler chooses how the new state is split over them. If that
     were not as the old state is split, the next call would compile again.
-
-    Args:
-      spec: the step.
-      mesh: where it runs.
-      new: the new state.
-      old: the old one, of tracers.
-      given: the old one, as the caller gave it.
     """
     old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
     if len(mesh.axis_names) == len(spec.axis_name) or tree != old_tree:

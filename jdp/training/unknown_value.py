@@ -19,13 +19,7 @@ _SEPARATORS = re.compile(r", and |, | and ")
 
 
 def explained(error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the error to raise in place of JAX's; None if that is not about a value.
-
-    Args:
-      error: from tracing the author's function.
-      spec: the step.
-      paths: what jdp's function calls a list of arrays -> their names.
-    """
+    """Return the error to raise in place of JAX's; None if that is not about a value."""
     asked = _ASKED.search(str(error))
     if asked is None:
         return None

@@ -90,9 +90,6 @@ def sources(step: int = 1) -> list[SourceFile]:
     """Return the imported modules with a source file that Python's own loader has read.
 
     Frozen and extension modules, namespaces, archives and the loaders of others need no `.pyc`.
-
-    Args:
-      step: look at each `step`-th module alone.
     """
     found = {}
     for module in [*sys.modules.values()][::step]:
@@ -111,12 +108,7 @@ def without_bytecode() -> list[SourceFile]:
 
 
 def examine(missing: Sequence[SourceFile], budget_s: float) -> Uncompiled:
-    """Measure how long modules take to compile.
-
-    Args:
-      missing: modules without bytecode.
-      budget_s: seconds to compile for; the time of the others is in proportion to their bytes.
-    """
+    """Measure how long modules take to compile."""
     seconds, measured = _compile_s(missing, budget_s)
     return Uncompiled(len(missing), seconds, measured, _cause(missing), _command(missing))
 

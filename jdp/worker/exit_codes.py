@@ -11,10 +11,6 @@ STALLED = 124
 def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
     """Return how a process ended.
 
-    Args:
-      returncode: that of Popen: the exit code, or minus the signal.
-      out_of_memory: whether the OOM killer ran in the cgroup of the process.
-
     >>> in_words(-9), in_words(-9, out_of_memory=True)
     ('was killed by SIGKILL (signal 9)', 'was killed by SIGKILL (signal 9): the OOM killer ...
     >>> in_words(-11)

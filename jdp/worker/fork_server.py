@@ -92,14 +92,7 @@ class ForkServer:
         self._launcher = launcher
 
     def serve(self) -> tuple[int, socket.socket] | None:
-        """Answer one request.
-
-        Returns:
-          In the fork its slot and its socket to the launcher; in this process None.
-
-        Raises:
-          EOFError: if the launcher will send no more requests.
-        """
+        """Answer one request."""
         slot, descriptors, _, _ = socket.recv_fds(self.requests, 32, _NUM_DESCRIPTORS)
         if not slot:
             raise EOFError

@@ -68,11 +68,6 @@ class HangDetector:
 
         Args:
           now: seconds, on the clock of `ProcessStatus`.
-          processes: of all hosts, by index. While none of them has begun to train, which also is
-            so if their script does that without jdp, none of them waits.
-
-        Returns:
-          None, or a report; with `is_over` once, when the last of the time is used.
         """
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
         if all(it.phase in (BEFORE, STARTING) for it in begun.values()):
@@ -109,10 +104,6 @@ class HangDetector:
 
         Args:
           now: seconds, on the clock of `ProcessStatus`.
-          status: of the process.
-
-        Returns:
-          Seconds, negative if its time is used up; inf before it trains.
         """
         if status.phase == STARTING:
             return math.inf

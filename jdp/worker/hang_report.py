@@ -13,9 +13,6 @@ def hang_report(
 
     Args:
       now: monotonic time of the statuses, in seconds.
-      verdict: the first line.
-      statuses: of all processes.
-      causes: processes that the others wait for.
     """
     advice = _advice([statuses[i] for i in causes], [*statuses.values()])
     return "\n".join([verdict, *_lines(now, statuses, causes), f"  {advice}"])

@@ -115,15 +115,6 @@ class LauncherClient:
 
         A process of a new generation has it soon; a standby waits for as long as the launcher
         lives, and is forked on request.
-
-        Args:
-          prepare: is called unless the assignment is there.
-
-        Returns:
-          The assignment; at a second call the same one, without waiting.
-
-        Raises:
-          SystemExit: if the launcher has ended.
         """
         if self.assignment is None:
             if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
@@ -201,13 +192,7 @@ class LauncherClient:
 
 
 def invitation(**where: int) -> dict[str, str]:
-    """Write the environment in which `current` finds its launcher.
-
-    Args:
-      **where: `socket`, `board` and `commit`, descriptors that the process inherits, and its `slot`
-        on the board; for a process that may be forked `requests`, a descriptor, and `launcher`, a
-        pid.
-    """
+    """Write the environment in which `current` finds its launcher."""
     build = {
         "protocol": source_digest.of_bytes(source_digest.PROTOCOL),
         "package": str(source_digest.PACKAGE),
@@ -222,11 +207,7 @@ def is_asked_to_resume() -> bool:
 
 @functools.cache
 def current() -> LauncherClient | None:
-    """Return the membership of this process in a run; None if `jdp run` did not start it.
-
-    Raises:
-      RuntimeError: if the launcher has a different build of jdp.
-    """
+    """Return the membership of this process in a run; None if `jdp run` did not start it."""
     description = os.environ.get(VARIABLE)
     if description is None:
         return None

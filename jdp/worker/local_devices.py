@@ -17,10 +17,6 @@ _MIG = "MIG-"
 def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """Count the GPUs that a process started with `environment` would find.
 
-    Args:
-      environment: JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES are obeyed.
-      devices: where the driver's device files lie.
-
     >>> num_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2a,GPU-61c0"})
     2
     >>> num_gpus({"CUDA_VISIBLE_DEVICES": ""})

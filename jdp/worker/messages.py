@@ -5,8 +5,8 @@ Three parts exchange them. A *process* and the *host* that started it
 the *leader* (`jdp/launch/host/agent.py`, `jdp/launch/leader/leader.py`) use TCP.
 
 From a process to its host:
-  parked      pid, cannot_fork  the process ran up to `jdp.init()` and waits there; why it must not be
-                                forked, or null, see `jdp/worker/fork_server.py`
+  parked      pid, cannot_fork  the process ran up to `jdp.init()` and waits there; why it cannot
+                                be forked, or null, see `jdp/worker/fork_server.py`
   compiled_imports  modules, s, measured, why, command
                                 it compiled these modules at its start, for s seconds, since they
                                 have no bytecode; why, and the command that writes it
@@ -67,10 +67,6 @@ MAX_LINE_BYTES = 1 << 20
 def encode(kind: str, facts: dict[str, Any]) -> bytes:
     """Write a message as a line.
 
-    Args:
-      kind: of the message, see the table above.
-      facts: JSON-serializable.
-
     >>> encode("restored", {"step": 3})
     b'{"kind": "restored", "step": 3}\\n'
     """
@@ -79,9 +75,6 @@ def encode(kind: str, facts: dict[str, Any]) -> bytes:
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
     """Read a message: its kind and its facts.
-
-    Raises:
-      ValueError: if the line is not a message.
 
     >>> decode(b'{"kind": "restored", "step": 3}')
     ('restored', {'step': 3})

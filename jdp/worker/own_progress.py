@@ -61,12 +61,7 @@ class OwnProgress:
             self.step_clock.is_usual = False
 
     def record_pause(self, begin_ns: int, *, for_others: bool = False) -> None:
-        """Record that the training thread has made no steps since `begin_ns`, and why.
-
-        Args:
-          begin_ns: monotonic time.
-          for_others: whether it waited for other processes.
-        """
+        """Record that the training thread has made no steps since `begin_ns`, and why."""
         if self.step_clock is not None:
             self.step_clock.is_usual = False
             self.step_clock.add_pause(begin_ns, time.monotonic_ns(), for_others=for_others)

@@ -126,10 +126,6 @@ class Slot:
         """Write a phase that begins now, or began at `since_ns`, and return when it began.
 
         Times are those of `time.monotonic_ns`.
-
-        Args:
-          phase: from `record`.
-          since_ns: when it began; 0: now.
         """
         now = time.monotonic_ns()
         since_ns = since_ns or now
@@ -141,12 +137,7 @@ class Slot:
         self._words[_PROGRESS] = time.monotonic_ns()
 
     def write_seen(self, is_running: bool, is_debugged: bool) -> None:
-        """Write facts that no other process can see.
-
-        Args:
-          is_running: whether the devices have not finished the last step.
-          is_debugged: whether a Python debugger is at work.
-        """
+        """Write facts that no other process can see."""
         self._words[_RUNNING] = is_running
         self._words[_DEBUGGED] = is_debugged
 

@@ -71,13 +71,7 @@ class RunProgress:
     def begin_generation(
         self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
     ) -> None:
-        """Record that all processes of a generation have made their first step.
-
-        Args:
-          now: the time.
-          size: number of its processes.
-          restored: the facts of "restored" by process; empty for a script without a Checkpointer.
-        """
+        """Record that all processes of a generation have made their first step."""
         self._began = now if self._began is None else self._began
         self._size, self._statuses, self._ended = size, {}, {}
         self._restored = {i: facts["base"] for i, facts in restored.items()}
@@ -94,13 +88,7 @@ class RunProgress:
                 self._checkpoint = None  # it is of another life, or damaged
 
     def record_failure(self, at: float, step: int | None, error_code: str) -> None:
-        """Record that the generation ends.
-
-        Args:
-          at: since when nothing went on.
-          step: the last one that all its processes called, if it is known.
-          error_code: of the failure; "" if there is room for more processes.
-        """
+        """Record that the generation ends."""
         if self._began is None:
             return
         if self._outage is None:

@@ -14,12 +14,7 @@ PROTOCOL = ("worker", "launch")
 
 @functools.cache
 def of_bytes(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
-    """Return 8 hexadecimal digits of all files in some rooms of jdp; quick.
-
-    Args:
-      rooms: folders below `package`.
-      package: the folder of jdp.
-    """
+    """Return 8 hexadecimal digits of all files in some rooms of jdp; quick."""
     return _digest(name.encode() + content for name, content in _files(rooms, package))
 
 
@@ -28,13 +23,6 @@ def of_code(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
     """Return 8 hexadecimal digits of the code in some rooms; comments and docstrings do not count.
 
     It takes some 2 ms for each file, so it is for builds that differ in their bytes.
-
-    Args:
-      rooms: folders below `package`.
-      package: the folder of jdp.
-
-    Raises:
-      SyntaxError: if a file is not Python.
     """
     return _digest(
         f"{name} {ast.dump(_without_docstrings(ast.parse(content)))}".encode()
@@ -43,12 +31,7 @@ def of_code(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
 
 
 def is_build_of(digest: str | None, package: str | None) -> bool:
-    """Whether another process of this host, with this digest and folder of jdp, runs this build.
-
-    Args:
-      digest: of its sources, as `of_bytes` returns it; None if it has sent none.
-      package: its folder of jdp; None if it has sent none.
-    """
+    """Whether another process of this host, with this digest and folder of jdp, runs this build."""
     if digest == of_bytes(PROTOCOL):
         return True
     try:

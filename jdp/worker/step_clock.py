@@ -111,12 +111,7 @@ class StepClock:
         self._dispatched_ns = time.monotonic_ns()
 
     def end_dispatch(self, output: Any, waits_in_xla: bool = False) -> None:
-        """Record that the step was handed to the devices.
-
-        Args:
-          output: ready when the step has run.
-          waits_in_xla: whether its ranks may also wait in collectives of XLA's.
-        """
+        """Record that the step was handed to the devices."""
         is_counted = self.is_usual or not self._was_usual
         self._calls.put(
             DispatchedStep(output, self._dispatched_ns, self._waits, is_counted, waits_in_xla)
@@ -146,13 +141,7 @@ class StepClock:
         self._copied_ns = end_ns
 
     def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
-        """Record that a step has ended, and how long this process has waited in all its steps.
-
-        Args:
-          call: the step.
-          end_ns: monotonic time at which it ended.
-          waited_ns: nanoseconds that this process has waited for others so far, in all steps.
-        """
+        """Record that a step has ended, and how long this process has waited in all its steps."""
         last_ns, self._end_ns = self._end_ns, end_ns
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns
         if not last_ns or not call.is_counted:

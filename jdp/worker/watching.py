@@ -25,12 +25,7 @@ def record_joining() -> None:
 
 
 def require_limit(timeout_s: Any) -> None:
-    """Refuse a limit that is not a positive number or None.
-
-    Raises:
-      TypeError: if it is not a number.
-      ValueError: if it is not positive.
-    """
+    """Refuse a limit that is not a positive number or None."""
     if timeout_s is None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
@@ -52,17 +47,7 @@ def begin_watching(
     *,
     shows_progress: bool = True,
 ) -> None:
-    """Begin to watch this process, or begin anew.
-
-    Args:
-      timeout_s: seconds that a step may take, > 0; None: no limit.
-      process: index of this process.
-      num_processes: that train together.
-      shows_progress: whether process 0 shows how far it is, if no launcher does.
-
-    Raises:
-      ValueError: if `timeout_s` is not positive.
-    """
+    """Begin to watch this process, or begin anew."""
     require_limit(timeout_s)
     _stop_watch()
     limit_s = math.inf if timeout_s is None else timeout_s

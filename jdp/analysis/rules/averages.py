@@ -42,15 +42,7 @@ def record_rounds(interp: Interpreter, eqn: Any) -> None:
 
 
 def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
-    """Return the class of a quotient: that of a mean, if a sum is divided by its number of terms.
-
-    Args:
-      interp: the analysis.
-      eqn: the division.
-      dividend: its first operand, a variable or a literal.
-      value: class of the dividend.
-      divisor: not 0.
-    """
+    """Return the class of a quotient: a mean if a sum is divided by its number of terms."""
     is_literal = jaxprs.is_literal(dividend)
     if interp.lattice.is_constant(value):
         times = 0 if is_literal else interp.divisions.get(dividend, 0)

@@ -11,15 +11,7 @@ from jdp.analysis.interpreter import Interpreter
 
 
 def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: int) -> int:
-    """Return the class of the sum over `axes` of one operand of a collective.
-
-    Args:
-      interp: the analysis.
-      eqn: the collective.
-      value: class of the operand.
-      position: position of the operand in `eqn.invars`.
-      axes: the axes of the sum, as their varying bits.
-    """
+    """Return the class of the sum over `axes` of one operand of a collective."""
     atom = eqn.invars[position]
     if interp.lattice.is_constant(value):
         times = 0 if jaxprs.is_literal(atom) else interp.divisions.get(atom, 0)
@@ -36,10 +28,6 @@ def undivided(
 
     Sums of integers are counts. JAX itself sums cotangents that are equal on every rank. Neither
     gets the bits.
-
-    Args:
-      interp, eqn, value, position, axes: as for `all_reduced`.
-      total: class of the sum without these bits.
     """
     lattice = interp.lattice
     is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)

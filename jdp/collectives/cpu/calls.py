@@ -47,10 +47,7 @@ class Calls:
         """Return the sums of leaves of one dtype, multiplied by a scale.
 
         Args:
-          primitive: the primitive that sums the leaves.
-          bucket: the leaves, with a dtype in `SUMMED_DTYPES`.
           scale: a number, or `[]` float, which multiplies the sums.
-          params: parameters of the primitive. A tuple has a value for each leaf.
         """
         # The call scales in the same rounding by a number. Integers are scaled as XLA's sums are.
         dtype = bucket[0].dtype
@@ -70,10 +67,7 @@ class Calls:
         """Return the results of a primitive, in one call for each 512 leaves.
 
         Args:
-          primitive, bucket, params: as for `summed`.
           scale: a number, or `[]` array, which the primitive gets.
-          overwritten: for each leaf the array whose memory its result takes, None for no array;
-            for a primitive with the parameter `overwrites`.
         """
         results: list[jax.Array] = []
         for first in range(0, len(bucket), _MAX_LEAVES):

@@ -19,13 +19,7 @@ _NUM_BEFORE = call_order.TOKEN + 1
 
 
 def drop(primitive: Any, *, of_leaves: Sequence[str] = ()) -> None:
-    """Make JAX drop the leaves of a primitive whose results nobody reads, and empty calls.
-
-    Args:
-      primitive: `(rank, group, scale, token, *leaves, *more) -> (token, *leaves)`. `more` has one
-        operand for each leaf whose flag in the parameter `overwrites` is true.
-      of_leaves: names of its parameters that are tuples with a value for each leaf.
-    """
+    """Make JAX drop the leaves of a primitive whose results nobody reads, and empty calls."""
     jax_compat.set_dead_code_rule(primitive, functools.partial(_without_unread, of_leaves))
 
 

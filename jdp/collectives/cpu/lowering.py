@@ -22,19 +22,7 @@ def lowered(
     beside_xla: bool,
     **attributes: Any,
 ) -> Any:
-    """Return the results of a custom call.
-
-    Args:
-      name: name of the call, from `runtime`.
-      context: context of the lowering.
-      args: rank, group, scale, token and leaves.
-      in_place: positions of the operands whose memory the results overwrite.
-      number: number of the call, see `call_order.next_number`.
-      num_ranks: number of ranks that make the call together.
-      communicator: key of the memory that they share; 0 within one process.
-      beside_xla: see `runtime.target`.
-      attributes: further attributes of the call.
-    """
+    """Return the results of a custom call."""
     rule = jax.ffi.ffi_lowering(
         cpu_runtime.target(name, beside_xla=beside_xla),
         operand_output_aliases={i: i - call_order.TOKEN for i in in_place},

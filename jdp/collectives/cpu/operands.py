@@ -13,10 +13,6 @@ def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
 
     They are the same in all rows. `vmap` maps them where it makes a select of a `cond`, of which it
     maps everything that a branch reads.
-
-    Args:
-      args: the operands of a native call.
-      places: for each the dim of the rows, None if it is not mapped.
     """
     before = zip(args[: call_order.TOKEN + 1], places, strict=False)
     return [

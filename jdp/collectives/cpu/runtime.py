@@ -127,9 +127,6 @@ def create_segment(num_ranks: int) -> Segment:
 
     The memory is anonymous, and freed with the last process that uses it. Every process, this one
     included, must `attach` it.
-
-    Raises:
-      OSError: if the system cannot provide such memory.
     """
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))
@@ -144,14 +141,8 @@ def attach(
     """Attach a segment, which the all-reduces of this process's ranks then use.
 
     Args:
-      communicator: key of the communicator, not 0, and an attribute of its calls.
       group: number of a group of ranks of the communicator. Each group has its own segment.
-      num_ranks: number of ranks of the group, as in `create_segment`.
       local_ranks: the ranks of this process, from 0 to num_ranks - 1.
-      segment: the segment, created by any process of this host.
-
-    Raises:
-      OSError: if this process cannot open the segment, or another segment has replaced it.
     """
     functions, ranks = _functions(), (ctypes.c_int32 * len(local_ranks))(*local_ranks)
     if functions.jdp_communicator_attach(
@@ -164,7 +155,6 @@ def target(name: str, *, beside_xla: bool) -> str:
     """Return the XLA target of a call.
 
     Args:
-      name: name of the call.
       beside_xla: whether XLA's own collectives may run at the same time. The call then blocks one
         of jdp's threads and none of XLA's, which takes some microseconds longer.
     """

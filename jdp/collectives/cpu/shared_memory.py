@@ -20,10 +20,6 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
     The first call for a mesh of several processes of one host attaches that memory, so all of them
     must make it.
-
-    Args:
-      mesh: the mesh of the ranks; None if it is not known.
-      axes: names of the axes of the ranks.
     """
     if jax.process_count() == 1:
         return None
@@ -36,12 +32,7 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Return the key of the memory that ranks along `axes` share, 0 within one process.
-
-    Args:
-      mesh: the mesh of the ranks; None if it is not known.
-      axes: names of the axes of the ranks.
-    """
+    """Return the key of the memory that ranks along `axes` share, 0 within one process."""
     if mesh is None or jax.process_count() == 1:
         return 0
     return _shared(mesh, axes).communicator

@@ -100,9 +100,6 @@ class Communicator:
         """Reserve memory for further buckets of a program, given as number -> `room_of` the bucket.
 
         Number 0 starts a new program. Before the arena grows, this waits for all steps in flight.
-
-        Raises:
-          UnavailableError: if a process is out of memory.
         """
         if 0 in bucket_bytes:
             self._bucket_bytes.clear()

@@ -56,11 +56,7 @@ class End(NamedTuple):
     ordinal: int
 
     def call(self, function: str, *args: Any) -> int:
-        """Call a function of the library for this rank, see `jdp/csrc/cuda/c_api.h`.
-
-        Raises:
-          RuntimeError: if it fails, with the error of the library.
-        """
+        """Call a function of the library for this rank, see `jdp/csrc/cuda/c_api.h`."""
         return _require(getattr(_functions(), f"jdp_cuda_{function}")(*self, *args))
 
     def open(self, rank: int, num_ranks: int, topology: int, arena_bytes: int) -> None:
@@ -68,9 +64,6 @@ class End(NamedTuple):
 
         Args:
           rank: this rank's number, from 0 to num_ranks - 1.
-          num_ranks: number of ranks of the group.
-          topology: result of `topology`.
-          arena_bytes: bytes for the results of all buckets between their start and their done.
         """
         self.call("open", self.ordinal, rank, num_ranks, topology, arena_bytes)
         _open_ends.append(self)

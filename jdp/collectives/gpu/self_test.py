@@ -24,13 +24,7 @@ _WIDTH = 512  # rows and columns of the matmul
 
 
 def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
-    """Reduce some numbers, and return how the results differ from lax.psum's, "" if they do not.
-
-    Args:
-      mesh: the mesh of the ranks.
-      axes: names of the axes of the ranks.
-      key: key of the communicator.
-    """
+    """Reduce some numbers, and return how the results differ from lax.psum's, "" if they do not."""
     try:
         compared = jax.block_until_ready(comparison(mesh, axes, key)())
     except (RuntimeError, ValueError) as error:  # JAX raises either for a failed run

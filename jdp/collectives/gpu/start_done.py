@@ -53,14 +53,7 @@ def pairs(
     communicator: int = 0,
     between: Callable[[list[jax.Array]], list[jax.Array]] = lambda tokens: tokens,
 ) -> list[list[jax.Array]]:
-    """Sum as `split` does.
-
-    Args:
-      buckets, axis_name, scale: as for `split`.
-      numbers: numbers of the buckets, see `call_order.next_number`.
-      communicator: key of the communicator of the GPUs.
-      between: `between(tokens) -> tokens`, which runs after all starts and before all dones.
-    """
+    """Sum as `split` does."""
     names = axis.names(axis_name)
     tokens = [
         start(bucket, names, scale=scale, number=i, communicator=communicator)
@@ -91,11 +84,7 @@ def start(
     The leaves must not change before `done`.
 
     Args:
-      bucket: leaves of one dtype, of any shapes.
-      axis_name: as for `split`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      number: number of the bucket, see `call_order.next_number`.
-      communicator: key of the communicator of the GPUs.
     """
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
     call = jax.ffi.ffi_call(call_order.START, TOKEN)
@@ -112,16 +101,7 @@ def done(
     number: int,
     communicator: int = 0,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Wait for the ring over one bucket that `start` began.
-
-    Args:
-      token: the result of `start`.
-      after: the token of the previous `done`; None for the first.
-      bucket, axis_name, scale, number, communicator: as for `start`.
-
-    Returns:
-      A token for the next `done`, and the leaves, summed and scaled.
-    """
+    """Wait for the ring over one bucket that `start` began."""
     names = axis.names(axis_name)
     shapes = [TOKEN, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in bucket)]
     aliases = {i + 1: i for i in range(len(shapes))}

@@ -26,9 +26,6 @@ ADVICE = (
 def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
     """Return a sentence that names the first leaf that differs and its process, None if none does.
 
-    Args:
-      gathered: process -> name of a leaf -> digest of its bits.
-
     >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
     '`key` has other values on process 2 than on process 0.'
     """

@@ -76,12 +76,7 @@ class Arguments:
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def checksums(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
-        """Hash the arguments of one call of the step, without waiting.
-
-        Args:
-          args: state, batch and further arguments, on the mesh.
-          unknown: positions of the leaves of the state that must be compared.
-        """
+        """Hash the arguments of one call of the step, without waiting."""
         small: dict[str, Any] = {}
         large: list[tuple[list[str], list[jax.Array]]] = []
         checksums = [self._hashed(0, args[0], large, unknown) if unknown else self.zero]
@@ -106,23 +101,14 @@ class Arguments:
         return hashes.zero(self._mesh)
 
     def require_equal(self, given: Given) -> None:
-        """Compare the arguments before a step first runs. All processes of the mesh must call this.
-
-        Raises:
-          ValueError: on every process, naming the first leaf that differs, and the process.
-        """
+        """Compare the arguments before a step first runs, on all processes of the mesh."""
         gathered = agree.all_gather(self._group, self._described(given), what="arguments of a step")
         if difference := first_difference(gathered):
             text = f"{difference} {WHY} Nothing was sent or donated. {ADVICE}"
             raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
-        """Return a sentence about the leaf that differs between processes, None if it is unknown.
-
-        Args:
-          given: the arguments of the call.
-          timeout_s: seconds to wait for the arguments of the other processes.
-        """
+        """Return a sentence about the leaf that differs between processes, None if unknown."""
         if len(self._group) == 1:
             return None
         try:
@@ -133,12 +119,7 @@ class Arguments:
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
     def explained(self, given: Given, call: str) -> str:
-        """Return the error for the call `call`, whose arguments differed between processes.
-
-        Args:
-          given: the arguments of the call.
-          call: the call, such as "call 3 of `step`".
-        """
+        """Return the error for the call `call`, whose arguments differed between processes."""
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:

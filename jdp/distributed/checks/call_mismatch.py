@@ -56,12 +56,7 @@ class DifferentCalls:
             self._publisher.start()
 
     def poll(self, is_waiting: bool) -> None:
-        """Start a comparison, without waiting for it, if the calls have not moved for long.
-
-        Args:
-          is_waiting: whether a call of this process has not ended. If not, the process does
-            something else, such as saving a file, and waits for no other process.
-        """
+        """Start a comparison, without waiting for it, if the calls have not moved for long."""
         now, num_calls = time.monotonic(), _num_calls()
         self._is_waiting = is_waiting
         if num_calls != self._num_calls:
@@ -129,15 +124,7 @@ def _difference(group: tuple[int, ...], mine: Mapping[int, Described | None]) ->
 
 
 def described(one: int, other: int, number: int, mine: Described, theirs: Described) -> str:
-    """Return the error for two processes in different calls, the same on both processes.
-
-    Args:
-      one: a process.
-      other: the other process.
-      number: number of the call, from 1.
-      mine: that call of process `one`.
-      theirs: that call of process `other`.
-    """
+    """Return the error for two processes in different calls, the same on both processes."""
     paths = [
         path
         for path in dict.fromkeys([*mine.shapes, *theirs.shapes])

@@ -24,12 +24,7 @@ def is_small(arg: Any) -> bool:
 
 
 def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
-    """Hash the arguments of a rank inside the step: `[4]` float32, small integers.
-
-    Args:
-      rest: the further arguments of the step.
-      checksums: this rank's checksums from `Arguments.checksums`.
-    """
+    """Hash the arguments of a rank inside the step: `[4]` float32, small integers."""
     total = jnp.uint32(0)
     for i, checksum in enumerate(checksums):
         each = checksum.reshape(-1, 2).sum(0, dtype=jnp.uint32)
@@ -51,6 +46,5 @@ def differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
     Args:
       mine: `pieces` of this rank, `[4]` float32.
       sums: the sums of `pieces` over the ranks, `[4]` float32.
-      num_ranks: number of ranks.
     """
     return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)

@@ -25,13 +25,7 @@ def folded(
     It uses no collective, and does not wait.
 
     Args:
-      where: the mesh of all leaves, which are replicated or split over it.
-      leaves: arrays of any dtypes and shapes.
       numbers: an int >= 0 for each leaf, so that equal leaves contribute differently.
-
-    Returns:
-      A list with the hashes of each leaf, `[*where.devices.shape, 2]` uint32, of which each device
-      holds the hash of its own part; and one such array of the combined hashes.
     """
     hashed, total = [], zero(where)
     for leaf, number in zip(leaves, numbers, strict=True):
@@ -97,10 +91,6 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
     As sums, the hashes of the parts add up to that of the whole array. Each term is a bijection of
     its word, so a difference in a single word always changes the hash.
-
-    Args:
-      x: this device's part of an array, of any dtype and shape.
-      offsets: for each dim, the offset of the part and the length of the whole array.
     """
     zero = np.uint32(0)
     if not x.size:  # XLA of JAX 0.11.2 crashes on an empty sum

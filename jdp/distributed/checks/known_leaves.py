@@ -31,7 +31,6 @@ def unknown(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
     """Return the positions of leaves that are not known to be equal on all processes.
 
     Args:
-      leaves: the leaves of a state.
       own: the list that the called step passed to `keep`.
     """
     _returned[:] = [refs for refs in _returned if refs is own or _any_alive(refs)]

@@ -42,13 +42,7 @@ class ProgramText(NamedTuple):
 
     @classmethod
     def of_trace(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
-        """Return the text of a traced and lowered step.
-
-        Args:
-          name: name of the author's function.
-          traced: result of `jax.jit(...).trace(...)`.
-          lowered: result of `traced.lower()`.
-        """
+        """Return the text of a traced and lowered step."""
         lines = lowered.as_text().splitlines()  # without file names, which may differ
         # The text has only the constants that JAX does not turn into arguments.
         constants = [*_constants(traced.jaxpr, set())]
@@ -56,16 +50,7 @@ class ProgramText(NamedTuple):
 
 
 def require_program(group: tuple[int, ...], program: ProgramText) -> None:
-    """Raise an error if the programs of a step differ between processes. All of `group` call this.
-
-    Args:
-      group: `agree.peers` of the mesh.
-      program: the program of this process.
-
-    Raises:
-      ValueError: on every process, with the first difference.
-      RuntimeError: if a process failed before this call, or does not make it in time.
-    """
+    """Raise an error if the programs of a step differ between the processes of `group`."""
     shown = [program.lines, *map(_described, program.constants)]
     gathered = agree.all_gather(
         group,
@@ -196,13 +181,7 @@ def _numbers(constant: Any) -> np.ndarray:
 
 
 def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
-    """Raise ValueError if the order of a compiled step's collectives differs between processes.
-
-    Args:
-      group: `agree.peers` of the mesh, which all call this.
-      name: name of the author's function.
-      compiled: text of the compiled program, in the order in which it runs.
-    """
+    """Raise ValueError if the order of a compiled step's collectives differs between processes."""
     lines = schedule(compiled)
     gathered = agree.all_gather(group, agree.digest(lines), what="the schedule", of=f" of `{name}`")
     pair = agree.odd_one(gathered)

@@ -27,18 +27,7 @@ _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def require_start(mesh: Mesh, timeout_s: float | None) -> None:
-    """Raise an error if the processes of `mesh` differ in versions, devices or the mesh itself.
-
-    Args:
-      mesh: the mesh. With one process, there is nothing to compare.
-      timeout_s: deadline of this comparison, in seconds; None: 300. In later comparisons other
-        processes may be saving or compiling: without a launcher the deadline is six times as long
-        (None: none). Under a launcher there is none, since the launcher detects hangs.
-
-    Raises:
-      ValueError: on every process, naming a process that differs, and the difference.
-      RuntimeError: if a process does not call this in time.
-    """
+    """Raise an error if the processes of `mesh` differ in versions, devices or the mesh itself."""
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
@@ -125,15 +114,7 @@ class FirstRuns:
         is_returned: bool,
         first: Callable[[], None],
     ) -> Any:
-        """Return `run(*args)`, after all processes agreed on the program for these shapes.
-
-        Args:
-          run: a `jax.jit(...)`.
-          trace: its `trace`. JAX then traces, lowers and compiles once for both.
-          args: its arguments, of which the first is the state.
-          is_returned: whether the last call returned the state.
-          first: compares the arguments themselves; called before a new program runs.
-        """
+        """Return `run(*args)`, after all processes agreed on the program for these shapes."""
         shapes = _shapes(args[1:] if is_returned else args)
         self._num_calls += 1
         what = f"call {self._num_calls} of `{self._name}`"

@@ -22,16 +22,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> Any:
-    """Return the tree, after checking that every process holds the same one.
-
-    Args:
-      tree: any tree of arrays and numbers. Leaves that several processes share are not compared.
-      mesh: whose processes call this. Default: all processes do.
-      broadcast: return the values of the first of them instead, without comparing values.
-
-    Raises:
-      ValueError: on every process, naming the first leaf that differs, and its process.
-    """
+    """Return the tree, after checking that every process holds the same one."""
     if jax.process_count() == 1:
         return tree
     group = tuple(range(jax.process_count()))
@@ -119,9 +110,6 @@ def digests(values: Sequence[np.ndarray]) -> list[str]:
 
     That of a large array is made from a CRC-32 of each MiB, by all cores: it takes a third of the
     time of SHA-256, and arrays that differ in one MiB alone have equal ones once in 2**32 times.
-
-    Args:
-      values: arrays of any dtypes and shapes.
 
     >>> digests([np.zeros(3, np.int8), np.zeros((3, 1), np.uint8)])
     ['709e80c88487a2411e1ee4dfb9f22a86', '709e80c88487a2411e1ee4dfb9f22a86']

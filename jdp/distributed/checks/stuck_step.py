@@ -25,11 +25,7 @@ class Overdue:
         self._is_explained = False
 
     def poll(self, calls: Sequence[StepCall]) -> threading.Thread | None:
-        """Check the unfinished calls, ordered from the oldest, without waiting.
-
-        Returns:
-          The thread that compares and explains them, if they are overdue.
-        """
+        """Check the unfinished calls, ordered from the oldest, without waiting."""
         oldest = str(calls[0]) if calls else None
         if oldest != self._oldest:
             self._oldest, self._since, self._is_explained = oldest, time.monotonic(), False

@@ -25,13 +25,6 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
 
     Rates of other numbers of ranks and processes in an earlier file of this host are kept.
     Processes but the first one of the mesh return None.
-
-    Args:
-      mesh: all devices. In one process also the first 2, 4, 8, ... of them are measured.
-      say: prints a line.
-
-    Raises:
-      ValueError: if processes may share GPUs.
     """
     require_own_gpus(mesh.devices.flat[0].platform, len(agree.peers(mesh)))
     rates: dict[tuple, CollectiveLaw] = {}
@@ -64,16 +57,7 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
 def require_own_gpus(
     platform: str, num_processes: int, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise an error if processes may share GPUs, on which they take turns.
-
-    Args:
-      platform: of the devices.
-      num_processes: of the mesh.
-      environment: NCCL_MULTI_RANK_GPU_ENABLE=1 lets them share a GPU.
-
-    Raises:
-      ValueError: if they may.
-    """
+    """Raise an error if processes may share GPUs, on which they take turns."""
     if platform == "gpu" and num_processes > 1 and environment.get(_SHARE) == "1":
         raise ValueError(
             f"{_SHARE}=1 lets these {num_processes} processes share a GPU, on which they take "

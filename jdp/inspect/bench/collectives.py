@@ -44,10 +44,6 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
     """Return the algorithms that are timed where none are named.
 
     jdp's code for GPUs was never measured between GPUs, so it is timed only where it is named.
-
-    Args:
-      operation: such as "all-reduce".
-      platform: of the devices: "cpu" or "gpu".
     """
     known = [name for name in collective_case.algorithms(operation) if name != AUTO]
     on_gpu = ("direct", "ring", "native")
@@ -62,7 +58,6 @@ def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) 
       last: largest size, in bytes.
       factor: between sizes, >= 2.
       itemsize: bytes of an element.
-      num_ranks: by which all sizes are divisible.
 
     >>> sizes(16, 100, 2, itemsize=4, num_ranks=3)  # 12, 24, 60 bytes
     [3, 6, 15]
@@ -82,10 +77,6 @@ def bus_factor(operation: str, num_ranks: int) -> float:
     It is the number of bytes that each rank must send through its link, at least, for each byte
     of the array, so that bus bandwidths of any number of ranks compare with the link's.
 
-    Args:
-      operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
-      num_ranks: at least 1.
-
     >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)
     (1.5, 0.75)
     """
@@ -103,17 +94,6 @@ def measure(
     """Yield a row for each size and algorithm.
 
     All processes of the mesh must make the same call.
-
-    Args:
-      mesh: the mesh of the ranks, with one axis.
-      operation: one of `known_values.OPERATIONS`.
-      algorithms: names from `trial.algorithms`.
-      elements: from `sizes`.
-      setting: how to time.
-      skipped: called with an algorithm that cannot run here, and the reason.
-
-    Raises:
-      WrongResultError: on every process, if a result on any rank is wrong.
     """
     able = list(algorithms)
     for size in elements:

@@ -32,14 +32,7 @@ Takes 2 to 5 minutes."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-      arguments: of the command line, after `bench`.
-
-    Returns:
-      The exit code: 0; 1 if a result is wrong; 2 if the arguments are.
-    """
+    """Run the command."""
     what, *rest = list(arguments) or ["--help"]
     if what in ("-h", "--help"):
         print(_DESCRIPTION)

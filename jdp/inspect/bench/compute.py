@@ -33,15 +33,7 @@ _PERIOD = 3
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Return the floating-point operations per second of each device, while all compute.
-
-    Args:
-      mesh: the devices, with one axis.
-      dtype: of the matrices.
-
-    Raises:
-      WrongResultError: if an element of a product is wrong.
-    """
+    """Return the floating-point operations per second of each device, while all compute."""
     platform = mesh.devices.flat[0].platform
     width = _WIDTH.get(platform, _WIDTH_ELSEWHERE)
     num_calls = 1 if platform == "cpu" else _NUM_MATMULS_ELSEWHERE
@@ -56,14 +48,7 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
 
 
 def memory_bytes_per_s(mesh: Mesh) -> float:
-    """Return the bytes that each device reads and writes per second, while all change an array.
-
-    Args:
-      mesh: the devices, with one axis.
-
-    Raises:
-      WrongResultError: if an element is wrong.
-    """
+    """Return the bytes that each device reads and writes per second, while all change an array."""
     if mesh.devices.flat[0].platform != "cpu":
         # Once is so short that the start of the program would count.
         size = _ELEMENTS_ELSEWHERE
@@ -77,17 +62,7 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
 
 
 def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right: float) -> float:
-    """Return the seconds of an operation on an array, one of many in a loop.
-
-    Args:
-      mesh: the devices, with one axis, which all run the loop.
-      operation: elementwise, on an array of zeros.
-      num_elements: of the array on each device, float32.
-      right: each element of the result, after `_NUM_TIMES` iterations.
-
-    Raises:
-      WrongResultError: if an element is wrong.
-    """
+    """Return the seconds of an operation on an array, one of many in a loop."""
     x = np.zeros((mesh.size, num_elements), np.float32)
 
     def repeated(x: Any, old: Any) -> Any:
@@ -105,12 +80,6 @@ def operation_start_s(mesh: Mesh) -> float:
     """Return the seconds of an operation on 8 numbers, one of many that follow each other.
 
     XLA compiles a loop of such operations to one, so they are written one by one.
-
-    Args:
-      mesh: the devices, with one axis, which all run them.
-
-    Raises:
-      WrongResultError: if a number is wrong.
     """
 
     def chain(x: Any, old: Any) -> Any:
@@ -124,15 +93,7 @@ def operation_start_s(mesh: Mesh) -> float:
 
 
 def rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
-    """Return what each device of a mesh computes per second, while all of them do.
-
-    Args:
-      mesh: devices of this process.
-      num_ranks: devices that compute at once, with those of other processes of this host.
-
-    Raises:
-      WrongResultError: if a result is wrong.
-    """
+    """Return what each device of a mesh computes per second, while all of them do."""
     size = CACHED_BYTES // 8
     found: dict[str, Any] = {
         "matmul_flops_per_s": {

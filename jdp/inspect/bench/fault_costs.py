@@ -27,16 +27,6 @@ def summary(
     """Return the shares of the time, and the medians of the parts of a recovery.
 
     The time counts from the end of the first step, since a run without faults compiles, too.
-
-    Args:
-      steps: of process 0, from `read_steps`.
-      first_steps: generation -> first steps of its processes.
-      faults: the faults.
-
-    Returns:
-      `ettr`: the time of steps that count, over all time; `repeated`, `committing`, `down`: the
-      shares of steps that were lost and repeated, of commits and data between steps, and of
-      recoveries. `recovery_s` and PARTS: medians over the faults, in seconds.
     """
     wall = steps[-1]["end"] - steps[0]["end"]
     typical = statistics.median(it["end"] - it["begin"] for it in steps)
@@ -63,12 +53,7 @@ def summary(
 
 
 def parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Split the recovery from a fault into its parts, in seconds.
-
-    Args:
-      fault: the fault.
-      first_steps: first steps of the processes of the next generation.
-    """
+    """Split the recovery from a fault into its parts, in seconds."""
     record = fault.record
     recovery = record["at"] - fault.at
     told = record["end_s"] + record["form_s"] + record["restore_s"] + record["step_s"]

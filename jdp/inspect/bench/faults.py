@@ -20,18 +20,7 @@ from jdp.inspect.bench.faulty_launch import (
 def measure(
     folder: Path, state_bytes: int, setting: FaultSetting, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train with faults, and return a row with the shares of the time and of the recoveries.
-
-    Args:
-      folder: an empty folder.
-      state_bytes: bytes of the parameters.
-      setting: the faults.
-      say: prints a line.
-
-    Raises:
-      WrongResultError: if an element of the final state of a process is not exact.
-      FaultyRunError: if the run does not recover.
-    """
+    """Train with faults, and return a row with the shares of the time and of the recoveries."""
     with FaultyLaunch(folder / "run", state_bytes, setting) as run:
         faults = _strike(run, setting, say)
         run.stop()

@@ -29,17 +29,7 @@ _SHARES = ("ettr", "repeated", "committing", "down")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp bench faults`.
-
-    Args:
-      arguments: of the command line, after `faults`.
-
-    Returns:
-      The exit code: 0, or 1 if a run did not end as it should.
-
-    Raises:
-      ValueError: if an argument is wrong.
-    """
+    """Run `jdp bench faults`."""
     options = _parser().parse_args(arguments)
     results.require_outputs(json=options.json, png=options.png)
     try:

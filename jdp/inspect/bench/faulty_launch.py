@@ -109,16 +109,7 @@ class FaultyLaunch:
         return found if len(found) == self._num_processes else {}
 
     def until(self, is_there: Callable[[], Any], what: str, deadline_s: float) -> Any:
-        """Wait until a condition holds, and return its value.
-
-        Args:
-          is_there: returns the value, false until the condition holds.
-          what: the thing that is waited for, for errors.
-          deadline_s: seconds after which it is too late.
-
-        Raises:
-          FaultyRunError: if it takes longer, or the run ends before.
-        """
+        """Wait until a condition holds, and return its value."""
         end = time.monotonic() + deadline_s
         while not (value := is_there()):
             if self.is_over and not is_there():
@@ -136,11 +127,7 @@ class FaultyLaunch:
         part.rename(self.folder / "stop")
 
     def wait(self, deadline_s: float) -> None:
-        """Wait for the end of the run.
-
-        Raises:
-          FaultyRunError: if it fails, or takes longer.
-        """
+        """Wait for the end of the run."""
         self.until(lambda: self.is_over, "end of the run", deadline_s)
         if self._process.returncode:
             raise FaultyRunError(
@@ -152,11 +139,7 @@ class FaultyLaunch:
 
 
 def require_exact(folder: Path, num_processes: int) -> None:
-    """Compare the final states of all processes, as they reported them.
-
-    Raises:
-      WrongResultError: if an element is wrong, or a process left no state.
-    """
+    """Compare the final states of all processes, as they reported them."""
     found = {}
     for path in folder.glob("final.*.json"):
         its = json.loads(path.read_text())

@@ -20,10 +20,6 @@ _MOST_BYTES = 2**60
 def read_bytes(text: str, *, least: int = 1) -> int:
     """Read a number of bytes: K and KiB are 1024 of them and KB 1000, up to T, TiB and TB.
 
-    Args:
-      text: of the command line.
-      least: the smallest number that is allowed.
-
     >>> read_bytes("4K"), read_bytes("1.5MiB"), read_bytes("40GB"), read_bytes("1e6")
     (4096, 1572864, 40000000000, 1000000)
     """
@@ -65,23 +61,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def require_outputs(options: argparse.Namespace, inputs: Sequence[str] = ()) -> None:
-    """Raise a ValueError if the files of the flags of `add_common` cannot be written.
-
-    Args:
-      options: of the command line.
-      inputs: files that the command reads.
-    """
+    """Raise a ValueError if the files of the flags of `add_common` cannot be written."""
     results.require_outputs(inputs, json=options.json, png=options.png)
 
 
 def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None = None) -> Any:
-    """Choose the devices, join the processes, and return the mesh.
-
-    Args:
-      cpu_ranks: of `--cpu-ranks`.
-      most: virtual CPU devices where `cpu_ranks` is None.
-      timeout_s: of `init`.
-    """
+    """Choose the devices, join the processes, and return the mesh."""
     import jax
 
     from jdp.distributed.mesh import init
@@ -95,12 +80,7 @@ def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None
 
 
 def require_files(mesh: Any, require: Callable[[], None]) -> None:
-    """Raise a ValueError on all processes if the first one cannot write its files.
-
-    Args:
-      mesh: the mesh of all processes.
-      require: raises the ValueError on the first process.
-    """
+    """Raise a ValueError on all processes if the first one cannot write its files."""
     import jax
 
     from jdp.distributed import agree

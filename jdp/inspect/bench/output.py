@@ -73,13 +73,7 @@ def aligned(cells: Sequence[str]) -> str:
 
 
 def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Plot time and bus bandwidth over bytes, a line for each algorithm.
-
-    Args:
-      path: of the picture; the suffix selects the format.
-      rows: of `collectives.measure`.
-      title: of the picture.
-    """
+    """Plot time and bus bandwidth over bytes, a line for each algorithm."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

@@ -40,17 +40,6 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
     """Time steps on several numbers of ranks, and return a row for each.
 
     All processes must make the same call.
-
-    Args:
-      make: returns a step, its first state and a global batch of NumPy arrays, for a number of
-        rows and an all-reduce, on the mesh of `init`.
-      numbers: numbers of ranks, of one process or of whole processes; 1 is added.
-      setting: how to time.
-
-    Raises:
-      ValueError: if the step does not return a state and metrics.
-      WrongResultError: on every process, if a state differs from that of one device by more than
-        TOLERANCE.
     """
     numbers = sorted({1, *numbers})
     made: dict[tuple[int, bool], _Contestant] = {}
@@ -105,11 +94,7 @@ class _Contestant:
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
-        """Return the seconds of a step on the slowest process; all compare its results.
-
-        Raises:
-          WrongResultError: on every process, if a result on any rank is wrong.
-        """
+        """Return the seconds of a step on the slowest process; all compare its results."""
         seconds, wrong = 0.0, None
         if self._start is not None:
             seconds, state = self._timed()

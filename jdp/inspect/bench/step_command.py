@@ -55,17 +55,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp bench step`.
-
-    Args:
-      arguments: of the command line, after `step`.
-
-    Returns:
-      The exit code, 0.
-
-    Raises:
-      ValueError: if an argument is wrong.
-    """
+    """Run `jdp bench step`."""
     options = _parser().parse_args(arguments)
     folder = os.getcwd()  # that of the options; a model may go to another one
     make = found_model(options.model)
@@ -123,14 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def found_model(name: str) -> Make:
-    """Return the function that makes a model.
-
-    Args:
-      name: "mlp", "transformer" or "FILE.py:NAME".
-
-    Raises:
-      ValueError: if there is no such function, or it takes other arguments.
-    """
+    """Return the function that makes a model."""
     if name in ("mlp", "transformer"):
         return functools.partial(_built_in, name)
     path, _, function = name.rpartition(":")

@@ -81,15 +81,7 @@ class TimedStep(NamedTuple):
 
 
 def slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
-    """Time training steps without collectives, and return how slow their operations are.
-
-    Args:
-      mesh: the devices, which all compute the same.
-      rates: of single operations on these devices, by the names of `rates.UNITS`.
-
-    Raises:
-      WrongResultError: if a parameter of a step is wrong.
-    """
+    """Time training steps without collectives, and return how slow their operations are."""
     trainings = _trainings(mesh.devices.flat[0].platform)
     made = {training.name: _made(mesh, training) for training in trainings}
     clocks = {name: clock for name, (clock, _) in made.items()}
@@ -106,9 +98,6 @@ def fitted(steps: Sequence[TimedStep]) -> Slowness:
     """Fit the factors to the times of steps, with small relative errors.
 
     Where the steps do not tell two factors apart, these are one.
-
-    Args:
-      steps: at least one.
 
     >>> fitted([TimedStep(AloneSeconds(1.0), 3.0), TimedStep(AloneSeconds(1.0, 4.0), 13.0)])
     Slowness(matmul=3.0, elementwise=2.5, strided=3.0, start=3.0, largest_error=0.0)

@@ -11,11 +11,7 @@ _BUDGET_S = 1.0
 
 
 def bytecode(least_s: float = _LEAST_S) -> Diagnosis:
-    """Return whether the modules that this process has imported have bytecode.
-
-    Args:
-      least_s: seconds of compiling from which it is a warning.
-    """
+    """Return whether the modules that this process has imported have bytecode."""
     imported, missing = modules.sources(), modules.without_bytecode()
     facts = {"modules": len(imported), "without": len(missing), "compile_s": 0.0, "measured": 0}
     if not missing:

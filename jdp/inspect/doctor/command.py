@@ -31,14 +31,7 @@ _MAX_CPU_RANKS = 4
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-      arguments: of the command line, after `doctor`.
-
-    Returns:
-      The exit code.
-    """
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="jdp doctor",
         description=_DESCRIPTION,

@@ -32,12 +32,7 @@ class Diagnosis:
 
 
 def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a check; a check that fails itself is an error of the machine.
-
-    Args:
-      check: name of the check.
-      examine: makes the diagnosis.
-    """
+    """Return the diagnosis of a check; a check that fails itself is an error of the machine."""
     try:
         return examine()
     except Exception as error:
@@ -57,11 +52,7 @@ def is_healthy(by_process: Mapping[int, Iterable[Diagnosis]]) -> bool:
 
 
 def text(by_process: Mapping[int, Sequence[Diagnosis]]) -> str:
-    """Return the report for people: equal lines of several processes once.
-
-    Args:
-      by_process: the diagnoses of each process, in the same order.
-    """
+    """Return the report for people: equal lines of several processes once."""
     lines = []
     for check in dict.fromkeys(it.check for found in by_process.values() for it in found):
         same: dict[tuple, list[int]] = {}

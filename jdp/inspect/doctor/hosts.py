@@ -50,14 +50,7 @@ class Reached(NamedTuple):
 
 @contextlib.contextmanager
 def listening(clock: Callable[[], float] = time.time) -> Iterator[int]:
-    """Listen on a free port, and answer each byte with the time, until the block ends.
-
-    Args:
-      clock: the clock of this process.
-
-    Returns:
-      The port.
-    """
+    """Listen on a free port, and answer each byte with the time, until the block ends."""
     with socket.create_server(("", 0), backlog=128) as server:
         thread = threading.Thread(target=_serve, args=(server, clock), daemon=True)
         thread.start()
@@ -103,13 +96,7 @@ def to_reach(me: int, listeners: Mapping[int, Listener]) -> list[Listener]:
 
 
 def reach(other: Listener, mine: str, clock: Callable[[], float] = time.time) -> Reached:
-    """Connect to another process, and compare the clocks (Cristian 1989).
-
-    Args:
-      other: where it listens.
-      mine: space of this process. In one space, the loopback address reaches it.
-      clock: the clock of this process.
-    """
+    """Connect to another process, and compare the clocks (Cristian 1989)."""
     address = "127.0.0.1" if other.space == mine else other.address
     if other.space != mine and address.startswith("127."):
         return Reached(other, f"its name stands for {address}, which is every host's own address")

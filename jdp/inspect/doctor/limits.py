@@ -37,12 +37,7 @@ def files(num_processes: int) -> Diagnosis:
 
 
 def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
-    """Return whether there is enough shared memory with names, which is not jdp's own.
-
-    Args:
-      platform: of the devices.
-      folder: where it is mounted.
-    """
+    """Return whether there is enough shared memory with names, which is not jdp's own."""
     stat = os.statvfs(folder)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     facts = {"bytes": size, "free_bytes": free}
@@ -63,11 +58,7 @@ def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
 
 
 def locked_memory(infiniband: str = "/sys/class/infiniband") -> Diagnosis:
-    """Return whether a process may lock memory, which network cards with RDMA need.
-
-    Args:
-      infiniband: folder that lists these cards.
-    """
+    """Return whether a process may lock memory, which network cards with RDMA need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(path.name for path in Path(infiniband).glob("*"))
     facts = {"soft": soft, "hard": hard, "cards": cards}
@@ -87,11 +78,7 @@ def locked_memory(infiniband: str = "/sys/class/infiniband") -> Diagnosis:
 
 
 def memory(root: str = "/") -> Diagnosis:
-    """Return how much memory this process may still use, of the host and of its control group.
-
-    Args:
-      root: where /proc and /sys are.
-    """
+    """Return how much memory this process may still use, of the host and of its control group."""
     lines = Path(root, "proc/meminfo").read_text().splitlines()
     of_host = {name: 1024 * int(rest.split()[0]) for name, rest in (x.split(":") for x in lines)}
     total, free = of_host["MemTotal"], of_host["MemAvailable"]

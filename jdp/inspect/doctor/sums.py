@@ -18,10 +18,6 @@ def self_test(mesh: Mesh, where: str) -> list[Diagnosis]:
     """Return a diagnosis for each collective, by the algorithm of `auto` and by XLA.
 
     A wrong result does not end the test: all processes make the same calls.
-
-    Args:
-      mesh: the mesh of the ranks.
-      where: names the ranks.
     """
     return [_tested(mesh, where, operation) for operation in known_values.OPERATIONS]
 

@@ -61,13 +61,7 @@ class KnownBad(NamedTuple):
 
 
 def installed(platform: str, num_processes: int, driver: str = "/proc/driver") -> Installed:
-    """Return what is installed here.
-
-    Args:
-      platform: of the devices.
-      num_processes: processes of the run.
-      driver: folder in which the NVIDIA driver describes itself.
-    """
+    """Return what is installed here."""
     names = {str(it.metadata["Name"]).lower() for it in metadata.distributions()}
     wanted = [*_PACKAGES, *sorted(name for name in names if _PLUGIN.fullmatch(name))]
     versions = {name: metadata.version(name) for name in wanted if name in names}

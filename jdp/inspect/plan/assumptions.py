@@ -60,16 +60,7 @@ Assumptions = dict[str, Rate]
 
 
 def assumed(gpu: str, link: str | None = None) -> Assumptions:
-    """Return what is assumed of hosts of GPUs.
-
-    Args:
-      gpu: one of `GPUS`.
-      link: network cards of a host and the Gbit/s of each, such as "8x400". Default: one of 400
-        for each GPU of a host.
-
-    Raises:
-      ValueError: if there is no such GPU or link.
-    """
+    """Return what is assumed of hosts of GPUs."""
     if gpu not in GPUS:
         raise ValueError(f"there is no GPU {gpu!r}. Write one of {', '.join(GPUS)}.")
     link = f"{GPUS[gpu].per_host}x400" if link is None else link
@@ -104,9 +95,6 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
 
     The law t = alpha + bytes / beta of an all-reduce on m ranks becomes alpha / (2 (m - 1)) for
     each hop of a ring and 2 (m - 1) / m * beta, so that m ranks take exactly the measured time.
-
-    Raises:
-      ValueError: if no all-reduce was measured.
     """
     laws = [law for law in found.rates if law.operation == "all-reduce"]
     if not laws:
@@ -134,15 +122,7 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
 
 
 def with_recovery(known: Assumptions, path: Path) -> Assumptions:
-    """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured.
-
-    Args:
-      known: the assumptions so far.
-      path: the file.
-
-    Raises:
-      ValueError: if the file does not hold such a measurement.
-    """
+    """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured."""
     try:
         found = checked(json.loads(path.read_bytes()), _RECOVERY)
         if not found["rows"]:
@@ -178,15 +158,7 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
 
 
 def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
-    """Return assumptions with values of the user.
-
-    Args:
-      known: the assumptions so far.
-      values: of `--set`, in the units of `known`.
-
-    Raises:
-      ValueError: if there is no such assumption, or its value cannot be.
-    """
+    """Return assumptions with values of the user."""
     for name, value in values.items():
         if name not in NAMES:
             raise ValueError(
@@ -208,13 +180,7 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
 def values(
     known: Assumptions, rest: str = "value", computation: str | None = None
 ) -> dict[str, float]:
-    """Return the numbers of the likely case, or of the fastest or slowest run.
-
-    Args:
-      known: the assumptions.
-      rest: "value", "fast" or "slow".
-      computation: the same for the rates of computation. Default: as the rest.
-    """
+    """Return the numbers of the likely case, or of the fastest or slowest run."""
     picked = {}
     for name, rate in known.items():
         which = (computation or rest) if name in COMPUTATION else rest

@@ -26,14 +26,7 @@ _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp plan`.
-
-    Args:
-      arguments: of the command line.
-
-    Returns:
-      The exit code: 0, or 2 if the arguments are wrong.
-    """
+    """Run `jdp plan`."""
     chosen = _parser().parse_args(arguments)
     try:
         results.require_outputs(_inputs(chosen), json=chosen.json, png=chosen.png)

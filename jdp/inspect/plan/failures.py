@@ -31,9 +31,6 @@ class Failures(NamedTuple):
     def effective(self, commit_every_s: float) -> float:
         """Return the share of the time in which steps are made that count, with full hosts.
 
-        Args:
-          commit_every_s: seconds of training between commits, > 0.
-
         >>> hourly = Failures(per_s=1 / 3600, recovery_s=360)
         >>> round(hourly.effective(commit_every_s=1.0), 4)  # a tenth of the time is recovery
         0.8999

@@ -101,9 +101,6 @@ def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -
     """Return the row of a method on a number of hosts.
 
     Args:
-      options: of the plan.
-      known: the assumed rates.
-      method: one of METHODS.
       hosts: number of hosts, >= 1.
     """
     likely = values(known)

@@ -42,9 +42,6 @@ class Model(NamedTuple):
         """Return what one rank computes, at assumed rates.
 
         Args:
-          known: the assumptions by name: `matmul_flops`, `memory_bytes_per_s`, `forward_share`.
-          gather_bytes: of a parameter where it is gathered.
-          reduce_bytes: of a gradient where it is reduced.
           bucket: capacity of a bucket, in bytes.
         """
         compute_s = self.step_s
@@ -65,9 +62,6 @@ class Model(NamedTuple):
 
 def read_model(text: str) -> Model:
     """Read a model such as "params=7e9,layers=32,tokens=16384".
-
-    Raises:
-      ValueError: if it is none.
 
     >>> read_model("params=7e9,layers=32,step_s=1.5").step_s
     1.5
@@ -156,9 +150,6 @@ def _require_whole_pieces(text: str, model: Model) -> None:
 def read_hosts(text: str) -> list[int]:
     """Read numbers of hosts: "4", "1,2,3", or "1:2048" for the powers of two between.
 
-    Raises:
-      ValueError: if they are none.
-
     >>> read_hosts("1:5"), read_hosts("3,6")
     ([1, 2, 4, 5], [3, 6])
     """
@@ -181,11 +172,7 @@ def read_hosts(text: str) -> list[int]:
 
 
 def read_methods(text: str) -> list[str]:
-    """Read names of methods, such as "replicated,stage3".
-
-    Raises:
-      ValueError: if there is no such method.
-    """
+    """Read names of methods, such as "replicated,stage3"."""
     names = list(dict.fromkeys(map(str.strip, text.split(","))))
     if wrong := [name for name in names if name not in METHODS]:
         raise ValueError(f"there is no method {wrong[0]!r}. Write some of {','.join(METHODS)}.")

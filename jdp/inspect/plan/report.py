@@ -58,12 +58,7 @@ def to_json(rows: Sequence[Row], known: Assumptions) -> str:
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:
-    """Plot efficiency over GPUs, without failures and with them, a line for each method.
-
-    Args:
-      rows: of the plan.
-      path: of the picture; its suffix selects the format.
-    """
+    """Plot efficiency over GPUs, without failures and with them, a line for each method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

@@ -53,18 +53,13 @@ class Program:
         """Append a task, and return its position.
 
         Args:
-          lane: the resource that it takes.
           seconds: that it takes.
-          after: positions of the tasks that must end before.
         """
         self.tasks.append(Task(lane, seconds, tuple(after)))
         return len(self.tasks) - 1
 
     def ends(self, slowness: float = 1.0) -> list[float]:
         """Return when each task ends, in seconds from the beginning of the step.
-
-        Args:
-          slowness: factor of all computation.
 
         >>> program = Program()
         >>> first = program.add("compute", 2.0)
@@ -124,12 +119,7 @@ class Deployment(NamedTuple):
 
 
 def program_of(workload: Workload, deployment: Deployment) -> Program:
-    """Return the tasks of a step.
-
-    Args:
-      workload: what one rank computes.
-      deployment: where.
-    """
+    """Return the tasks of a step."""
     builder = _Builder(workload, deployment)
     if deployment.method in (STAGE_3, HSDP):
         builder.parameters_in_time()

@@ -56,11 +56,6 @@ class Workload(NamedTuple):
 def uniform(params: float, layers: int, leaves_per_layer: int) -> tuple[ModelLeaf, ...]:
     """Return the leaves of a model of equal layers.
 
-    Args:
-      params: of the whole model.
-      layers: number of layers.
-      leaves_per_layer: arrays of equal size in each.
-
     >>> uniform(8, layers=2, leaves_per_layer=2)[0]
     ModelLeaf(params=2.0, work=0.25)
     """
@@ -75,11 +70,6 @@ def grouped(
 
     A leaf is never split: a larger one is a group of its own, as in
     `jdp.collectives.buckets.plan`.
-
-    Args:
-      leaves: in the order in which they are sent.
-      bytes_per_param: as they are sent.
-      capacity_bytes: of a group.
 
     >>> [len(group) for group in grouped(uniform(6, 6, 1), 4, capacity_bytes=8)]
     [2, 2, 2]

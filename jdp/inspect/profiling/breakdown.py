@@ -44,10 +44,6 @@ class Activity(NamedTuple):
 def parts_of(activity: Activity, window: tuple[int, int]) -> Parts:
     """Return the parts of a step.
 
-    Args:
-      activity: of the rank.
-      window: when its step begins and ends.
-
     >>> rank = Activity([(0, 40)], [(30, 60)], [(0, 60)], [(60, 90)])
     >>> parts_of(rank, (0, 100))
     Parts(data=30, computation=40, communication=20, host=10)

@@ -45,12 +45,7 @@ class _NoTime:
 def collectives_of(
     operations: Mapping[str, Collection[str]], jaxprs: Mapping[str, Sequence[tuple[Any, list[str]]]]
 ) -> dict[str, dict[str, Collective]]:
-    """Return the collectives of compiled programs: name of program -> of operation -> collective.
-
-    Args:
-      operations: for each program that ran the names of its operations.
-      jaxprs: for each step, by the name of its program, its traces and the names of their inputs.
-    """
+    """Return the collectives of compiled programs by program and operation."""
     texts: dict[str, list[HloProgram]] = {name: [] for name in operations}
     for name, text in jax_compat.compiled_texts(operations):
         texts[name].append(HloProgram(text))
@@ -75,7 +70,6 @@ def by_order(
 
     Args:
       ran: the operations of each device, in order.
-      known: name of program -> of operation -> collective.
     """
     found = {name: dict(of_program) for name, of_program in known.items()}
     for name, of_program in found.items():

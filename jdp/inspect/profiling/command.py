@@ -17,15 +17,7 @@ most time of its own, which is all but communication, comes first: the others wa
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp timeline`.
-
-    Args:
-      arguments: of the command line.
-
-    Returns:
-      The exit code: 1 if the folder has no profile or a file cannot be written, 2 if the arguments
-      are wrong.
-    """
+    """Run `jdp timeline`."""
     options = _parser().parse_args(arguments)
     folder = Path(options.folder)
     if not folder.is_dir():

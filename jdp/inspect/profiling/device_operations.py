@@ -84,9 +84,6 @@ def read(path: Path) -> dict[int, list[Operation]]:
     """Return the operations of each device, by its number in the profile, in order.
 
     Loops and branches are left out: their operations are there.
-
-    Args:
-      path: of a file `*.xplane.pb` of JAX.
     """
     with warnings.catch_warnings():
         # The types of JAX's reader have no module, which Python warns of.
@@ -162,14 +159,7 @@ def _read_threads(lines: Sequence[Any], start: int, found: dict[int, list[Operat
 
 
 def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[ProgramRun]:
-    """Return the runs of a program on one device, in order.
-
-    Args:
-      found: the operations of the device.
-      program: name of the program.
-      num_runs: how often it ran. Needed where the profile does not number the runs: then the k-th
-        time of each operation that ran so often belongs to the k-th run.
-    """
+    """Return the runs of a program on one device, in order."""
     own = [each for each in found if each.program == program]
     if all(each.run is not None for each in own):
         numbered: dict[Any, list[Operation]] = defaultdict(list)
@@ -187,7 +177,6 @@ def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Oper
 
     Args:
       own: the operations of the program on one device, in order.
-      num_runs: how often it ran.
     """
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:

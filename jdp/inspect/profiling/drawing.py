@@ -29,12 +29,7 @@ _MOST_RANKS = 16
 
 
 def draw(found: Summary, path: str | Path) -> None:
-    """Write a picture of a profile.
-
-    Args:
-      found: the profile.
-      path: of the file; its suffix says the format.
-    """
+    """Write a picture of a profile."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

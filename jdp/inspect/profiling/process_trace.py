@@ -29,12 +29,7 @@ def process_trace(
     """Return the trace of this process.
 
     Args:
-      profile: the file that JAX's profiler wrote.
       begin: when the profile began, in nanoseconds since 1970.
-      calls: of training steps, during the profile.
-      marks: phases of the process, see `Marks`.
-      first: number of the first call. One before step `steps.start` shows when that step begins.
-      facts: what the file says of the profile: `run`, `steps`.
     """
     found = device_operations.read(profile)
     ranks = _ranks()

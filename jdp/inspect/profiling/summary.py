@@ -110,14 +110,7 @@ class Summary:
 
 
 def summarize(folder: Path) -> Summary:
-    """Read the profile of all processes.
-
-    Args:
-      folder: that `jdp.profile` wrote.
-
-    Raises:
-      ValueError: if no process has a step in it.
-    """
+    """Read the profile of all processes."""
     traces, notes = trace_folder.read(folder)
     by_process = {trace.facts["process"]: _ranks(trace) for trace in traces}
     ranks = [each for found in by_process.values() for each in found]

@@ -113,8 +113,6 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
     """Write traces of processes into one file, whole or not at all.
 
     Args:
-      path: of the file.
-      traces: of the processes.
       begins: for each of them the nanoseconds at which its profile begins.
     """
     events = []
@@ -136,11 +134,7 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
 
 
 def read(path: Path) -> ProcessTrace:
-    """Read the file of a process.
-
-    Raises:
-      ValueError: if it is not such a file, or damaged; says what is wrong.
-    """
+    """Read the file of a process."""
     try:
         with gzip.open(path) as file:
             content = checked(json.load(file), _CONTENT)

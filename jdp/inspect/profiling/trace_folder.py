@@ -9,11 +9,7 @@ from jdp.inspect.profiling.trace_file import ProcessTrace
 
 
 def read(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
-    """Return the traces of the latest run, and notes of files that are damaged or missing.
-
-    Args:
-      folder: that `jdp.profile` wrote.
-    """
+    """Return the traces of the latest run, and notes of files that are damaged or missing."""
     intact: list[ProcessTrace] = []
     left_out: dict[int, str] = {}
     for process, path in trace_file.found_in(folder).items():

@@ -17,12 +17,7 @@ def gpus_of_slots(
     """Divide the GPUs of a host among its slots.
 
     Args:
-      num_gpus: of this host; 0 for training on CPUs.
       num_slots: processes of this host, >= 1.
-      environment: NCCL_MULTI_RANK_GPU_ENABLE=1 lets several processes share a GPU.
-
-    Raises:
-      ValueError: if they cannot be divided evenly.
 
     >>> gpus_of_slots(4, 2)
     [[0, 1], [2, 3]]
@@ -54,11 +49,6 @@ def memory_of_shared(
     num_gpus: int, num_slots: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the variables by which processes that share a GPU divide its memory.
-
-    Args:
-      num_gpus, num_slots: as for `gpus_of_slots`.
-      environment: if it says already how much memory JAX takes, the result is empty. JAX takes an
-        empty variable for none.
 
     >>> memory_of_shared(1, 2, {})
     {'XLA_CLIENT_MEM_FRACTION': '0.375'}

@@ -64,11 +64,7 @@ class Guardian:
         self._tell(f"-{group}\n")
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all processes that are left, and wait for their end.
-
-        Raises:
-          TimeoutError: if a process could not be killed within `timeout_s` seconds.
-        """
+        """Kill all processes that are left, and wait for their end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -33,14 +33,7 @@ class KnownRun:
     def record_generation(
         self, number: int, run_id: str, known: dict[str, Any], leader: str
     ) -> None:
-        """Record a generation in which this host takes part.
-
-        Args:
-          number: of it.
-          run_id: of the run.
-          known: `electorate`, facts of `Electorate`, None if only one host may lead; and `history`.
-          leader: id of the launcher that leads it.
-        """
+        """Record a generation in which this host takes part."""
         self.generation, self._run_id = number, run_id
         self.step, self._loss = None, None
         self._record_history(known["history"])
@@ -65,13 +58,7 @@ class KnownRun:
         self._history = RunHistory(**facts).moved(time.monotonic())
 
     def introduce(self, link: LeaderConnection, port: int, listed: int | None) -> dict[str, Any]:
-        """Return the facts of `join`, apart from the proof.
-
-        Args:
-          link: to the leader.
-          port: on which process 0 would listen on this host.
-          listed: place of this host among the hosts that may lead, None if it may not.
-        """
+        """Return the facts of `join`, apart from the proof."""
         now, loss = time.monotonic(), self._loss
         return {
             "history": self._history.moved(-now).facts(),

@@ -69,11 +69,7 @@ def spawn(
 
 
 def ends_with_this(command: Sequence[str]) -> list[str]:
-    """Return a command whose process is killed when the thread of this process ends that starts it.
-
-    Args:
-      command: a program, which is looked for on the PATH, and its arguments.
-    """
+    """Return a command whose process is killed when the thread that starts it ends."""
     # A preexec_fn would run Python between fork and exec, where the locks of other threads, such as
     # the one that reads logs, are never released.
     return [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid()), *command]

@@ -53,11 +53,7 @@ class Standbys:
         return sum(process.parked for process in self._processes)
 
     def fill(self, parent: Process | None = None) -> None:
-        """Start the missing standbys, also to replace stopped or dying ones.
-
-        Args:
-          parent: a process that can be forked, if none of the standbys can.
-        """
+        """Start the missing standbys, also to replace stopped or dying ones."""
         for process in [each for each in self._processes if not each.can_run()]:
             self._processes.remove(process)
             self._dropped.append(process)

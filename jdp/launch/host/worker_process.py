@@ -68,13 +68,7 @@ class HostResources:
             self.say(f"each process imports its modules itself, since {why}.")
 
     def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
-        """Return the assignments of the processes of this host in a generation.
-
-        Args:
-          first: number of the first process.
-          slots: of the processes.
-          **common: facts that are the same for all of them.
-        """
+        """Return the assignments of the processes of this host in a generation."""
         return [
             Assignment(
                 process_id=first + local_id,
@@ -91,11 +85,7 @@ class HostResources:
         self.logs.post(lambda: self.logs.say(text))
 
     def release(self) -> None:
-        """Kill all processes that are left, and show their last output.
-
-        Raises:
-          TimeoutError: if a process could not be killed.
-        """
+        """Kill all processes that are left, and show their last output."""
         try:
             self.guardian.kill_all()
         finally:
@@ -209,11 +199,7 @@ class Process:
         return spawn.spawn(resources.command, variables, pass_fds=fds.values())
 
     def fork(self, slot: int, connection: socket.socket, requests: socket.socket) -> Fork:
-        """Fork this process, which `can_fork`; see `jdp.worker.fork_server`.
-
-        Raises:
-          OSError: if there is no fork within a second.
-        """
+        """Fork this process, which `can_fork`; see `jdp.worker.fork_server`."""
         out, err = os.pipe(), os.pipe()
         descriptors = [connection.fileno(), requests.fileno(), out[1], err[1]]
         try:

@@ -57,16 +57,6 @@ def exit_of_process(
 
     `last_lines` of its output are shown if there is no traceback of its script.
 
-    Args:
-      process_id: of the process.
-      host: name of its host.
-      pid: there.
-      returncode: of Popen: negative for a signal.
-      traceback: of its script, if there is one.
-      last_lines: of its output.
-      step: of the run at which it happened, if it is known.
-      out_of_memory: see `in_words`.
-
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
     the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
     its last output:
@@ -94,28 +84,14 @@ def exit_of_process(
 
 
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
-    """Return the cause that a process made no progress, and the others waited for it.
-
-    Args:
-      process_id: of the process.
-      host: name of its host.
-      pid: there.
-      stalled_s: seconds without progress.
-      report: of all processes, see `hang_report`.
-    """
+    """Return the cause that a process made no progress, and the others waited for it."""
     text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
     full_text = with_code("JDP303", f"the cause: {report}")
     return Cause(text, STALLED, full_text, "JDP303", stalled_s)
 
 
 def early_end(process_id: int, other: int, grace_s: float) -> Cause:
-    """Return the cause that a process has ended, and another one waits for it in a step.
-
-    Args:
-      process_id: of the process that has ended.
-      other: process that waits for it.
-      grace_s: seconds for which it has waited.
-    """
+    """Return the cause that a process has ended, and another one waits for it in a step."""
     text = (
         f"process {process_id} came to the end of the script, and process {other} has waited for "
         f"it for {grace_s:g} s in a step or an evaluation that it did not call"
@@ -136,13 +112,7 @@ def after_end(why: Cause, process_id: int) -> Cause:
 
 
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
-    """Return the cause that a host was lost, or was silent for too long.
-
-    Args:
-      host: its name.
-      why: in words.
-      silent_s: seconds since its last message.
-    """
+    """Return the cause that a host was lost, or was silent for too long."""
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
     return Cause(text, 1, full_text, "JDP305", silent_s, is_of_program=False)

@@ -186,10 +186,6 @@ class Generation:
         """Record the cause for which it ends, and the process to blame, if any.
 
         The first cause counts, unless it is uncertain and a later one is certain.
-
-        Args:
-          why: the cause.
-          process_id: the process to blame; None to blame none.
         """
         if self.cause is None or (why.is_sure and not self.cause.is_sure):
             self.cause, self._blamed = why, None

@@ -76,15 +76,7 @@ class RunMetrics(NamedTuple):
 
 
 def require_endpoint(port: int | None, *, may_lead: bool) -> None:
-    """Refuse metrics that cannot be served, before any process is started.
-
-    Args:
-      port: of --metrics-port; None to serve no metrics.
-      may_lead: whether this launcher may lead, and would then need the port.
-
-    Raises:
-      ValueError: if the port or the library is missing.
-    """
+    """Refuse metrics that cannot be served, before any process is started."""
     if port is None:
         return
     if importlib.util.find_spec("prometheus_client") is None:
@@ -163,13 +155,7 @@ class MetricsEndpoint:
 def serve(
     port: int | None, read: Callable[[], RunMetrics], say: Callable[[str], None]
 ) -> MetricsEndpoint | None:
-    """Serve the metrics of a run, if there is a port for that, and report where or why not.
-
-    Args:
-      port: of --metrics-port; None to serve no metrics.
-      read: that of `RunCollector`.
-      say: prints a line for people.
-    """
+    """Serve the metrics of a run, if there is a port for that, and report where or why not."""
     if port is None:
         return None
     try:

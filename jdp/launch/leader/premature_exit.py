@@ -17,12 +17,6 @@ def find(
     """Return why a process waits in a step for ones that ended without calling it, None if none.
 
     A step that all have called, and the final work of a single process, are limited by the watch.
-
-    Args:
-      now: time.monotonic().
-      grace_s: a process that has waited for less time is not looked at.
-      statuses: of the processes that have any.
-      steps_of_ended: process that ended -> number of steps that it has called, -1 if unknown.
     """
     for i, status in statuses.items():
         if i in steps_of_ended or not waits(status) or now - status.progress_s < grace_s:

@@ -50,12 +50,7 @@ class ProgressWatch:
         return {i: compared.slowness(i) for i in self._slow.named}
 
     def poll(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Report what is new, and return a stall that was reported now.
-
-        Args:
-          now: time.monotonic().
-          statuses: of the processes that have any.
-        """
+        """Report what is new, and return a stall that was reported now."""
         if self._has_new_windows and len(self._windows) == self._size:
             self._has_new_windows = False
             steps = max((each.steps for each in statuses.values()), default=0)

@@ -51,16 +51,7 @@ Plan = list[Part]
 
 
 def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
-    """Return the plan of a generation that would be formed now.
-
-    Args:
-      remotes: all hosts that have joined.
-      least: number of hosts that are needed.
-      now: time.monotonic().
-
-    Returns:
-      The plan; None if there are too few hosts, or slots that are needed still rest.
-    """
+    """Return the plan of a generation that would be formed now."""
     # The end of a connection may be known before the host is removed.
     there = [remote for remote in remotes if remote.channel.is_open]
     # A host that has just joined would start its processes from nothing. Unless it is needed, the
@@ -111,12 +102,7 @@ class Gathering:
         self._enough_since: float | None = None
 
     def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
-        """Return the plan of the generation to form now; None if it is not time for one.
-
-        Args:
-          remotes: the hosts that have joined.
-          now: time.monotonic().
-        """
+        """Return the plan of the generation to form now; None if it is not time for one."""
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
         if chosen is None or not self._electors.may_form(part.remote for part in chosen):

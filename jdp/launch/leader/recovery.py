@@ -139,11 +139,7 @@ class Recoveries:
         return self._report.history()._replace(failures=self._budget.failures())
 
     def take_over(self, history: RunHistory, why: Cause) -> str:
-        """Begin with the past of the run, whose last leader was lost with its generation.
-
-        Returns:
-          The reason to end the run after this failure, too; "" to continue.
-        """
+        """Begin with the past of the run, whose last leader was lost with its generation."""
         self._budget.take_over(history.failures)
         self._report.take_over(history)
         if reason := self._budget.reason_to_end(why, why.step, why.noticed):

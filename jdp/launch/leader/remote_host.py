@@ -37,7 +37,6 @@ class HostSlot:
 
         Args:
           now: seconds.
-          can_rest: whether the run can do without the slot.
         """
         self._failures = [at for at in self._failures if now - at < WINDOW_S] + [now]
         if len(self._failures) < 2:

@@ -40,8 +40,6 @@ class RestartBudget:
         """Return the reason to end the run after this failure; "" to continue.
 
         Args:
-          why: the cause of the failure.
-          step: of the run at which it happened, if it is known.
           now: seconds on a monotonic clock.
         """
         if "JDP213" in why.error:

@@ -34,12 +34,7 @@ class RunEnd:
         return self._last_commits is not None
 
     def follows(self, generation: Generation, signal: int | None) -> bool:
-        """Whether the run ends with a generation, which this then begins.
-
-        Args:
-          generation: the last one, of which no process is left.
-          signal: that the run was sent, None if there was none.
-        """
+        """Whether the run ends with a generation, which this then begins."""
         why = generation.cause
         if generation.saved:
             saved = f"saved {generation.closed_step}".rstrip()
@@ -57,12 +52,7 @@ class RunEnd:
         return True
 
     def give_up(self, code: int, why: str) -> None:
-        """End the run when its latest commit is on the disk.
-
-        Args:
-          code: its exit code.
-          why: for people.
-        """
+        """End the run when its latest commit is on the disk."""
         self._members.is_ending = True
         self._last_commits = LastCommits(code, why, self._recoveries.checkpoint_step)
         self._last_commits.ask(self._members.remotes)
@@ -79,12 +69,7 @@ class RunEnd:
             self.finish(*commits.outcome())
 
     def finish(self, code: int, why: str) -> None:
-        """End the run, and send its exit code to all hosts.
-
-        Args:
-          code: its exit code.
-          why: for people.
-        """
+        """End the run, and send its exit code to all hosts."""
         self._report.end_run()
         self._events.write("over", code=code, why=why)
         self._members.end_run(code=code, why=why)

@@ -160,11 +160,7 @@ class SlowProcesses:
         return [*self._named]
 
     def poll(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
-        """Return the facts, and a line for people, of each process for which they have changed.
-
-        Args:
-          windows: of all processes of the generation.
-        """
+        """Return the facts, and a line for people, of each process for which they have changed."""
         if len(windows) < 2:
             return {}
         compared = Comparison(windows)

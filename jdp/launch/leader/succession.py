@@ -49,11 +49,7 @@ class Succession:
             self._loss = min(self._loss or loss, loss, key=lambda each: each.at)
 
     def take_over(self) -> str:
-        """Have the run continue after the last generation of another leader, if there was one.
-
-        Returns:
-          The reason to end the run instead; "" to continue.
-        """
+        """Have the run continue after the last generation of another leader, if there was one."""
         is_first, self._leads = not self._leads, True
         if not is_first or self.number < 0:
             return ""
@@ -64,7 +60,6 @@ class Succession:
         """Record the next generation, and return the facts for its hosts.
 
         Args:
-          plan: of it.
           home: the id of the leader's own host.
         """
         self.number += 1

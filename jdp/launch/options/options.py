@@ -92,14 +92,6 @@ class Options(NamedTuple):
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Options:
     """Return the options of a command line, or else of variables JDP_<FLAG>, or else PET_<FLAG>.
 
-    Args:
-      argv: arguments of `jdp run`.
-      environment: variables; the prefix PET_ is torchrun's.
-
-    Raises:
-      ValueError: if they are wrong.
-      SystemExit: after --help.
-
     >>> options = parse(["--nproc-per-node", "2", "train.py", "--lr", "3"], {})
     >>> options.nproc_per_node, options.command
     ((2, 2), ('train.py', '--lr', '3'))

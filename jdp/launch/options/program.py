@@ -17,12 +17,6 @@ _OF_THE_LAUNCHER = (
 def require_program(command: Sequence[str]) -> None:
     """Refuse Python in the place of a Python program, before any process is started.
 
-    Args:
-      command: the path of the program, and its arguments.
-
-    Raises:
-      ValueError: naming what to leave out.
-
     >>> require_program(["python", "train.py"])
     Traceback (most recent call last):
     ValueError: Python is started for the program: leave 'python' out, as in jdp run train.py
@@ -39,12 +33,6 @@ def require_program(command: Sequence[str]) -> None:
 def require_file(name: str) -> None:
     """Refuse a program that is not there, before any process is started.
 
-    Args:
-      name: the path of a Python program.
-
-    Raises:
-      ValueError: naming the folder.
-
     >>> require_file("no_such.py")
     Traceback (most recent call last):
     ValueError: there is no file 'no_such.py' in ... a module: jdp run -m package.train
@@ -58,9 +46,6 @@ def require_file(name: str) -> None:
 
 def misplaced_flags(command: Sequence[str]) -> str | None:
     """Return a sentence about flags of `jdp run` that stand behind the program, None without any.
-
-    Args:
-      command: the program, and its arguments.
 
     >>> misplaced_flags(["train.py", "--nnodes=2"])
     '--nnodes stands behind train.py, which gets it. If it is for jdp run, write it before train.py'

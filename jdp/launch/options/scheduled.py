@@ -13,11 +13,7 @@ def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
     """Return the value of the option `node_rank` by that name, or {} if none is given.
 
     Args:
-      environment: environment variables.
       num_hosts: number of hosts that --nnodes allows, >= 1.
-
-    Raises:
-      ValueError: if Slurm starts several launchers on a host, or the number is not that of a host.
 
     >>> node_rank({"SLURM_NODEID": "1"}, num_hosts=2)
     {'node_rank': 1}

@@ -129,15 +129,7 @@ def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Return a connection to a name and port: to the first address of the name that answers.
-
-    Args:
-      address: name or IP address, and port.
-      timeout_s: seconds, > 0, of which each address has an equal part.
-
-    Raises:
-      OSError: if none answers, with the system's words for it.
-    """
+    """Return a connection to a name and port: to the first address of the name that answers."""
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     whys = []
     for family, kind, number, _, where in found:

@@ -18,12 +18,6 @@ def proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
 
     It holds the part of the sender, "leader" or "host", so that neither can send back the other's
     proof, and the nonces that both have made for this connection.
-
-    Args:
-      token: the secret of the run.
-      part: "leader" or "host".
-      leader_nonce: random text of the leader.
-      host_nonce: random text of the host.
     """
     text = f"jdp {part} {leader_nonce} {host_nonce}"
     return hmac.new(token.encode(), text.encode(errors="replace"), "sha256").hexdigest()

@@ -50,9 +50,6 @@ def together(values: Sequence[Any]) -> list[jax.Array]:
     A `jax.custom_vjp` function under `vmap` has one cotangent for an output that is not mapped:
     the sum over all rows, where its backward pass may need that of each.
 
-    Args:
-      values: arrays.
-
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: together([x, jnp.float32(1)]))(jnp.arange(2.0))
     [Array([0., 1.], dtype=float32), Array([1., 1.], dtype=float32)]

@@ -16,12 +16,6 @@ def order_of_gradients(jaxpr: Any) -> dict[str, int]:
 
     A value is ready with the last matmul or loop among all that it depends on, in the order of
     the traced program, in which a backward pass goes from the last layer to the first.
-
-    Args:
-      jaxpr: the traced program, with the step's `shard_map` in it.
-
-    Returns:
-      path -> number; equal numbers for gradients that the same operation gives.
     """
     body = _timed(jaxprs.mapped_body(find_shard_maps(jaxpr)[0]), {})
     return {path: ready.heavy for path, ready in body.marks.items()}

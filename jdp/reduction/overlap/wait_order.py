@@ -23,12 +23,6 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     XLA would wait for all rings before the first update, which would then hide none of them. Here
     each wait takes the parameters that were updated after the wait before it. If every update
     needs all gradients, as after clipping by their norm, nothing changes.
-
-    Args:
-      fn: runs on every rank, in a `shard_map`; its rings wait for each other.
-
-    Returns:
-      The same operations in another order.
     """
 
     def run(*args: Any) -> Any:

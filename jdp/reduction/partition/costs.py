@@ -61,12 +61,7 @@ def _is_product(eqn: Any) -> bool:
 
 
 def cost_of(program: Any, num_ranks: int) -> Cost:
-    """Return the cost of running a traced program on each of some ranks.
-
-    Args:
-      program: a traced program of one rank.
-      num_ranks: that share them.
-    """
+    """Return the cost of running a traced program on each of some ranks."""
     total = Cost()
     for eqn in jaxprs.opened(program).eqns:
         bodies = [cost_of(body, num_ranks) for body in jaxprs.bodies(eqn)]

@@ -75,13 +75,7 @@ class Deal(NamedTuple):
 
 
 def dealt(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> Deal | None:
-    """Return how to deal out alike parts, None if they read nothing of their own.
-
-    Args:
-      partitioner: that runs the program.
-      alike: the parts.
-      env: the values of their operands.
-    """
+    """Return how to deal out alike parts, None if they read nothing of their own."""
     first = alike.parts[0]
     dims = tuple(env[value].dim for value in first.ins)
     columns = zip(*(part.ins for part in alike.parts), strict=True)
@@ -107,16 +101,7 @@ def dealt(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> Dea
 
 
 def results_of_row(partitioner: Any, deal: Deal, operands: Sequence[Any]) -> list[Any]:
-    """Compute one matrix.
-
-    Args:
-      partitioner: that runs the program.
-      deal: how the matrices are dealt out.
-      operands: this row of each operand, with its first dim; the whole of others.
-
-    Returns:
-      This row of each result; the whole if the operands are not cut into rows.
-    """
+    """Compute one matrix."""
     rows = _BatchRows(deal.batch)
     env = {
         value: Computed(rows, value.aval, x, dim)
@@ -140,14 +125,7 @@ def _traced_row(partitioner: Any, deal: Deal) -> Any:
 
 
 def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bool:
-    """Whether owners take less time than slices, as `Cost.time` estimates it.
-
-    Args:
-      partitioner: that runs the program.
-      deal: how the matrices are dealt out.
-      num_parts: the number of alike parts.
-      per_rank: how many matrices a rank computes.
-    """
+    """Whether owners take less time than slices, as `Cost.time` estimates it."""
     ranks: Ranks = partitioner.ranks
     part, size = deal.part, ranks.size
 

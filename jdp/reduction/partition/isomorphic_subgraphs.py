@@ -48,12 +48,7 @@ class AlikeParts(NamedTuple):
 def with_alike_parts(
     program: FlatProgram, closed: Collection[FlatValue]
 ) -> list[FlatOperation | AlikeParts]:
-    """Return the operations of a program in order, with those of alike parts put together.
-
-    Args:
-      program: the program.
-      closed: results of operations that stay by themselves.
-    """
+    """Return the operations of a program in order, with those of alike parts put together."""
     alike: dict[Any, list[Subprogram]] = defaultdict(list)
     uses = Counter(value for operation in program.operations for value in operation.ins)
     uses.update(program.outs)

@@ -90,13 +90,7 @@ class Partitioner:
             remaining = self._run_ready(remaining, env, whole)
 
     def probe(self, program: Any, avals: Sequence[Any], dims: Sequence[Dim]) -> Probe:
-        """Trace a body with inputs sliced along `dims`, and return its results and costs.
-
-        Args:
-          program: a jaxpr.
-          avals: types of its whole inputs.
-          dims: along which each is sliced; None for a whole one.
-        """
+        """Trace a body with inputs sliced along `dims`, and return its results and costs."""
         ranks = self.ranks.fresh()
         found: list[Dim] = []
 

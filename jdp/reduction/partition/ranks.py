@@ -125,13 +125,7 @@ class Ranks:
         return shard_ops.own_slice(x, dim, self.axes)
 
     def gather(self, x: jax.Array, dim: int | Ravel, shape: tuple[int, ...]) -> jax.Array:
-        """Return the whole array of a slice along `dim`, and record it.
-
-        Args:
-          x: this rank's slice.
-          dim: along which it was cut.
-          shape: of the whole array.
-        """
+        """Return the whole array of a slice along `dim`, and record it."""
         name = self.stack[0].primitive.name if self.stack else "output"
         num_bytes = math.prod(shape) * x.dtype.itemsize
         self.gathers.append(Gather(name, shape, num_bytes, self.line()))

@@ -58,21 +58,6 @@ def partitioned(
     GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
     (`jax.custom_jvp`) of the function are lost.
 
-    Args:
-      function: takes the whole arrays, returns some. Arrays that it has captured are whole, and the
-        same on all ranks unless it reduces over `axes` itself.
-      args: this rank's part of each argument.
-      axes: names of the mesh axes, bound by `shard_map(check_vma=False)`; unbound, one rank.
-      want: for each result the dim along which it is returned, None for the whole; or a function
-        that returns them from the shapes of the whole results.
-
-    Returns:
-      The results as wanted, and how they were computed.
-
-    Raises:
-      ValueError: if a dim is not one of its array or does not divide into equal slices; or in a
-        `shard_map` that types its values.
-
     >>> import jax, numpy as np
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,),

@@ -25,13 +25,7 @@ from jdp.reduction.partition.values import Computed
 
 
 def run(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> bool:
-    """Run alike parts by their owners, and add their results to `env`; False if slices are faster.
-
-    Args:
-      partitioner: that runs the program.
-      alike: the parts.
-      env: the values of their operands.
-    """
+    """Run equal parts by their owners, into `env`; False if slices are faster."""
     deal = dealt(partitioner, alike, env)
     if deal is None:
         return False

@@ -24,14 +24,7 @@ _RULES: dict[str, Rule] = {
 
 
 def plan(eqn: Any, position: int, dim: Dim, ranks: Ranks) -> Plan | None:
-    """Return how to run an equation on slices of the operand at `position`; None if it cannot.
-
-    Args:
-      eqn: an equation of a jaxpr.
-      position: of an operand that is sliced.
-      dim: along which it is; None if it is whole.
-      ranks: that hold the slices.
-    """
+    """Return how to run an equation on slices of the operand at `position`; None if it cannot."""
     name = eqn.primitive.name
     if isinstance(dim, Ravel):
         return raveled.RULES.get(name, raveled.UNKNOWN)(eqn, position, dim, ranks)

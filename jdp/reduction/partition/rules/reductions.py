@@ -27,17 +27,7 @@ _OVER_ROWS = {
 
 
 def combine(parts: Sequence[jax.Array], partial: str, ranks: Ranks) -> list[jax.Array]:
-    """Combine the ranks' partial results, in one collective for all of the same dtype.
-
-    Args:
-      parts: of this rank, any shapes.
-      partial: "sum", or one of `_OVER_ROWS`.
-      ranks: of the program.
-
-    Returns:
-      The results, equal on all ranks, each in the shape and dtype of its part; sums of 16-bit
-      floats in float32.
-    """
+    """Combine the ranks' partial results, in one collective for all of the same dtype."""
     outs: list[Any] = [None] * len(parts)
     # XLA's CPU backend may abort on an all-reduce of bfloat16, and sums in float32 lose less.
     wide = [_widened(part) for part in parts] if partial == "sum" else parts
