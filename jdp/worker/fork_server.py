@@ -42,7 +42,7 @@ _NUM_DESCRIPTORS = 4
 
 _GPUS = "/dev/nvidia", "/dev/kfd", "/dev/dri"
 _DEVICES = frozenset(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
-_REMOVE_FOLDER = tempfile.TemporaryDirectory._cleanup.__func__
+_REMOVE_FOLDER = getattr(getattr(tempfile.TemporaryDirectory, "_cleanup", None), "__func__", ())
 
 # Functions of the builds of OpenBLAS that return the number of its threads.
 _OPENBLAS = [
