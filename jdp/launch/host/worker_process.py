@@ -212,8 +212,10 @@ class Process:
         """Fork this process, which `can_fork`; see `jdp.worker.fork_server`.
 
         Raises:
-          OSError: if there is no fork within a second.
+          OSError: if there is no fork within a second, or there was none before.
         """
+        if not self.can_fork:
+            raise OSError("an earlier request has no answer yet")
         out, err = os.pipe(), os.pipe()
         descriptors = [connection.fileno(), requests.fileno(), out[1], err[1]]
         try:
