@@ -27,6 +27,8 @@ def run(options: Options) -> int:
         require_endpoint(options.metrics_port, may_lead=meeting.own is not None)
         resources = HostResources(options)
         resources.orphans.start_adopting()
+        if not resources.orphans.adopts:
+            resources.refuse_forks("the launcher has other children, or cannot adopt any")
     except (OSError, ValueError) as error:
         _say(str(error))
         return 2

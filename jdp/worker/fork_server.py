@@ -24,7 +24,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jdp.worker import source_files
@@ -38,18 +39,16 @@ _NUMBERS = re.compile(
 is_forking = False
 
 _PR_SET_PDEATHSIG = 1
+_PR_GET_CHILD_SUBREAPER = 37
 _NUM_DESCRIPTORS = 4
 
 _GPUS = "/dev/nvidia", "/dev/kfd", "/dev/dri"
 _DEVICES = frozenset(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 _REMOVE_FOLDER = getattr(getattr(tempfile.TemporaryDirectory, "_cleanup", None), "__func__", ())
 
-# Functions of the builds of OpenBLAS that return the number of its threads.
-_OPENBLAS = [
-    f"{prefix}openblas_get_num_threads{suffix}"
-    for prefix in ("", "scipy_")
-    for suffix in ("", "64_")
-]
+# Prefixes and suffixes of the functions in the builds of OpenBLAS.
+_OPENBLAS = [(prefix, suffix) for prefix in ("", "scipy_") for suffix in ("", "64_")]
+_OPENBLAS_HAS_OWN_THREADS = 1  # of openblas_get_parallel; 2: it uses those of OpenMP
 
 
 def why_not(own: Collection[int]) -> str | None:
@@ -60,23 +59,15 @@ def why_not(own: Collection[int]) -> str | None:
     """
     source_files.record()
     if place := source_files.find_executed(_NUMBERS):
-        return f"{place[0]} reads {place[1]} before jdp.init() sets it"
+        return f"{place[0]} names {place[1]}, which jdp.init() sets"
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     if others:
         return f"thread {others[0]!r} runs before jdp.init(), and a fork does not have it"
-    if (extra := _num_native_threads() - _num_openblas_threads()) > 1:
-        return f"{extra - 1} threads of a native library run before jdp.init()"
+    if (extra := _num_native_threads() - 1) not in _sums(_openblas_threads()):
+        return f"threads of a native library, {extra} with OpenBLAS's, run before jdp.init()"
     if any(each is _REMOVE_FOLDER for each in _finalizers()):
         return "a temporary folder exists before jdp.init(), and the first fork to end removes it"
-    mapped = _mapped_files()
-    for number, target in _descriptors():
-        if target.startswith(_GPUS):
-            return "a GPU is in use before jdp.init()"
-        # Python keeps descriptors of memory that it maps, and never moves their position.
-        is_shared = number <= 2 or number in own or target in _DEVICES or target in mapped
-        if not is_shared:
-            return f"{target} is open before jdp.init(), and forks would share its position"
-    return None
+    return _why_not_processes() or _why_not_descriptors(own)
 
 
 class ForkServer:
@@ -96,6 +87,8 @@ class ForkServer:
         slot, descriptors, _, _ = socket.recv_fds(self.requests, 32, _NUM_DESCRIPTORS)
         if not slot:
             raise EOFError
+        for each in descriptors:
+            os.set_inheritable(each, False)
         connection, requests, out, err = descriptors
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -109,7 +102,8 @@ class ForkServer:
                 os.close(each)
             answer = os.read(ours, 32)  # empty if the child could not fork
             os.close(ours)
-            os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):  # a handler of SIGCHLD was faster
+                os.waitpid(child, 0)
             self.requests.send(answer or b"0")
             return None
         os.close(ours)
@@ -140,6 +134,42 @@ class ForkServer:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._launcher:
             os._exit(1)
+
+
+def _why_not_processes() -> str | None:
+    if children := _children():
+        return f"process {children[0]} was started before jdp.init(), and has one parent only"
+    adopts = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    if adopts.value:
+        return "this process adopts orphans, and the launcher must become the parent of forks"
+    timers = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
+    if any(signal.getitimer(each)[0] for each in timers):
+        return "a timer runs before jdp.init(), and a fork does not have it"
+    return None
+
+
+def _why_not_descriptors(own: Collection[int]) -> str | None:
+    descriptors = _descriptors()
+    ours = {target for number, target in descriptors if number in own}
+    num_free = Counter(_mapped_files())  # descriptors of a file that may be open
+    for number, target in descriptors:
+        if target.startswith(_GPUS):
+            return "a GPU is in use before jdp.init()"
+        if number in (1, 2) and not target.startswith("pipe:"):
+            return f"its output goes to {target}, and that of forks to the launcher"
+        # Python keeps a descriptor of memory that it maps, and never moves its position.
+        num_free[target] -= 1
+        is_shared = number <= 2 or number in own or target in _DEVICES or num_free[target] >= 0
+        if not is_shared:
+            return f"{target} is open before jdp.init(), and forks would share its position"
+    for target in set(_mapped_files("w", "s")) - ours:
+        if target.endswith(" (deleted)") or target.startswith("/memfd:"):
+            return (
+                "shared memory or a lock of multiprocessing exists before jdp.init(), and forks "
+                "would have it in common"
+            )
+    return None
 
 
 def _fork() -> int:
@@ -174,21 +204,44 @@ def _num_native_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-# OpenBLAS stops its threads before a fork, and starts them again when they are needed.
-def _num_openblas_threads() -> int:
-    found = 0
-    for path in _mapped_files():
-        if "openblas" in path:
-            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            name = next((each for each in _OPENBLAS if hasattr(library, each)), None)
-            found += getattr(library, name)() - 1 if name is not None else 0
+def _openblas_threads() -> list[int]:
+    """Return how many threads each loaded OpenBLAS has, or none of them.
+
+    It stops its threads before a fork, and starts them again when they are needed.
+    """
+    found = []
+    for path in {each for each in _mapped_files() if "openblas" in each}:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        for prefix, suffix in _OPENBLAS:
+            if hasattr(library, f"{prefix}openblas_get_parallel{suffix}"):
+                parallel = getattr(library, f"{prefix}openblas_get_parallel{suffix}")
+                number = getattr(library, f"{prefix}openblas_get_num_threads{suffix}")
+                if parallel() == _OPENBLAS_HAS_OWN_THREADS:
+                    found.append(number() - 1)
+                break
     return found
 
 
-def _mapped_files() -> set[str]:
+def _sums(numbers: Iterable[int]) -> set[int]:
+    sums = {0}
+    for number in numbers:
+        sums |= {each + number for each in sums}
+    return sums
+
+
+def _mapped_files(*permissions: str) -> list[str]:
+    """Return the file of each mapping with these permissions, several times if mapped so."""
     with open("/proc/self/maps") as file:
         parts = [line.rstrip("\n").split(maxsplit=5) for line in file]
-    return {each[5] for each in parts if len(each) == 6}
+    return [each[5] for each in parts if len(each) == 6 and {*permissions} <= {*each[1]}]
+
+
+def _children() -> list[int]:
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/children") as file:
+            found += [*map(int, file.read().split())]
+    return found
 
 
 def _finalizers() -> list[Any]:

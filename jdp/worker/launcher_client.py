@@ -104,7 +104,7 @@ class LauncherClient:
         self.commit_file = commit_file
         self.assignment: Assignment | None = None
         self.woken = 0.0  # time.monotonic() at `go`
-        self._has_ended = False
+        self._has_ended = self._is_fork = False
         self._pid = os.getpid()
         self._connection = connection
         self._forks = forks
@@ -124,6 +124,8 @@ class LauncherClient:
             with self._connection.makefile("rb") as lines:
                 line = lines.readline(MAX_LINE_BYTES)
             if not line:
+                if self._is_fork:
+                    os._exit(1)  # it was late, and is not needed: the script must not clean up
                 raise SystemExit("jdp: the launcher has ended, and so does this process.")
             self.woken = time.monotonic()
             _, facts = decode(line)
@@ -161,6 +163,7 @@ class LauncherClient:
 
     def _become(self, slot: int, connection: socket.socket) -> None:
         self._connection.close()
+        self._is_fork = True
         self._connection, self.slot, self._pid = connection, slot, os.getpid()
         for call in self.forked:
             call()

@@ -5,7 +5,9 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 # Lines of the files that were read, by their paths relative to the folder of the script.
@@ -67,28 +69,41 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
 def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
     """Return the first place, as "file:line", that a pattern matches, and the text that matches.
 
-    Of the script only lines up to that which runs now are searched.
+    Of the script only lines up to the statement that runs now are searched; of other modules all,
+    also of those in other folders, unless they are installed. Comments on lines of their own are
+    not.
     """
-    script, now = _line_of_script()
-    for name, lines in _lines.items():
-        for number, line in enumerate(lines, 1):
-            if script.endswith(name) and number >= now:
-                break
-            if match := pattern.search(line):
-                return f"{name}:{number}", match[0].decode()
+    last = _last_lines()
+    for path in {*last, *_authors_files()}:
+        with suppress(OSError):
+            lines = path.read_bytes().splitlines()[: last.get(path)]
+            for number, line in enumerate(lines, 1):
+                match = pattern.search(line)
+                if match and not line.lstrip().startswith(b"#"):
+                    return f"{path.name}:{number}", match[0].decode()
     return None
 
 
-def _line_of_script() -> tuple[str, int]:
-    script, line, frame = "", 0, sys._getframe()
+def _authors_files() -> Iterator[Path]:
+    for name, module in [*sys.modules.items()]:
+        path = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(path, str) and (name == "__main__" or _is_authors(name, path)):
+            yield Path(path).resolve()
+
+
+def _last_lines() -> dict[Path, int]:
+    """Return the last line of the statement that runs now in the script, by its file."""
+    found, frame = {}, sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "__main__":
-            script, line = frame.f_code.co_filename, frame.f_lineno
+        if frame.f_globals.get("__name__") == "__main__":  # also that of a profiler's script
+            code = frame.f_code
+            _, end, _, _ = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+            found[Path(code.co_filename).resolve()] = max(frame.f_lineno, end or 0)
         frame = frame.f_back
-    return script, line
+    return found
 
 
-# Whether a module below the folder of the script is the author's.
+# Whether a module is the author's.
 def _is_authors(name: str, path: str) -> bool:
     installed = (
         "site-packages" in path

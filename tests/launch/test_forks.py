@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from support.launcher import SCRIPT
+from support.launcher import PACKAGES, SCRIPT
 
 # Written by each process that runs the script from its beginning.
 COUNTS = "open(folder / 'starts', 'a').write(f'{os.getpid()}\\n')"
@@ -59,9 +59,21 @@ def test_without_standbys_a_recovery_runs_the_beginning_once(jdp_run):
         ("import threading; threading.Thread(target=time.sleep, args=(9,), "
          "name='loader', daemon=True).start()", "thread 'loader' runs before"),
         ("import tempfile; folder_ = tempfile.TemporaryDirectory()", "temporary folder exists"),
-        ("rank = os.environ['RANK']", r"train\.py:\d+ reads RANK before"),
+        ("rank = os.environ['RANK']", r"train\.py:\d+ names RANK, which"),
+        ("import subprocess; child = subprocess.Popen(['sleep', '99'])", "was started before"),
+        ("import multiprocessing as mp; lock = mp.Lock()", "a lock of multiprocessing exists"),
+        ("import mmap; memory = mmap.mmap(-1, 9)", "shared memory or"),
+        ("import mmap; file = open(__file__); memory = mmap.mmap(file.fileno(), 0, prot=1)",
+         r"train\.py is open before"),
+        ("signal.signal(signal.SIGALRM, signal.SIG_IGN); signal.alarm(99)", "a timer runs"),
+        ("import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)", "adopts orphans"),
+        ("file = open(folder / 'log', 'w'); os.dup2(file.fileno(), 1); file.close()",
+         "its output goes to .*log"),
     ],
-    ids=["file", "thread", "folder", "rank"],
+    ids=[
+        "file", "thread", "folder", "rank", "child", "lock", "memory", "mapped file", "timer",
+        "subreaper", "output",
+    ],
 )  # fmt: skip
 def test_what_a_fork_would_break_is_named_once_and_not_forked(jdp_run, before, why):
     script = SCRIPT.replace("exec(sys.argv[1])", f"{COUNTS}\n{before}")
@@ -72,6 +84,36 @@ def test_what_a_fork_would_break_is_named_once_and_not_forked(jdp_run, before, w
     assert starts(run) == 6
     [line] = [line for line in run.output.splitlines() if ITSELF in line]
     assert re.search(why, line)
+
+
+@pytest.mark.parametrize(
+    "call", ["main(os.environ['RANK'])", "main(\n    os.environ['RANK'],\n)"], ids=["one", "three"]
+)
+def test_a_name_in_the_statement_that_calls_init_is_read_before_it(jdp_run, call):
+    head, _, rest = SCRIPT.partition("a = launcher.park()")
+    parks = "def main(rank):\n    a = launcher.park()\n    assert rank == str(a.process_id)"
+    run = jdp_run(
+        "--nproc-per-node=2", script=f"{head}{parks}\n    return a\n\n\na = {call}\n{rest}"
+    )
+    run.pids(0, 2)
+    assert run.finish() == 0
+    assert "names RANK" in run.output
+
+
+def test_modules_in_other_folders_and_with_names_like_the_script_are_searched(jdp_run, tmp_path):
+    for folder, name in (tmp_path / "elsewhere", "package"), (tmp_path, "n"):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text("\n" * 99 + "import os\nRANK = os.environ['RANK']\n")
+        run = jdp_run(
+            "--nproc-per-node=2",
+            script=SCRIPT.replace("exec(sys.argv[1])", f"import {name}"),
+            init=f"assert {name}.RANK == str(a.process_id)",
+            PYTHONPATH=f"{PACKAGES}:{folder}",
+        )
+        run.pids(0, 2)
+        assert run.finish() == 0
+        assert f"{name}.py:101 names RANK" in run.output
+        (tmp_path / "done").unlink()
 
 
 def test_a_name_that_stands_behind_init_is_not_read_before_it(jdp_run):
@@ -113,6 +155,52 @@ def test_a_process_that_does_not_answer_a_request_is_not_waited_for(jdp_run):
     run.pids(0, 2)
     assert run.finish() == 0
     assert starts(run) == 2
+
+
+def test_a_late_answer_is_not_taken_for_another_and_its_fork_ends_without_the_script(jdp_run):
+    silent = "launcher.tell('parked', pid=os.getpid(), cannot_fork=None); time.sleep(1.5)"
+    script = SCRIPT.replace("a = launcher.park()", f"{silent}\na = launcher.park()")
+    ends = "import atexit; atexit.register(lambda: (folder / f'end {os.getpid()}').touch())"
+    run = jdp_run("--nproc-per-node=4", "--standbys=0", before=f"{COUNTS}\n{ends}", script=script)
+    run.pids(0, 4)
+    assert run.finish() == 0
+    assert starts(run) == len([*run.folder.glob("end *")]) == 4
+
+
+def test_a_handler_may_wait_for_all_children(jdp_run):
+    handler = (
+        "def reap(*_):\n"
+        "    try: os.waitpid(-1, os.WNOHANG)\n"
+        "    except ChildProcessError: pass\n"
+        "signal.signal(signal.SIGCHLD, reap)"
+    )
+    run = jdp_run("--nproc-per-node=3", before=f"{COUNTS}\n{handler}")
+    run.pids(0, 3)
+    assert run.finish() == 0
+    assert starts(run) == 1
+
+
+def test_children_of_a_fork_do_not_inherit_its_connection(jdp_run):
+    count = "for _ in range(99): os.open('/dev/null', 0)  # no number is free"
+    check = "assert not [f for f in range(3, 99) if os.get_inheritable(f)], 'inherited'"
+    run = jdp_run("--nproc-per-node=2", init=f"{count}\n{check}")
+    run.pids(0, 2)
+    assert run.finish() == 0
+
+
+def test_a_busy_log_thread_loses_no_line_of_a_fork(jdp_run):
+    busy = """
+import time
+from jdp.launch.host.output import OutputMux
+add = OutputMux._add
+OutputMux._add = lambda self, output: (time.sleep(0.3), add(self, output))
+"""
+    hello = "print(f'hello {a.process_id} of {a.generation}', flush=True)"
+    run = jdp_run("--nproc-per-node=3", "--standbys=1", changes=busy, init=hello)
+    os.kill(run.pids(0, 3)[0], signal.SIGKILL)
+    run.pids(1, 3)
+    assert run.finish() == 0
+    assert all(f"[process {i}] hello {i} of 1" in run.output for i in range(3))
 
 
 def test_the_generators_of_a_fork_continue_as_the_script_has_seeded_them(jdp_run):

@@ -56,13 +56,16 @@ class OutputMux:
         self._thread = threading.Thread(target=self._read, name="jdp logs", daemon=True)
         self._thread.start()
 
-    def add(self, process: Started, local_rank: int, *, standby: bool = False) -> WorkerOutput:
+    def add(
+        self, process: Started, local_rank: int, *, standby: bool = False, waits: bool = False
+    ) -> WorkerOutput:
         """Read a started process, until it closes its pipes.
 
-        `local_rank` is used until it is assigned one. A standby is not shown before that.
+        `local_rank` is used until it is assigned one. A standby is not shown before that, and a
+        process that `waits` only after that.
         """
-        output = WorkerOutput(self, process, local_rank)
-        output.is_standby = standby
+        output = WorkerOutput(self, process, local_rank, waits)
+        output.is_standby = standby or waits
         output.prefix = self.prefix(f"local process {local_rank}", local_rank)
         self.post(lambda: self._add(output))
         return output

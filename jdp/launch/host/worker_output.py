@@ -52,13 +52,20 @@ class OutputReader(Protocol):
 
 
 class WorkerOutput:
-    """The output of one process. Made by `Logs.add`."""
+    """The output of one process. Made by `Logs.add`.
 
-    def __init__(self, logs: OutputReader, process: Started, local_rank: int) -> None:
+    `waits`: whether all that it writes is of its assignment, as that of a fork: it is held.
+    """
+
+    def __init__(
+        self, logs: OutputReader, process: Started, local_rank: int, waits: bool = False
+    ) -> None:
         self.local_rank = local_rank
         self.prefix = b""
-        self.is_standby = False
+        self.is_standby = waits
         self._held: deque[tuple[int, bytes]] | None = None  # see `hold`
+        if waits:
+            self._held = deque(maxlen=_HELD_LINES)
         self.is_revealed = False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.pipes = {process.stdout: STDOUT, process.stderr: STDERR}
@@ -115,8 +122,9 @@ class WorkerOutput:
         self._file.close_file()
 
     def _hold(self) -> None:
-        self._logs.drain(self)  # its lines from before it waited
-        self._held = deque(maxlen=_HELD_LINES)
+        if self._held is None:
+            self._logs.drain(self)  # its lines from before it waited
+            self._held = deque(maxlen=_HELD_LINES)
 
     def _assign(self, process_id: int, local_rank: int, generation: int) -> None:
         self._logs.drain(self)

@@ -63,7 +63,7 @@ class HostResources:
 
     def refuse_forks(self, why: str) -> None:
         """Record, and report once, why no process of the run can be forked."""
-        if self.can_fork:
+        if self._wants_forks and self._why_no_forks is None:
             self._why_no_forks = why
             self.say(f"each process imports its modules itself, since {why}.")
 
@@ -152,7 +152,9 @@ class Process:
         self.slot.clear()
         self.popen = self._start(assignment, parent)
         resources.guardian.add(self.popen.pid)
-        self._output = resources.logs.add(self.popen, local_id, standby=assignment is None)
+        self._output = resources.logs.add(
+            self.popen, local_id, standby=assignment is None, waits=self.is_fork
+        )
         self._pidfd = os.pidfd_open(self.popen.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._end)
         if assignment is not None:
@@ -200,6 +202,8 @@ class Process:
 
     def fork(self, slot: int, connection: socket.socket, requests: socket.socket) -> Fork:
         """Fork this process, which `can_fork`; see `jdp.worker.fork_server`."""
+        if not self.can_fork:
+            raise OSError("an earlier request has no answer yet")
         out, err = os.pipe(), os.pipe()
         descriptors = [connection.fileno(), requests.fileno(), out[1], err[1]]
         try:
