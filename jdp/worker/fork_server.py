@@ -91,11 +91,7 @@ class ForkServer:
         Raises:
           EOFError: if the launcher will send no more requests.
         """
-        slot, descriptors, _, _ = socket.recv_fds(self.requests, 32, _NUM_DESCRIPTORS)
-        if not slot:
-            raise EOFError
-        for each in descriptors:
-            os.set_inheritable(each, False)
+        slot, descriptors = self._receive()
         connection, requests, out, err = descriptors
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -131,6 +127,14 @@ class ForkServer:
             self.requests = socket.socket(fileno=requests)
             random.setstate(drawn)
         return int(slot), socket.socket(fileno=connection)
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        slot, descriptors, _, _ = socket.recv_fds(self.requests, 32, _NUM_DESCRIPTORS)
+        if not slot:
+            raise EOFError
+        for each in descriptors:
+            os.set_inheritable(each, False)
+        return slot, descriptors
 
     def _end_with_launcher(self) -> None:
         # The signal comes when the parent ends, so the launcher must be the parent by now.
