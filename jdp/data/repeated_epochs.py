@@ -1,4 +1,4 @@
-"""Tells of epochs that have one order of rows, as each of them makes `jdp.batches` anew."""
+"""Warns of epochs that repeat one order of rows because each makes `jdp.batches` anew."""
 
 import logging
 import weakref

@@ -13,6 +13,7 @@ A process is forked only if `why_not` knows no reason against it.
 
 import contextlib
 import ctypes
+import logging
 import os
 import random
 import re
@@ -26,17 +27,18 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from jdp.worker import source_files
 
 # Variables that a script finds before `jdp.init()`, different ones in each process.
 _NUMBERS = re.compile(
-    rb"\b(RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT))\b"
+    rb"[\"'](RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT))[\"']"
 )
 
 # Whether a fork is made now that will train: handlers of `os.register_at_fork` leave it its state.
-is_forking = False
+is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
 
 _PR_SET_PDEATHSIG = 1
 _PR_GET_CHILD_SUBREAPER = 37
@@ -83,17 +85,10 @@ class ForkServer:
         self._launcher = launcher
 
     def serve(self) -> tuple[int, socket.socket] | None:
-        """Answer one request."""
-        slot, descriptors, _, _ = socket.recv_fds(self.requests, 32, _NUM_DESCRIPTORS)
-        if not slot:
-            raise EOFError
-        for each in descriptors:
-            os.set_inheritable(each, False)
+        """Answer one request; return slot and socket of a fork in the fork, None in its parent."""
+        slot, descriptors = self._receive()
         connection, requests, out, err = descriptors
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream.flush()
-        ctypes.CDLL(None).fflush(None)  # or each fork would write what C buffered
+        _flush()
         drawn = random.getstate()  # Python seeds it anew in a fork
         ours, theirs = os.pipe()
         child = _fork()
@@ -125,6 +120,14 @@ class ForkServer:
             random.setstate(drawn)
         return int(slot), socket.socket(fileno=connection)
 
+    def _receive(self) -> tuple[bytes, list[int]]:
+        slot, descriptors, _, _ = socket.recv_fds(self.requests, 32, _NUM_DESCRIPTORS)
+        if not slot:
+            raise EOFError
+        for each in descriptors:
+            os.set_inheritable(each, False)
+        return slot, descriptors
+
     def _end_with_launcher(self) -> None:
         # The signal comes when the parent ends, so the launcher must be the parent by now.
         while os.getppid() != self._launcher:
@@ -152,6 +155,8 @@ def _why_not_processes() -> str | None:
 def _why_not_descriptors(own: Collection[int]) -> str | None:
     descriptors = _descriptors()
     ours = {target for number, target in descriptors if number in own}
+    # Each line of a log is appended, wherever the position is.
+    own = {*own, *(each.stream.fileno() for each in _file_handlers() if each.stream is not None)}
     num_free = Counter(_mapped_files())  # descriptors of a file that may be open
     for number, target in descriptors:
         if target.startswith(_GPUS):
@@ -172,15 +177,28 @@ def _why_not_descriptors(own: Collection[int]) -> str | None:
     return None
 
 
+# Or each fork would write what is buffered.
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, *_file_handlers()):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def _file_handlers() -> list[logging.FileHandler]:
+    """Return the handlers of `logging` that append to a file."""
+    handlers = [reference() for reference in getattr(logging, "_handlerList", ())]
+    return [each for each in handlers if isinstance(each, logging.FileHandler) and each.mode == "a"]
+
+
 def _fork() -> int:
-    global is_forking
-    is_forking = True
+    token = is_forking.set(True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of JAX and Python: `why_not` knows the threads
         try:
             return os.fork()
         finally:
-            is_forking = False
+            is_forking.reset(token)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ if (_launcher := launcher_client.current()) is not None:
 
 # A forked child, which may load data, does not write to the slot of this process.
 def _forked() -> None:
-    if fork_server.is_forking:
+    if fork_server.is_forking.get():
         return
     own.slot = Board.create(1).slot(0)
     own.step_clock = None

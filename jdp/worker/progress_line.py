@@ -260,7 +260,7 @@ class TerminalLine:
                     data = data[os.write(self._terminal, data) :]
 
     def _give_back(self) -> None:
-        """Give back what others have not replaced since."""
+        """Restore what others have not replaced since."""
         taken, self._taken = self._taken, []
         for owner, name, before, ours in taken:
             if vars(owner).get(name) is not ours:

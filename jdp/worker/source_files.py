@@ -67,7 +67,7 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
-    """Return the first place, as "file:line", that a pattern matches, and the text that matches.
+    """Return the first place, as "file:line", that a pattern matches, and its first group.
 
     Of the script only lines up to the statement that runs now are searched; of other modules all,
     also of those in other folders, unless they are installed. Comments on lines of their own are
@@ -80,7 +80,7 @@ def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
             for number, line in enumerate(lines, 1):
                 match = pattern.search(line)
                 if match and not line.lstrip().startswith(b"#"):
-                    return f"{path.name}:{number}", match[0].decode()
+                    return f"{path.name}:{number}", match[1].decode()
     return None
 
 

@@ -124,6 +124,27 @@ def test_a_name_that_stands_behind_init_is_not_read_before_it(jdp_run):
     assert ITSELF not in run.output
 
 
+def test_a_log_file_and_a_name_without_quotes_are_no_reasons(jdp_run):
+    logs = "import logging; logging.basicConfig(filename=folder / 'log'); RANK = 8"
+    writes = "logging.warning('process %d', a.process_id)"
+    script = SCRIPT.replace("exec(sys.argv[1])", logs)
+    run = jdp_run("--nproc-per-node=3", "--standbys=0", script=script, init=writes)
+    run.pids(0, 3)
+    assert run.finish() == 0
+    assert ITSELF not in run.output
+    lines = (run.folder / "log").read_text().splitlines()
+    assert sorted(lines) == [f"WARNING:root:process {i}" for i in range(3)]
+
+
+def test_a_first_process_that_is_late_is_not_waited_for(jdp_run):
+    late = f"{COUNTS}\ntime.sleep(12 * (len(open(folder / 'starts').read().split()) == 1))"
+    run = jdp_run("--nproc-per-node=2", "--standbys=0", before=late)
+    run.pids(0, 2)
+    assert run.finish() == 0
+    assert starts(run) == 2
+    assert "process 0 has not called jdp.init() for 10 s" in run.output
+
+
 def test_mapped_memory_is_shared(jdp_run):
     maps = "import mmap\nwith open(__file__) as f: memory = mmap.mmap(f.fileno(), 0, prot=1)"
     run = jdp_run("--nproc-per-node=2", before=f"{COUNTS}\n{maps}", init="assert memory[:1]")

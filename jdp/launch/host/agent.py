@@ -244,6 +244,11 @@ class Agent:
         (process, rest, later), self._first = self._first, None
         later.cancel()
         if self._generation is not None and self._generation.is_running:
+            if rest and not process.parked and process.popen.returncode is None:
+                self._resources.say(
+                    f"process {process.process_id} has not called jdp.init() for {_FIRST_S:g} s, "
+                    "so the others start now, and run all of the script themselves."
+                )
             parent = process if process.can_fork else None
             if process.popen.returncode in (None, 0):
                 self._start_rest(rest, parent)

@@ -1,6 +1,8 @@
 """One process of this host: a standby, until it has an assignment."""
 
 import asyncio
+import contextlib
+import mmap
 import os
 import signal
 import socket
@@ -20,8 +22,9 @@ from jdp.worker.local_devices import num_gpus
 from jdp.worker.phases import COMPILING, STARTING
 from jdp.worker.progress_board import Board
 
-# Seconds for a fork, which takes some milliseconds; the launcher does nothing else meanwhile.
-_FORK_TIMEOUT_S = 1.0
+# Seconds for a fork, while the launcher does nothing else. It takes 0.1 s for each GB of small
+# objects, and nothing for large arrays.
+_FORK_TIMEOUT_S, _FORK_TIMEOUT_S_PER_GB, _MAX_FORK_TIMEOUT_S = 1.0, 0.25, 3.0
 
 # PF_EXITING of Linux, in the flags of /proc/PID/stat.
 _EXITING = 0x4
@@ -168,7 +171,6 @@ class Process:
     def _start(self, assignment: Assignment | None, parent: "Process | None") -> spawn.Started:
         ours, theirs = socket.socketpair()
         self._requests, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.settimeout(_FORK_TIMEOUT_S)
         with theirs, requests:
             try:
                 if parent is None:
@@ -204,6 +206,8 @@ class Process:
         """Fork this process, which `can_fork`; see `jdp.worker.fork_server`."""
         if not self.can_fork:
             raise OSError("an earlier request has no answer yet")
+        limit_s = _FORK_TIMEOUT_S + _FORK_TIMEOUT_S_PER_GB * self._resident_gb()
+        self._requests.settimeout(min(limit_s, _MAX_FORK_TIMEOUT_S))
         out, err = os.pipe(), os.pipe()
         descriptors = [connection.fileno(), requests.fileno(), out[1], err[1]]
         try:
@@ -244,6 +248,11 @@ class Process:
         except OSError:
             return "X", True
         return state, bool(int(facts[5]) & _EXITING)
+
+    def _resident_gb(self) -> float:
+        with contextlib.suppress(OSError), open(f"/proc/{self.popen.pid}/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE / 1e9
+        return 0.0
 
     def step(self) -> int:
         """Return the step of the run that it has called last."""
