@@ -98,6 +98,12 @@ class TrackerQueue:
         num_runs = len(self._runs)
         with self._opening:
             found = [self._opened(each) for each in given]
+            # Not by the thread that writes: at the end of the interpreter no thread can start.
+            if found and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._dispatch, name="jdp track", daemon=True
+                )
+                self._thread.start()
             return found, len(self._runs) > num_runs
 
     def _opened(self, given: OwnTracker | NamedTracker) -> Tracker:
@@ -114,12 +120,8 @@ class TrackerQueue:
 
     def put(self, step: int, values: Mapping[str, Any], trackers: Sequence[Tracker]) -> None:
         """Queue the values of a step, which the file has; called in one thread."""
-        if not trackers:
-            return
-        self._lines.put((step, values, trackers))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._dispatch, name="jdp track", daemon=True)
-            self._thread.start()
+        if trackers:
+            self._lines.put((step, values, trackers))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all lines are dispatched and flushed; return whether they are."""
