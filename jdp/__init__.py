@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from jdp.inspect.explain import explain as explain
     from jdp.inspect.profiling.profile import profile as profile
     from jdp.rank_state import per_rank as per_rank
-    from jdp.reduction.batch_norm import batch_norm_statistics as batch_norm_statistics
     from jdp.reduction.global_mean import global_mean as global_mean
     from jdp.reduction.gradients import sync_gradients as sync_gradients
+    from jdp.reduction.metrics import batch_norm_statistics as batch_norm_statistics
     from jdp.reduction.metrics import max_over_ranks as max_over_ranks
     from jdp.reduction.metrics import mean_over_ranks as mean_over_ranks
     from jdp.reduction.metrics import min_over_ranks as min_over_ranks
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from jdp.reduction.sharded import sharded as sharded
     from jdp.reduction.sharded_embedding import sharded_embedding as sharded_embedding
     from jdp.training.check_step import check_step as check_step
-    from jdp.training.decorators import eval_step as eval_step
-    from jdp.training.decorators import train_step as train_step
     from jdp.training.evaluation import evaluate as evaluate
     from jdp.training.state import TrainState as TrainState
+    from jdp.training.step import eval_step as eval_step
+    from jdp.training.step import train_step as train_step
     from jdp.worker.progress import phase as phase
 
 # The module of each public name.
@@ -46,13 +46,13 @@ _MODULES = {
     "Checkpointer": "checkpoint.checkpointer",
     "Sampler": "data.sampler",
     "TrainState": "training.state",
-    "batch_norm_statistics": "reduction.batch_norm",
+    "batch_norm_statistics": "reduction.metrics",
     "batches": "data.batches",
     "check_replicas": "distributed.checks.replicas",
     "check_step": "training.check_step",
     "collectives": "",
     "declare_pure": "analysis",
-    "eval_step": "training.decorators",
+    "eval_step": "training.step",
     "evaluate": "training.evaluation",
     "explain": "inspect.explain",
     "find_batch_size": "inspect.batch_size",
@@ -75,7 +75,7 @@ _MODULES = {
     "sum_over_ranks": "reduction.metrics",
     "sync_gradients": "reduction.gradients",
     "tracker": "distributed.trackers",
-    "train_step": "training.decorators",
+    "train_step": "training.step",
     "uniformity": "analysis",
     "value_and_grad": "reduction.micro_batches",
 }
@@ -91,7 +91,7 @@ if not TYPE_CHECKING:  # A type checker would accept any name.
         import importlib
 
         if name == "__version__":
-            return importlib.import_module("jdp.worker.version").version()
+            return importlib.import_module("jdp.worker.build_info").version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if not _MODULES[name]:  # itself a room, which a room may ask for while it is imported

@@ -79,7 +79,7 @@ def _print_answer(command: str, arguments: Sequence[str]) -> int:
         print(_HELP)
         return 0
     if command == "--version":
-        from jdp.worker.version import version
+        from jdp.worker.build_info import version
 
         print(f"jdp {version()}")
         return 0
@@ -110,17 +110,17 @@ def _print_answer(command: str, arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from jdp.launch.options import options, program
+    from jdp.launch import options
 
     try:
         chosen = options.parse(arguments)
         if not (chosen.module or chosen.no_python):
-            program.require_program(chosen.command)
-            program.require_file(chosen.command[0])
+            options.require_program(chosen.command)
+            options.require_file(chosen.command[0])
     except ValueError as error:
         print(f"jdp run: {error}", file=sys.stderr)
         return 2
-    if misplaced := program.misplaced_flags(chosen.command):
+    if misplaced := options.misplaced_flags(chosen.command):
         print(f"jdp run: {misplaced}", file=sys.stderr)
     # Not needed for --help and errors, and slower to import than the rest.
     from jdp.launch.run import run

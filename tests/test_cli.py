@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jdp.__main__ import main
-from jdp.launch.options.options import Options, parse
+from jdp.launch.options import Options, parse
 from jdp.worker import launcher_client
 from jdp.worker.local_devices import num_cpus, num_gpus
 

@@ -22,9 +22,9 @@ import jdp
 from benchmarks.gpu.measure import gpu
 from benchmarks.harness import exact, report
 from benchmarks.harness.report import Section
-from jdp.inspect.bench import compute
+from jdp.inspect.bench import calibrate
 from jdp.inspect.calibration import CACHED_BYTES
-from jdp.inspect.gpus import GPUS, kind_of
+from jdp.inspect.rate import GPUS, kind_of
 
 _NUM_TIMES = 64  # of each loop
 _NAN = float("nan")
@@ -73,14 +73,14 @@ def measured(mesh: Mesh, peaks: Mapping[str, float], is_quick: bool) -> Iterator
 def _rates(mesh: Mesh, is_quick: bool) -> dict[str, tuple[Callable[[], float], str]]:
     def loop(num_bytes: int) -> float:
         size = num_bytes // 8
-        return num_bytes / compute.loop_s(mesh, lambda x: x + 1, size, float(_NUM_TIMES))
+        return num_bytes / calibrate.loop_s(mesh, lambda x: x + 1, size, float(_NUM_TIMES))
 
     def tangents() -> float:
         size = CACHED_BYTES // 8
-        return size / compute.loop_s(mesh, jnp.tanh, size, 0.0)
+        return size / calibrate.loop_s(mesh, jnp.tanh, size, 0.0)
 
     small = {
-        "start of an operation": (lambda: compute.operation_start_s(mesh), "s"),
+        "start of an operation": (lambda: calibrate.operation_start_s(mesh), "s"),
         # The rate of a cache, if it does not grow with the size: else kernels mostly start.
         "array of 8 MiB": (functools.partial(loop, CACHED_BYTES), "B/s"),
         "array of 32 MiB": (functools.partial(loop, 4 * CACHED_BYTES), "B/s"),
@@ -89,9 +89,9 @@ def _rates(mesh: Mesh, is_quick: bool) -> dict[str, tuple[Callable[[], float], s
     if is_quick:
         return small
     return {
-        "memory": (lambda: compute.memory_bytes_per_s(mesh), "B/s"),
-        "matmuls in bfloat16": (lambda: compute.matmul_flops_per_s(mesh, "bfloat16"), "FLOP/s"),
-        "matmuls in float32": (lambda: compute.matmul_flops_per_s(mesh, "float32"), "FLOP/s"),
+        "memory": (lambda: calibrate.memory_bytes_per_s(mesh), "B/s"),
+        "matmuls in bfloat16": (lambda: calibrate.matmul_flops_per_s(mesh, "bfloat16"), "FLOP/s"),
+        "matmuls in float32": (lambda: calibrate.matmul_flops_per_s(mesh, "float32"), "FLOP/s"),
         **small,
     }
 

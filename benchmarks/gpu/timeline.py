@@ -4,8 +4,7 @@ import bisect
 from dataclasses import dataclass
 
 from jdp.inspect.hlo import HloProgram
-from jdp.inspect.speeds import Groups, Work
-from jdp.inspect.timeline import simulate
+from jdp.inspect.timeline import Groups, Work, simulate
 
 MiB = 2**20
 FLOPS_PER_S = 600e12  # of a bfloat16 matmul on an H200, not its peak

@@ -2,10 +2,10 @@
 
 from jax.sharding import AxisType, Mesh
 
-from jdp.inspect import described_gpus
-from jdp.inspect.gpus import GPUS
+from jdp.inspect import targets
+from jdp.inspect.rate import GPUS
 
-UnavailableError = described_gpus.MissingPluginError
+UnavailableError = targets.MissingPluginError
 
 
 def mesh_of_h200s(num_devices: int = 8, described: str | None = None) -> Mesh:
@@ -18,7 +18,7 @@ def mesh_of_h200s(num_devices: int = 8, described: str | None = None) -> Mesh:
     Raises:
       UnavailableError: if JAX's CUDA plugin is not installed, or does not describe an H200.
     """
-    devices = described_gpus.gpu_devices(described or target_config(), 1, num_devices)
+    devices = targets.gpu_devices(described or target_config(), 1, num_devices)
     return Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -28,4 +28,4 @@ def target_config() -> str:
     Raises:
       UnavailableError: if this environment has no such plugin.
     """
-    return described_gpus.gpu_description(GPUS["H200"].xla_name)
+    return targets.gpu_description(GPUS["H200"].xla_name)

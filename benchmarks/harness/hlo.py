@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.inspect.computation import Instruction
-from jdp.inspect.hlo import COLLECTIVES, dot_flops, num_bytes, parse
-from jdp.inspect.trip_counts import TripCounts
+from jdp.inspect.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse
+from jdp.inspect.timeline import TripCounts
 
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
 

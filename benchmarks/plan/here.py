@@ -16,14 +16,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdp.collectives import auto
-from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.bench import collectives, faults, step
-from jdp.inspect.bench.faulty_launch import FaultSetting
-from jdp.inspect.bench.step_command import found_model
-from jdp.inspect.plan.fabric import Fabric
-from jdp.inspect.plan.failures import Failures
-from jdp.inspect.plan.schedule import REPLICATED, Deployment, program_of
-from jdp.inspect.plan.workload import ModelLeaf, Workload
+from jdp.inspect.bench.faults import FaultSetting
+from jdp.inspect.bench.step import found_model
+from jdp.inspect.calibration import fit_alpha_beta
+from jdp.inspect.plan.prediction import Failures
+from jdp.inspect.plan.schedule import (
+    REPLICATED,
+    Deployment,
+    Fabric,
+    ModelLeaf,
+    Workload,
+    program_of,
+)
 from jdp.worker.local_devices import num_cpus
 
 MODELS = {"mlp": 64, "transformer": 8}  # rows of a rank
@@ -86,7 +91,7 @@ def _fabric(num_ranks: int, num_rounds: int) -> Fabric:
     measured = collectives.measure(
         mesh, "all-reduce", ["auto"], elements, setting, lambda name, why: None
     )
-    alpha, beta, _ = fitted([(row["bytes"], row["median_s"]) for row in measured])
+    alpha, beta, _ = fit_alpha_beta([(row["bytes"], row["median_s"]) for row in measured])
     bus = 2 * (num_ranks - 1) / num_ranks * beta
     return Fabric(bus, alpha / (2 * (num_ranks - 1)), math.inf, 0.0, algorithm="ring")
 

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from jdp.inspect.gpus import NCCL_BYTES_PER_S
-from jdp.inspect.plan.fabric import Fabric
-from jdp.inspect.plan.failures import Failures
-from jdp.inspect.plan.memory import rank_memory
-from jdp.inspect.plan.schedule import REPLICATED, STAGE_3, Deployment, program_of
-from jdp.inspect.plan.stragglers import LOGNORMAL, Stragglers
-from jdp.inspect.plan.workload import MiB, ModelLeaf, Workload, uniform
+from jdp.inspect.plan.prediction import LOGNORMAL, Failures, Stragglers, rank_memory
+from jdp.inspect.plan.schedule import (
+    REPLICATED,
+    STAGE_3,
+    Deployment,
+    Fabric,
+    MiB,
+    ModelLeaf,
+    Workload,
+    program_of,
+    uniform,
+)
+from jdp.inspect.rate import NCCL_BYTES_PER_S
 
 FITTED_TO = "Horovod, Inception V3, 512 GPUs"
 GOAL = 0.05  # percentage points

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
-from jdp.analysis.cells import value_of
+from jdp.analysis.diagnostics import source_of
 from jdp.analysis.marks import SOURCE
-from jdp.analysis.records import Record
-from jdp.analysis.source_lines import source
+from jdp.analysis.records import Record, value_of
 
 
 class Frame(NamedTuple):
@@ -144,9 +143,9 @@ class WayBack:
 
     def line(self, frame: Frame | None, eqn: Any) -> str:
         """Return the author's line of an equation in `frame`, or of the nearest one around it."""
-        line = "" if eqn is None else source(eqn)
+        line = "" if eqn is None else source_of(eqn)
         while not line and frame is not None and frame.eqn is not None:
-            line, frame = source(frame.eqn), frame.around
+            line, frame = source_of(frame.eqn), frame.around
         return line
 
     def _handed_in(self, frame: Frame, variable: Any) -> Iterator[Node]:

@@ -1,19 +1,49 @@
 """Refuse values that differ from rank to rank, with the cause and what to write instead."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jdp import pytrees
-from jdp.analysis import Node, Origin, Provenance, Report, shown
-from jdp.analysis.divergent_branches import decision, without_skipped
-from jdp.analysis.explanation import since, why
-from jdp.analysis.findings import Marked
+from jdp.analysis import Node, Origin, Provenance, shown
+from jdp.analysis.diagnostics import Output, Traced, spelled
 from jdp.analysis.marks import PART, SHARED
-from jdp.analysis.traced import Output, Traced
+from jdp.analysis.provenance import Report, decision, since, why, without_skipped
+from jdp.analysis.records import Marked
 from jdp.error_codes import with_code
+
+
+def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[str]:
+    """Yield a text for every collective that some ranks may skip.
+
+    Args:
+      inputs: names of the inputs of the shard_map, in order.
+    """
+    for found in report.deadlocks:
+        at = f" at {found.source}" if found.source else ""
+        under = f"runs under a `{found.control}` whose predicate may differ from rank to rank"
+        if found.is_compilers:
+            yield with_code(
+                "JDP104",
+                f"`{found.primitive}`{at} {under}, and the mesh axis {spelled(found.axes)} is left "
+                "to the compiler: if it splits the operand, XLA exchanges parts between all "
+                "devices there, and ranks that skip it leave the others waiting forever. Make "
+                f"the predicate the same first, `{uniform}`, or compute both cases and write "
+                "jnp.where(predicate, a, b).",
+            )
+            continue
+        back = report.back(found.under)
+        node = back.of_predicate(found.eqn)
+        reason = "" if node is None else since(back.origin(node), inputs)
+        yield with_code(
+            "JDP103",
+            f"`{found.primitive}`{at} over {spelled(found.axes)} {under}{reason}; ranks that skip "
+            "it leave the others waiting forever. Make the predicate the same first, for instance "
+            f"`{uniform}`.",
+        )
+
 
 # Leaves that are computed on the way to the new parameters, not from these.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")

@@ -5,13 +5,10 @@ from enum import IntEnum
 from typing import Any
 
 from jdp.analysis import jaxprs
-from jdp.analysis.forward import Forward
-from jdp.analysis.liveness import used_inputs
-from jdp.analysis.report import Report
+from jdp.analysis.dataflow import Forward, used_inputs
+from jdp.analysis.diagnostics import WEIGHT, Traced, shown, source_of
+from jdp.analysis.provenance import Report
 from jdp.analysis.rules import collectives
-from jdp.analysis.source_lines import source
-from jdp.analysis.traced import WEIGHT, Traced
-from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 
 
@@ -131,7 +128,7 @@ class _Walk:
         if jaxprs.bodies(eqn):
             return unknown
         if name == "div" and operands[1] == _Kind.COUNT:
-            self.lines[source(eqn)] = None
+            self.lines[source_of(eqn)] = None
         kind = max(operands, default=_Kind.CONSTANT)
         if name in _SUMS and kind == _Kind.MASK:
             kind = _Kind.COUNT

@@ -18,8 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
+from jdp.analysis.diagnostics import source_of
 from jdp.analysis.jaxprs import bodies
-from jdp.analysis.source_lines import source
 from jdp.jax_compat import opened
 from jdp.pytrees import is_deleted, without_key
 
@@ -93,7 +93,7 @@ def _counts(
 def _recorded(text: str, eqn: Any, texts: dict[str, tuple[str, str]]) -> str:
     line = f"{zlib.crc32(text.encode()):08x}"
     if line not in texts:
-        texts[line] = text, source(eqn) if eqn else ""
+        texts[line] = text, source_of(eqn) if eqn else ""
     return line
 
 

@@ -1,14 +1,19 @@
 """Find where a value that differs from rank to rank comes from. Used only for refusals."""
 
-from collections.abc import Collection, Iterable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jdp.analysis import jaxprs
 from jdp.analysis.backward_slice import Frame, Node, WayBack, is_source
+from jdp.analysis.lattice import AbstractValue
 from jdp.analysis.marks import ALL_REDUCED, LOCAL
-from jdp.analysis.records import Record
+from jdp.analysis.records import Deadlock, Marked, Record
 from jdp.analysis.rules import collectives
 
 
@@ -223,3 +228,124 @@ _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
 
 def _moves(eqn: Any) -> bool:
     return eqn.primitive.name in _MOVES or (eqn.primitive.name == "jdp_mark" and not is_source(eqn))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of the analysis of one `shard_map`.
+
+    Attributes:
+      outputs: class of each output of its body, before `out_specs` combines the ranks' parts.
+      output_sources: the author's line that computed an output, for outputs that vary along an axis
+        which `out_specs` does not name; empty for the others.
+      deadlocks: collectives under control flow on which ranks may differ.
+      marks: the marks in its body.
+      opaque: primitives whose body jdp could not open.
+      unknown: primitives without a rule, each with the author's line on which it stands.
+      num_inputs: number of inputs of its body; the captured arrays come first.
+      refs: position and final class of each input that is a `jax.Ref`.
+      back: returns the way back for some axes: from the values that vary along them, or that are
+        "undivided" or "duplicated", see `AbstractValue`.
+    """
+
+    outputs: tuple[AbstractValue, ...]
+    output_sources: tuple[str, ...]
+    deadlocks: tuple[Deadlock, ...]
+    marks: tuple[Marked, ...]
+    opaque: tuple[str, ...]
+    unknown: tuple[tuple[str, str], ...]
+    num_inputs: int
+    refs: tuple[tuple[int, AbstractValue], ...]
+    back: Callable[..., Provenance] = field(compare=False, repr=False)
+
+
+def decision(back: Provenance, node: Node) -> Node | None:
+    """Return the decision that makes a value differ, None if there are other causes.
+
+    The decision is a boolean, and the value would be the same on every rank if the boolean were. If
+    that boolean depends on one other boolean alone, the farthest back is returned. None if the
+    boolean is an input, such as a mask, or if it is counted.
+    """
+    found, seen = None, set()
+    while node.key() not in seen:
+        seen.add(node.key())
+        if node.variable.aval.dtype == np.bool_:
+            found = node
+        elif found is not None:
+            return found
+        eqn = back.plain(node)
+        if eqn is not None and eqn.primitive.name in _COUNTS:
+            return None
+        before = {each.key(): each for each in back.varying_before(node)}
+        if len(before) != 1:
+            return found if back.maker(node) is not None else None
+        (node,) = before.values()
+    return found
+
+
+_COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
+
+
+def without_skipped(
+    back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
+) -> dict[int, Node]:
+    """Return the values that differ for another reason than a collective that ranks skip."""
+    skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
+    return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}
+
+
+# The verb for the operation that combines a differing value {0} with an equal one {1}.
+_VERBS = {
+    "add": "adds {} to {}",
+    "add_any": "adds {} to {}",
+    "div": "divides {1} by {0}, or the other way round",
+    "dot_general": "multiplies {1} by {0}",
+    "mul": "multiplies {1} by {0}",
+    "select_n": "chooses by {0} between {1} and something else",
+    "sub": "subtracts {} and {} from each other",
+}
+_COMBINES = "combines {1} with {0}"
+# Ends the explanation of a value that nothing has reduced on its way.
+NEVER_AVERAGED = "was never averaged"
+
+
+def since(origin: Origin, inputs: Sequence[str]) -> str:
+    """Return `why` for one value, as a clause that follows a comma.
+
+    Args:
+      inputs: names of the inputs of the shard_map, in order.
+    """
+    return f", since {why([origin], inputs)}"
+
+
+def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
+    """Return a clause that explains why values differ that share one reason.
+
+    Args:
+      inputs: names of the inputs of the shard_map, in order.
+    """
+    origin = origins[0]
+    sources = _named(origin.sources, inputs)
+    if origin.line:
+        same = "the mean gradient" if origin.is_of_gradient else "what all ranks have reduced"
+        verb = _VERBS.get(origin.primitive, _COMBINES).format(sources, same)
+        return f"{origin.line} {verb}, and the result is not averaged"
+    if any(each.is_reduced for each in origins):
+        return f"it depends on {sources}"
+    return f"it depends on {sources}, and {NEVER_AVERAGED}"
+
+
+def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:
+    # At most three inputs and two other sources.
+    rows = sorted({f"`{inputs[each]}`" for each in sources if isinstance(each, int)})
+    if len(rows) > 3:
+        rows = [*rows[:3], f"{len(rows) - 3} more"]
+    others = [each for each in sources if isinstance(each, str)][:2]
+    named = [f"{_listed(rows)} (this rank's rows)"] if rows else []
+    return _listed(named + others) or "something that is hidden in it"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -3,12 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jdp.analysis.cells import Cell
-from jdp.analysis.findings import Deadlock, Marked
-from jdp.analysis.lattice import Lattice
-from jdp.analysis.source_lines import source
+from jdp.analysis.diagnostics import source_of
+from jdp.analysis.lattice import AbstractValue, Lattice
+
+
+class Cell:
+    """The contents of a Ref: the join of all values ever written, also where ranks may skip it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int):
+        self.value = value
+
+
+def value_of(value: int | Cell) -> int:
+    """Return the class of a value, or of the contents of a Ref."""
+    return value.value if isinstance(value, Cell) else value
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """A collective that some ranks may skip while other ranks wait for them.
+
+    Attributes:
+      primitive: name of the primitive.
+      axes: names of the mesh axes along which it communicates.
+      control: the control flow around it, "cond" or "while".
+      source: the author's line, such as "train.py:41"; empty if no line is the author's.
+      under: mesh axes along which ranks may skip it.
+      eqn: the equation.
+      is_compilers: whether XLA would add the collective, to split `primitive` over `axes`.
+    """
+
+    primitive: str
+    axes: tuple[str, ...]
+    control: str
+    source: str
+    under: frozenset[str] = frozenset()
+    eqn: Any = field(default=None, compare=False, repr=False)
+    is_compilers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A mark (`marks.mark`), once for each equation.
+
+    Attributes:
+      kind, path, axes: as given to `mark`.
+      value: class of the marked value. If a function is called in several places, or a loop has
+        several rounds, `reduced` holds the axes that were reduced in any of them.
+      under: mesh axes along which ranks may skip the mark.
+      source: the author's line, as in `Deadlock`.
+      eqn: the equation.
+    """
+
+    kind: str
+    path: str
+    axes: tuple[str, ...]
+    value: AbstractValue
+    under: frozenset[str]
+    source: str
+    eqn: Any = field(default=None, compare=False, repr=False)
 
 
 class _Note(NamedTuple):
@@ -154,7 +212,7 @@ class Record:
             # JAX cuts tracebacks where it traces a body. If no line in the traceback is the
             # author's, use the line of the equation around the body.
             if note.kind in kinds:
-                line = source(note.facts[0]) if note.kind == "shift" else ""
-                yield note, line or source(note.eqn) or around
+                line = source_of(note.facts[0]) if note.kind == "shift" else ""
+                yield note, line or source_of(note.eqn) or around
             elif note.kind == "call" and note.facts[0].has_notes:
-                yield from note.facts[0]._below(kinds, source(note.eqn) or around, seen)
+                yield from note.facts[0]._below(kinds, source_of(note.eqn) or around, seen)

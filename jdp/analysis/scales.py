@@ -1,21 +1,361 @@
-"""Refusals of values that are n times too large or averaged without the weight of the step."""
+"""Refusals of gradients and values with a wrong scale: reduced twice, not divided, not weighted."""
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jdp.analysis import Report, reductions, shown
-from jdp.analysis.traced import WEIGHT, Output, Traced
+from jdp.analysis import diagnostics, jaxprs
+from jdp.analysis.backward_slice import Node
+from jdp.analysis.dataflow import Forward
+from jdp.analysis.diagnostics import WEIGHT, Output, Traced, shown
+from jdp.analysis.marks import LOCAL, MICRO_BATCH, OWN_WEIGHT, SYNCED, WEIGHTED_SUM
+from jdp.analysis.provenance import Provenance, Report
+from jdp.analysis.records import Marked
+from jdp.analysis.rules import RULES, collectives
 from jdp.error_codes import with_code
+
+
+def reduction_refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line that gets gradients with a wrong scale along `names`."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    beside = _lines_of_varying(report)
+    for found in report.marks:
+        if reason := _reason(eqn, report, found, names, beside):
+            grouped.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
+    for (source, reason), paths in grouped.items():
+        yield reason.format(leaves=shown(paths), where=source or "jdp")
+
+
+def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line that gets gradients which were averaged without the weights."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for found in report.marks:
+        axes = found.value.even & (frozenset(found.axes) | frozenset(names))
+        if found.kind in (LOCAL, SYNCED) and axes and not found.value.zero:
+            back = report.back(axes)
+            node = back.of_mark(found.eqn)
+            line = "" if node is None else back.reduction(node)
+            leaves = grouped.setdefault((found.kind, found.source, line), [])
+            leaves.append(f"`{found.path or 'grads'}`")
+    for (kind, source, line), leaves in grouped.items():
+        came = "was handed to" if kind == SYNCED else "was reduced before it came to"
+        mend = (
+            "Write jdp.sync_gradients(grads) in its place, which weighs."
+            if kind == SYNCED
+            else "Hand over the local gradient, or write jdp.mean_over_ranks(x) where a mean "
+            "multiplies a parameter: both weigh."
+        )
+        yield with_code(
+            "JDP123",
+            f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and {line or 'something'} "
+            "averages it over the ranks as if all of them counted the same. The step has a "
+            "weight=, and where ranks weigh differently, as in a padded batch, the mean by weight "
+            f"is another gradient. {mend}",
+        )
+
+
+def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line that weighs the means of `jdp.value_and_grad` once more."""
+    grouped: dict[str, list[str]] = {}
+    for found in report.marks:
+        if found.kind == OWN_WEIGHT and found.path in averaged and not _varies(found):
+            grouped.setdefault(found.source, []).append(f"`grads{found.path}`")
+    for source, paths in grouped.items():
+        yield (
+            f"the gradient {shown(paths)} is the mean over the ranks already where it comes to "
+            f"{source or 'jdp.sync_gradients'}: with jdp.sharded(stage=2) or stage=3, "
+            "jdp.value_and_grad averages by the weight of the step, and another weight= does "
+            "nothing. Write jdp.train_step(weight=...), or jax.value_and_grad, which keeps "
+            "gradients local."
+        )
+
+
+def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
+    """Return, by line, the paths of gradients where all gradients of the line are already means."""
+    by_line: dict[str, list[Marked]] = {}
+    for found in report.marks:
+        if found.kind == LOCAL and found.path not in averaged:
+            by_line.setdefault(found.source, []).append(found)
+    return {
+        line: [found.path for found in marks]
+        for line, marks in by_line.items()
+        if all(_is_reduced(found) for found in marks)
+        # A parameter that multiplies a mean is mostly a scalar, which costs little to send.
+        and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
+    }
+
+
+def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
+    """Return how many times too large a sum over some axes is, as a text."""
+    groups = None if collective is None else jaxprs.axis_groups(collective)
+    num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
+    num_ranks = num_ranks if groups is None else len(groups[0])
+    return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"
+
+
+def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
+    """Return a clause that says how many times too large a repeated sum is, and on which line."""
+    found = None if node is None else back.repetition(node)
+    collective, line = (None, "") if found is None else found
+    return (
+        f"is made from a sum that is {times(eqn, axes, collective)} too large: "
+        f"{line or 'something'} sums over the ranks what every rank has the same. Leave the sum "
+        "out, or write jdp.mean_over_ranks(x)."
+    )
+
+
+def _reason(
+    eqn: Any, report: Report, found: Marked, names: Collection[str], beside: Collection[str]
+) -> str:
+    value = found.value
+    axes = frozenset(found.axes) | frozenset(names)
+    if found.kind not in (LOCAL, SYNCED) or value.zero:
+        return ""
+    if repeated := value.repeated & axes:
+        back = report.back(axes)
+        text = repetition(eqn, back, back.of_mark(found.eqn), repeated)
+        return with_code("JDP122", "the gradient of {leaves} that comes to {where} " + text)
+    total, line = value.total & axes, ""
+    if not total:
+        if not (value.unclear | value.undivided) & axes:
+            return ""
+        # A user who reduces by hand reduces a whole tree. If a single gradient is reduced and
+        # others are not, its parameter multiplies a sum over ranks, such as losses divided by
+        # their number.
+        if found.kind == LOCAL and found.source in beside:
+            return ""
+        line = _undivided(report, found, value.undivided & axes)
+        if line:
+            total = value.undivided & axes
+        elif found.kind == SYNCED or not value.unclear & axes:
+            return ""
+    back = report.back(axes)
+    node = back.of_mark(found.eqn)
+    line = line or ("" if node is None else back.reduction(node)) or "something"
+    too_large = times(eqn, total)
+    if found.kind == SYNCED:
+        return _synced_sum(line, too_large)
+    return _local_sum(line, too_large if total else "")
+
+
+def _synced_sum(line: str, too_large: str) -> str:
+    return with_code(
+        "JDP121",
+        "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
+        f"{line} sums it over the ranks, and jdp sees no division by their number. If the loss "
+        "of each rank was divided by the rows of all ranks, the sum is right: write "
+        "jdp.sync_gradients(grads, mean=False) in place of the sum, which says so. If it is "
+        f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
+        "jdp.sync_gradients(grads) in place of the sum, which divides.",
+    )
+
+
+def _local_sum(line: str, too_large: str) -> str:
+    """Return the text for a sum that comes as a local gradient; too_large: "" if unclear."""
+    if too_large:
+        return with_code(
+            "JDP121",
+            f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
+            f"over the ranks, which makes it {too_large} the mean if each rank's loss is the mean "
+            "over its own rows, and to average it again does not change that. Hand over the local "
+            "gradient, or write jdp.sync_gradients(grads) in place of the sum and then "
+            "apply_gradients(grads, synced=True). If the loss of each rank was divided by the rows "
+            "of all ranks, write jdp.sync_gradients(grads, mean=False) there.",
+        )
+    return with_code(
+        "JDP121",
+        f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "
+        "the ranks, and jdp cannot tell whether later divisions make it the mean. Hand "
+        "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean.",
+    )
+
+
+def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
+    """Return the line of the nearest sum of gradients that may make a gradient too large.
+
+    Sums of other values, such as counts and statistics, may have any scale.
+    """
+    if not axes:
+        return ""
+    back, local = report.back(axes, "undivided"), report.back(axes)
+    node = back.of_mark(found.eqn)
+    for _, line, operand in () if node is None else back.sums(node):
+        if local.is_of_cotangent(operand):
+            return line or "something"
+    return ""
+
+
+def _is_reduced(found: Marked) -> bool:
+    return bool(found.value.reduced & set(found.axes)) and not _varies(found)
+
+
+def _varies(found: Marked) -> bool:
+    return bool(found.value.axes & set(found.axes))
+
+
+def _lines_of_varying(report: Report) -> set[str]:
+    """Return the lines to which gradients come that nobody has reduced yet."""
+    local = (each for each in report.marks if each.kind == LOCAL)
+    return {each.source for each in local if not each.value.axes.isdisjoint(each.axes)}
+
+
+# A maximum has no cotangent, a mark does not communicate, and `jdp.sharded_embedding` weights the
+# cotangents that it adds up.
+_HARMLESS = frozenset(
+    "axis_index jdp_add_rows jdp_add_rows_native jdp_mark jdp_take_rows jdp_take_rows_native pmax "
+    "pmin unreduced_pmax unreduced_pmin".split()
+)
+_COLLECTIVES = frozenset(collectives.RULES) - _HARMLESS
+_TRANSPOSE_OF = {
+    "all_gather": "psum_scatter",
+    "jdp_all_gather": "psum_scatter",
+    "jdp_all_reduce": "collectives.native",
+    "jdp_all_to_all": "all_to_all",
+    "jdp_reduce_scatter": "all_gather",
+    "psum_invariant": "psum",
+    "reduce_scatter": "all_gather",
+}
+
+
+class _Differentiated(NamedTuple):
+    """A collective that adds up cotangents.
+
+    Attributes:
+      name: name of the author's collective, before the transposition; `MICRO_BATCH` if it is jdp's
+        sum in a micro-batch, which weights the ranks, and was transposed from outside the
+        micro-batch.
+      source: the author's line; empty if no line is the author's.
+    """
+
+    name: str
+    source: str
+
+
+def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for every transposed collective that adds up unweighted cotangents."""
+    axes = frozenset(traced.spec.axis_name)
+    if any(found.kind == OWN_WEIGHT for found in report.marks):
+        for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
+            where = f" at {found.source}" if found.source else ""
+            yield with_code(
+                "JDP124",
+                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
+                "that gradient by something else than the step: the cotangents of the ranks were "
+                "added up by other weights, and the gradient would be wrong. Write "
+                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
+            )
+    if not traced.found.weighed:
+        return
+    by = shown([f"{name}(weight=)" for name in sorted(traced.found.weighed)])
+    for found in _find(step.params["jaxpr"], axes):
+        where = f" at {found.source}" if found.source else ""
+        if found.name == MICRO_BATCH:
+            yield with_code(
+                "JDP124",
+                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
+                "and is differentiated from outside of them, too, where ranks weigh differently: "
+                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
+                "inner gradient.",
+            )
+            continue
+        yield with_code(
+            "JDP124",
+            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
+            "cotangents of all ranks without their weights, and the gradient would be wrong where "
+            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
+            "leave out weight= and return the loss "
+            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
+            "whose mean over ranks is that of all rows.",
+        )
+
+
+def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
+    """Return the transposed collectives over one of `axes` that do not weight the ranks."""
+    found: dict[_Differentiated, None] = {}
+    for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
+        here = around.within(eqn)
+        if here.is_transposed and _communicates(eqn, axes):
+            if not here.is_ours:
+                found[_Differentiated(_name(eqn), here.line)] = None
+            elif here.in_micro_batch:
+                found[_Differentiated(MICRO_BATCH, here.line)] = None
+    return list(found)
+
+
+def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
+    """Return the transposed collectives over one of `axes` on which a mark of `kind` depends."""
+    found: dict[_Differentiated, None] = {}
+
+    def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:
+        here = around.within(eqn)
+        if here.is_transposed and _communicates(eqn, axes):
+            causes = _join([*operands, (_Differentiated(_name(eqn), here.line),)])
+            return [causes] * len(eqn.outvars)
+        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == kind:
+            found.update(dict.fromkeys(operands[0]))
+        return None
+
+    body = jaxprs.opened(jaxpr)
+    Forward(_join, visit, _Place.within).outputs(body, [()] * len(body.invars), _Place())
+    return list(found)
+
+
+def _join(causes: Sequence[tuple[_Differentiated, ...]]) -> tuple[_Differentiated, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*causes)))
+
+
+class _Place(NamedTuple):
+    """The context of an equation.
+
+    Attributes:
+      is_transposed: whether JAX made it by transposing another equation.
+      is_ours: whether it belongs to jdp's sum that weights the ranks.
+      in_micro_batch: whether it is in a micro-batch that was transposed as a whole.
+      line: the author's line.
+    """
+
+    is_transposed: bool = False
+    is_ours: bool = False
+    in_micro_batch: bool = False
+    line: str = ""
+
+    def within(self, eqn: Any) -> "_Place":
+        # The name stack of an equation shows whether it was transposed, and whether it belongs to
+        # the part of the forward pass that `jax.checkpoint` computes again.
+        stack = eqn.source_info.name_stack.stack
+        names = {part.name for part in stack if type(part).__name__ == "Scope"}
+        transforms = {part.name for part in stack if type(part).__name__ == "Transform"}
+        goes_on = self.is_transposed and "rematted_computation" not in names
+        is_transposed = goes_on or "transpose" in transforms
+        is_micro_batch = is_transposed and eqn.params.get("name") == MICRO_BATCH
+        return _Place(
+            is_transposed,
+            self.is_ours or WEIGHTED_SUM in names,
+            self.in_micro_batch or is_micro_batch,
+            diagnostics.source_of(eqn) or self.line,
+        )
+
+
+def _name(eqn: Any) -> str:
+    return _TRANSPOSE_OF.get(eqn.primitive.name, eqn.primitive.name)
+
+
+def _communicates(eqn: Any, axes: frozenset[str]) -> bool:
+    name = eqn.primitive.name
+    if name in _COLLECTIVES:
+        return not axes.isdisjoint(jaxprs.collective_axes(eqn))
+    return name not in RULES and not axes.isdisjoint(jaxprs.named_axes(eqn))
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     """Yield a text for gradients and states that have a wrong scale."""
-    yield from reductions.refusals(step, report, traced.spec.axis_name)
-    yield from reductions.reweighed(report, traced.found.averaged)
+    yield from reduction_refusals(step, report, traced.spec.axis_name)
+    yield from reweighed(report, traced.found.averaged)
     if _has_weight(traced):
-        yield from reductions.unweighted(report, traced.spec.axis_name)
+        yield from unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):
         # If a gradient is too large, the state is too, and one text suffices.
         yield from _repeated(step, report, traced, _states(traced))
@@ -62,7 +402,7 @@ def _repeated(
         axes = value.repeated & set(traced.spec.axis_name)
         if axes and not value.axes:
             back = report.back(axes)
-            text = reductions.repetition(step, back, back.of_output(i), axes)
+            text = repetition(step, back, back.of_output(i), axes)
             grouped.setdefault(text, []).append(f"`{output.path}`")
     for text, leaves in grouped.items():
         yield with_code("JDP122", f"{shown(leaves)} {text}")
@@ -74,7 +414,7 @@ def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
         if axes := report.outputs[i].duplicated & set(traced.spec.axis_name):
             back = report.back(axes, "duplicated")
             for collective, line, _ in back.sums(back.of_output(i)):
-                many = reductions.times(step, axes, collective)
+                many = times(step, axes, collective)
                 grouped.setdefault((line, many), []).append(f"`{output.path}`")
                 break
     for (line, many), leaves in grouped.items():

@@ -18,18 +18,15 @@ from jdp.analysis import (
     causes,
     find_shard_maps,
     jaxprs,
-    lint_clip_before_reduce,
+    lints,
     padding,
-    reductions,
     scales,
     shown,
     source_of,
-    transposed,
     unknown_primitives,
-    unmatched_collectives,
 )
+from jdp.analysis.diagnostics import Traced
 from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
-from jdp.analysis.traced import Traced
 from jdp.error_codes import with_code
 
 # The folders of jdp and of JAX, whose frames are between a warning and the author's code.
@@ -73,7 +70,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_means(report, traced),
         *scales.warnings(step, report, traced),
         *padding.warnings(step, report, traced),
-        *lint_clip_before_reduce.warnings(report, traced),
+        *lints.clip_warnings(report, traced),
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)
@@ -107,14 +104,14 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     if unknown := [*_not_compiled(step, report, traced)]:
         return unknown
     problems = [
-        *unmatched_collectives.refusals(report, causes.input_names(report, traced), _UNIFORM),
+        *causes.unmatched_refusals(report, causes.input_names(report, traced), _UNIFORM),
         *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
         *padding.refusals(step, report, traced),
         *_wrong_gather(step, traced),
         *_gathered_keys(step),
-        *transposed.refusals(step, report, traced),
+        *scales.transpose_refusals(step, report, traced),
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
     ]
@@ -284,7 +281,7 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
         else "Leave that mean out: the optimizer averages. Or keep it, with synced=True: in "
         "apply_gradients of a jdp.TrainState, or in tx.update of another state."
     )
-    for source, paths in reductions.means(report, traced.found.averaged).items():
+    for source, paths in scales.means(report, traced.found.averaged).items():
         yield (
             f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
             f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. {mend}"

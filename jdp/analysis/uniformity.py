@@ -1,20 +1,226 @@
 """The analysis of a whole function, for a training loop that the user wrote."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import numpy as np
 
 from jdp import axis
-from jdp.analysis import eqn_axes, jaxprs
-from jdp.analysis.analyse import analyse, find_shard_maps
-from jdp.analysis.forward import Forward
-from jdp.analysis.loop_refusals import refusals, unknown_primitives
-from jdp.analysis.wording import bulleted, spelled
+from jdp.analysis import causes, jaxprs, scales
+from jdp.analysis.dataflow import Forward
+from jdp.analysis.diagnostics import bulleted, shown, source_of, spelled
+from jdp.analysis.interpreter import Interpreter, move
+from jdp.analysis.provenance import Provenance, Report, decision, why, without_skipped
+from jdp.analysis.records import Cell, value_of
+from jdp.analysis.rules import RULES, UNKNOWN, control_flow
+from jdp.analysis.rules.local import cast
 from jdp.axis import AxisName
 from jdp.error_codes import with_code
+
+_declared: set[str] = set()
+
+
+def declare_pure(primitive: jax.extend.core.Primitive) -> None:
+    """Promise that a primitive gives equal results for equal operands on every rank.
+
+    jdp knows the primitives of JAX and of some libraries. Any other primitive may use a source that
+    differs between ranks, such as the device's number or a hidden state, so jdp assumes that its
+    results differ from rank to rank. jdp analyses a primitive with a jaxpr among its parameters, so
+    that one needs no promise.
+
+    Args:
+      primitive: the object that your code or a library binds. The promise holds for all primitives
+        with its name.
+
+    Raises:
+      TypeError: if it is not a primitive.
+      ValueError: if jdp has a rule for a primitive of this name.
+
+    >>> from jax.extend.core import Primitive
+    >>> double_p = Primitive("double")
+    >>> declare_pure(double_p)
+    """
+    if not isinstance(primitive, jax.extend.core.Primitive):
+        raise TypeError(
+            f"jdp.declare_pure takes a jax.extend.core.Primitive, got {type(primitive).__name__} "
+            f"{primitive!r}. Hand over the object that your code binds."
+        )
+    if primitive.name in RULES and primitive.name not in _declared:
+        raise ValueError(
+            f"jdp knows the primitive `{primitive.name}` by itself, and a promise would change "
+            "what it knows. If yours only has the same name, give it another one."
+        )
+    _declared.add(primitive.name)
+    RULES[primitive.name] = control_flow.joined
+
+
+def find_shard_maps(jaxpr: Any) -> list[Any]:
+    """Return the outermost shard_map equations of a traced program, also inside jit, in order.
+
+    A shard_map that is called in several places is returned once.
+    """
+    equations = jaxprs.equations(jaxpr, mapped=False)
+    return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
+
+
+def analyse(
+    eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
+) -> Report:
+    """Compute which values may differ from rank to rank in the body of a shard_map.
+
+    The `in_specs` decide which inputs vary: an input varies along the axes that split it.
+    """
+    manual = jaxprs.manual_axes(eqn)
+    interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
+    body = jaxprs.mapped_body(eqn)
+    ins: list[Any] = []
+    for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
+        value = interp.lattice.mixed | interp.lattice.axes(jaxprs.spec_axes(spec))
+        ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
+    for variable, operand in zip(body.invars, eqn.invars, strict=True):
+        if numbers and not jaxprs.is_literal(operand):
+            number = numbers.get(operand, 0.0)
+            if interp.lattice.divisions(number):
+                interp.numbers[variable] = number
+    outs = interp.body(body, ins, eqn)
+    outputs = tuple(interp.lattice.decode(value_of(value)) for value in outs)
+    return Report(
+        outputs=outputs,
+        output_sources=_sources(eqn, outputs),
+        deadlocks=interp.record.deadlocks(interp.lattice),
+        marks=interp.record.marks(interp.lattice),
+        opaque=tuple(interp.opaque),
+        unknown=interp.record.unknown(),
+        num_inputs=len(body.invars),
+        refs=tuple(
+            (i, interp.lattice.decode(value.value))
+            for i, value in enumerate(ins)
+            if isinstance(value, Cell)
+        ),
+        back=lambda axes, of="varying": Provenance(
+            body, interp.record, eqn, interp.lattice.over(of, interp.lattice.axes(axes))
+        ),
+    )
+
+
+def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
+    body = jaxprs.mapped_body(eqn)
+    specs = zip(outputs, eqn.params["out_specs"], strict=True)
+    torn = [bool(out.axes and out.axes - jaxprs.spec_axes(spec)) for out, spec in specs]
+    if not any(torn):
+        return ("",) * len(torn)
+    makers = {variable: each for each in body.eqns for variable in each.outvars}
+    return tuple(
+        _maker(variable, makers) if differs else ""
+        for variable, differs in zip(body.outvars, torn, strict=True)
+    )
+
+
+def _maker(variable: Any, makers: dict[Any, Any]) -> str:
+    # JAX often adds casts and copies itself, so return the line that computed the value.
+    while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
+        rule = RULES.get(eqn.primitive.name)
+        if rule not in (move, cast) and eqn.primitive.name != "jdp_mark":
+            return source_of(eqn)
+        variable = eqn.invars[0]
+    return ""
+
+
+# Refusals of mistakes in a training loop that the user wrote with shard_map.
+
+
+def loop_refusals(
+    eqn: Any,
+    report: Report,
+    names: tuple[str, ...],
+    paths: dict[int, str],
+    inputs: Sequence[str],
+) -> Iterator[str]:
+    """Yield a text for each mistake in a shard_map over the axes `names`.
+
+    Args:
+      inputs: names of its inputs in the enclosing function, in order.
+    """
+    yield from causes.unmatched_refusals(
+        report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2"
+    )
+    yield from scales.reduction_refusals(eqn, report, names)
+    yield from _torn_outputs(eqn, report, names, paths, inputs)
+    yield from _torn_refs(eqn, report, names)
+
+
+def _torn_outputs(
+    eqn: Any,
+    report: Report,
+    names: tuple[str, ...],
+    paths: dict[int, str],
+    inputs: Sequence[str],
+) -> Iterator[str]:
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for i, spec in enumerate(eqn.params["out_specs"]):
+        torn = report.outputs[i].axes.intersection(names) - jaxprs.spec_axes(spec)
+        if not torn:
+            continue
+        back = report.back(torn)
+        node = back.of_output(i)
+        if not without_skipped(back, {i: node}, report.deadlocks):
+            continue
+        made, line, mend = "computed", report.output_sources[i], "average"
+        if decided := decision(back, node):
+            made, line, mend, node = "decided", back.nearest_line(decided), "decide", decided
+        leaf = f"`output{paths[i]}`" if i in paths else f"output {i} of the shard_map"
+        aval, reason = eqn.outvars[i].aval, why([back.origin(node)], inputs)
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            mend = "key"
+        at = f" ({made} at {line})" if line else ""
+        cause = at, spelled(torn), reason, mend
+        grouped.setdefault(cause, []).append(f"{leaf} {aval.dtype}{list(aval.shape)}")
+    for (at, along, reason, mend), leaves in grouped.items():
+        yield with_code(
+            "JDP101",
+            f"{shown(leaves)}{at} may differ from rank to rank along {along}: {reason}. The "
+            "out_specs say that all ranks have the same, so that one rank's value would be taken "
+            "for that of all, and ranks would drift apart silently. "
+            f"{_MENDS[mend].format(spelled(names))}",
+        )
+
+
+_MENDS = {
+    "average": "Average it first, jax.lax.pmean(x, {0}), or let out_specs put the parts together, "
+    "P({0}).",
+    "key": "Return the key that is the same on every rank, and draw from "
+    "jax.random.fold_in(key, jax.lax.axis_index({0})).",
+    "decide": "Decide by what all ranks have the same, jax.lax.pmean(x, {0}) of the loss or the "
+    "gradients.",
+}
+
+
+def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str]:
+    for i, value in report.refs:
+        torn = value.axes.intersection(names) - jaxprs.spec_axes(eqn.params["in_specs"][i])
+        if torn:
+            yield with_code(
+                "JDP106",
+                f"the Ref that is input {i} of the shard_map may hold different values along "
+                f"{spelled(torn)} in the end, but its in_specs say that all ranks share it. "
+                f"Average what is written, jax.lax.pmean(x, {spelled(names)}), or split it, "
+                f"P({spelled(names)}).",
+            )
+
+
+def unknown_primitives(report: Report) -> Iterator[str]:
+    """Yield a text for every primitive without a rule, whose results are assumed to differ."""
+    for name, line in report.unknown:
+        at = f" at {line}" if line else ""
+        yield with_code(
+            "JDP107",
+            f"jdp does not know the primitive `{name}`{at} and assumes that its results differ "
+            "from rank to rank. If equal operands give equal results on every rank, write "
+            "jdp.declare_pure(primitive) before the first step. If not, average what it gives.",
+        )
 
 
 def uniformity(
@@ -55,7 +261,7 @@ def uniformity(
     called = getattr(f, "__name__", type(f).__name__)
     traced = _trace(f, args, kwargs)
     shard_maps = find_shard_maps(traced.jaxpr)
-    over_axis = {id(eqn): eqn for eqn in shard_maps if eqn_axes.manual_axes(eqn).issuperset(names)}
+    over_axis = {id(eqn): eqn for eqn in shard_maps if jaxprs.manual_axes(eqn).issuperset(names)}
     if not over_axis:
         raise ValueError(with_code("JDP128", _nothing_found(called, shard_maps, names)))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
@@ -77,10 +283,10 @@ def uniformity(
         leaves = reversed(list(zip(left, traced.paths, strict=True)))
         paths = {value.position: path for value, path in leaves if value.origin == key}
         inputs = names_of_inputs.get(key) or _numbered(eqn)
-        found = [*refusals(eqn, reports[key], names, paths, inputs)]
+        found = [*loop_refusals(eqn, reports[key], names, paths, inputs)]
         if found and reports[key].unknown:
             trusted = analyse(eqn, trusts_unknown=True)
-            if found != [*refusals(eqn, trusted, names, paths, inputs)]:
+            if found != [*loop_refusals(eqn, trusted, names, paths, inputs)]:
                 found += unknown_primitives(reports[key])
         problems += found
     problems = list(dict.fromkeys(problems))  # one line may reduce several leaves
@@ -95,7 +301,7 @@ def _numbered(eqn: Any) -> list[str]:
 
 def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -> str:
     text = f"`{called}` has no shard_map or pmap over {spelled(names)}"
-    others = frozenset[str]().union(*map(eqn_axes.manual_axes, shard_maps))
+    others = frozenset[str]().union(*map(jaxprs.manual_axes, shard_maps))
     if not others:
         return f"{text}: there are no ranks in it that could differ."
     return (

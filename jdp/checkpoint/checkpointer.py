@@ -4,10 +4,10 @@ import os
 from typing import Any
 
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.pieces import require_alive
 from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
+from jdp.checkpoint.write_plan import require_alive
 from jdp.distributed import this_process
 from jdp.validation import allows, int_at_least
 from jdp.worker import progress

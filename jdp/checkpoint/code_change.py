@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdp.distributed.checks import traced_programs
+from jdp.distributed.checks import startup
 from jdp.worker import launcher_client, source_files
 
 _log = logging.getLogger("jdp")
@@ -66,7 +66,7 @@ class Edits:
         step, self._step = self._step, None
         if step is None:
             return
-        for kind, programs in traced_programs.current.kinds().items():
+        for kind, programs in startup.traced.kinds().items():
             saved = self._programs.get(kind, {})
             if not saved or saved.keys() & programs.keys():
                 continue
@@ -85,7 +85,7 @@ class Edits:
     def facts_of_programs(self) -> _Programs:
         """Return the programs of the training steps so far, which are written with each state."""
         found = {**self._programs}
-        for kind, programs in traced_programs.current.kinds().items():
+        for kind, programs in startup.traced.kinds().items():
             mine = {digest: _few(program.counts) for digest, program in programs.items()}
             others = {key: x for key, x in found.pop(kind, {}).items() if key not in mine}
             found[kind] = dict([*others.items(), *mine.items()][-_MAX_PROGRAMS:])

@@ -11,21 +11,110 @@ manifest, or has such a temporary name, is ever removed.
 """
 
 import contextlib
+import datetime
+import fcntl
 import hashlib
 import logging
 import os
 import re
 import shutil
+import socket
+import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jdp.checkpoint import manifest, orbax_files, part_files
-from jdp.checkpoint.directory_lock import folder_path, locked
+from jdp.checkpoint import manifest, orbax_files
 from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import ArrayForm
+
+# A process that was just killed may still be exiting. An NFS server keeps the lock of a process
+# that died with its host for 90 s.
+_TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
+
+
+# Lock files of this process. A forked child shares them, and may outlive this process.
+_files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+
+
+def folder_path(given: Any) -> Path:
+    """Return the absolute path of a directory of checkpoints."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            f"the directory of checkpoints is {given!r}, which is not a path. Write "
+            'jdp.Checkpointer("checkpoints").'
+        )
+    if not os.fspath(given):
+        raise ValueError(
+            "the directory of checkpoints is an empty text, which would be the working directory. "
+            'Write "checkpoints", or "." if that is meant.'
+        )
+    if "://" in str(given):
+        raise ValueError(
+            f"{given} is not a folder on a disk: a file there could not be locked against other "
+            "runs. Give a path, perhaps of a bucket that is mounted."
+        )
+    return Path(given).expanduser().absolute()
+
+
+def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> BinaryIO:
+    """Return the file that keeps other runs out of a directory until it is closed.
+
+    Creates the directory. `resumes`: the lock holder may be this same run, on a host that died.
+    `timeout_s`: how long to wait for it, if not as long as that takes.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, or a full disk would raise only in close.
+            file = stack.enter_context(open(path / "lock", "ab+", buffering=0))
+            default_s = _LOST_TIMEOUT_S if resumes else _TIMEOUT_S
+            _lock(file, path, default_s if timeout_s is None else timeout_s)
+            file.seek(0)
+            if not b"process ".startswith(file.read(8)):  # a write that failed leaves its beginning
+                raise FileExistsError("the file `lock` there is not of jdp")
+            file.truncate(0)
+            now = datetime.datetime.now(datetime.UTC)
+            owner = f"process {os.getpid()} on {socket.gethostname()} since {now:%F %T.%f} UTC"
+            file.write(f"{owner}\n".encode())
+            os.fsync(file)  # processes of other hosts read it
+        except OSError as error:
+            raise OSError(
+                f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory "
+                "that this process may write to."
+            ) from error
+        stack.pop_all()
+        _files.add(file)
+        return file
+
+
+def _close_in_child() -> None:
+    for file in _files:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read().decode(errors="replace").strip()
+                raise RuntimeError(
+                    f"{path} is in use by another run ({owner}). Two runs in one directory would "
+                    "mix their checkpoints: end the other one, or give this one a directory of "
+                    "its own."
+                ) from None
+            time.sleep(0.02)
+
 
 _log = logging.getLogger("jdp")
 
@@ -276,7 +365,7 @@ def _manifest_with_files(path: Path) -> dict[str, Any]:
 def _require_arrays(path: Path, found: dict[str, Any]) -> None:
     arrays = manifest.arrays(found["facts"])
     for folder in sorted({Path(name).parts[0] for name in found["files"]}):
-        files, wanted = orbax_files if folder == "state" else part_files, arrays.get(folder, {})
+        files, wanted = orbax_files if folder == "state" else orbax_files, arrays.get(folder, {})
         try:
             stored = files.forms(path / folder)
         except (OSError, ValueError, KeyError) as error:
@@ -319,3 +408,91 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Directories of checkpoints of other tools: whose they are, and how to bring them over.
+
+
+# "1000" or "run_1000" of a CheckpointManager, "checkpoint_1000" of Flax.
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+_TREE, _STEP_OF_MANAGER = "_METADATA", "_CHECKPOINT_METADATA"
+
+
+class ForeignCheckpoints(NamedTuple):
+    """The checkpoints of another tool in a directory."""
+
+    path: Path
+    tool: str
+    steps: dict[int | None, list[Path]]  # the PyTrees of Orbax of each step; None: of no step
+
+    @property
+    def latest(self) -> int | None:
+        """Return the latest step."""
+        return max((step for step in self.steps if step is not None), default=None)
+
+    def __str__(self) -> str:
+        step = "" if self.latest is None else f", step {self.latest}"
+        return f"{self.path} holds {self.tool}{step}"
+
+    def advice(self) -> str:
+        """Return the line that reads the latest step."""
+        trees = self.steps[self.latest]
+        if len(trees) == 1:
+            return f'state = jdp.load("{self.path}", like=state)'
+        if trees:
+            return f'state = jdp.load("{trees[0]}", like=state), or another of {_names(trees)}'
+        if self.tool.startswith("Flax"):
+            flax = "flax.training.checkpoints.restore_checkpoint"
+            return f'state = {flax}("{self.path}", state)'
+        return f'state = orbax.checkpoint.CheckpointManager("{self.path}").restore({self.latest})'
+
+    def tree(self, step: int | None) -> Path:
+        """Return the PyTree of a step, or of the latest one."""
+        step = self.latest if step is None else step
+        if step not in self.steps:
+            known = sorted(each for each in self.steps if each is not None)
+            raise ValueError(f"step {step} is not in {self.path}, which holds {known}.")
+        if len(self.steps[step]) != 1:
+            names = _names(self.steps[step]) or "none"
+            raise ValueError(
+                f"{self}. jdp.load reads one PyTree of Orbax, and the PyTrees there are: {names}. "
+                f"Write {self.advice()}."
+            )
+        return self.steps[step][0]
+
+
+def find_foreign(path: Path) -> ForeignCheckpoints | None:
+    """Return the checkpoints of another tool in a directory, if that is what it holds."""
+    if not path.is_dir() or manifest.exists(path) or manifest.exists(path.parent):
+        return None
+    if (path / _TREE).is_file():
+        return ForeignCheckpoints(path, "a PyTree of Orbax", {None: [path]})
+    if (path / _STEP_OF_MANAGER).is_file():
+        return ForeignCheckpoints(path, "a step of Orbax", {None: _trees(path)})
+    steps, flax = {}, {}
+    for each in path.iterdir():
+        if (number := _STEP.fullmatch(each.name)) is None:
+            continue
+        if (each / _STEP_OF_MANAGER).is_file():
+            steps[int(number[1])] = [each] if (each / _TREE).is_file() else _trees(each)
+        elif each.name.startswith("checkpoint_") and _is_map_of_msgpack(each):
+            flax[int(number[1])] = list[Path]()
+    if steps:
+        return ForeignCheckpoints(path, "checkpoints of Orbax", steps)
+    return ForeignCheckpoints(path, "Flax's files of checkpoints", flax) if flax else None
+
+
+def _trees(step: Path) -> list[Path]:
+    return sorted(each for each in step.iterdir() if (each / _TREE).is_file())
+
+
+def _names(trees: list[Path]) -> str:
+    return ", ".join(each.name for each in trees)
+
+
+def _is_map_of_msgpack(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        first = file.read(1)
+    return first in (b"\xde", b"\xdf") or b"\x80" <= first <= b"\x8f"

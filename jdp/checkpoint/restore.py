@@ -8,16 +8,15 @@ import numpy as np
 
 from jdp.checkpoint.code_change import Edits
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.find import Found, Latest
-from jdp.checkpoint.load_into import fill
-from jdp.checkpoint.restore_split import split_values
+from jdp.checkpoint.load import fill
+from jdp.checkpoint.restore_candidates import Found, Latest, Saved, Sources
 from jdp.checkpoint.saved_leaves import leaves_of, pack, packed_bytes, unpack
 from jdp.checkpoint.shards import SplitValue
-from jdp.checkpoint.sources import Saved, Sources
+from jdp.checkpoint.split_state import split_values
 from jdp.checkpoint.state_writer import KEY_OF_LOADER, state_of_data
 from jdp.distributed import agree
-from jdp.distributed.broadcast import broadcast
-from jdp.distributed.checks import known_leaves
+from jdp.distributed.agree import broadcast_bytes
+from jdp.distributed.checks import state as state_check
 
 
 def restored(
@@ -60,7 +59,7 @@ def restored(
             # Before another process of the host begins a commit, in the place of the older record.
             sources.forget_later(found.key, own)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
-    known_leaves.vouch(taken)  # All processes got them from one source.
+    state_check.vouch_for(taken)  # All processes got them from one source.
     return state
 
 
@@ -90,7 +89,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
         facts = gathered[found.source]
         leaves = leaves_of(facts)
         data = np.concatenate([np.zeros(0, np.uint8), *pack(values)]) if is_source else None
-        values = unpack(broadcast(data, packed_bytes(leaves), group), leaves)
+        values = unpack(broadcast_bytes(data, packed_bytes(leaves), group), leaves)
     return facts, values
 
 

@@ -4,29 +4,61 @@ import contextlib
 import logging
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jdp import pytrees
-from jdp.checkpoint import directory, orbax_files, part_files
+from jdp.checkpoint import directory, orbax_files
 from jdp.checkpoint.code_change import Edits
-from jdp.checkpoint.find import Found, all_processes, find
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.one_session import commits_of
-from jdp.checkpoint.pieces import is_split
 from jdp.checkpoint.restore import restored
+from jdp.checkpoint.restore_candidates import Found, all_processes, find
 from jdp.checkpoint.state_writer import (
     checkpoint_writer,
     commit_writer,
     of_all_processes,
     position_of,
 )
+from jdp.checkpoint.write_plan import Share, is_split
 from jdp.distributed import agree, in_flight, metrics_log, this_process
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
+from jdp.worker.launcher_client import Assignment, LauncherClient
+
+
+class Committing(Protocol):
+    """A session of a `Checkpointer` with commits, as far as others must know it."""
+
+    is_over: bool
+
+
+_committing: weakref.WeakSet[Committing] = weakref.WeakSet()
+
+
+def require_alone(session: Committing) -> None:
+    """Record a session that commits."""
+    if not all(other.is_over for other in _committing):
+        raise RuntimeError(
+            "another Checkpointer is at work in this process, and the launcher keeps the commits "
+            "of one. Keep all states in one tree, ckpt.restore((state, other)), or close() the "
+            "other one first."
+        )
+    _committing.add(session)
+
+
+def commits_of(
+    session: Committing, launcher: LauncherClient, assigned: Assignment, num_processes: int
+) -> HostCommits | None:
+    """Return the commit memory of the launcher for this process; None if it may not use it."""
+    require_alone(session)
+    num_shares = assigned.num_local if num_processes > 1 else 1
+    if assigned.local_id >= num_shares:
+        return None
+    return HostCommits(launcher.commit_file, Share(assigned.local_id, num_shares))
+
 
 _log = logging.getLogger("jdp")
 _SAVED = "jdp: step %d is saved in %s, after %s. Run again with %s to continue."
@@ -167,7 +199,7 @@ class Session:
             if self._host_commits and is_due:
                 self._begin_commit()
         if self._num_steps == _PREPARED_AFTER and (self._process == 0 or self._splits):
-            self._saves.prepare(part_files.prepare if self._splits else orbax_files.prepare)
+            self._saves.prepare(orbax_files.prepare_parts if self._splits else orbax_files.prepare)
         self._commits.raise_failure()
         self._saves.raise_failure()
 

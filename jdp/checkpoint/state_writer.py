@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from jdp.checkpoint import shared_checkpoint, split_commit
+from jdp.checkpoint import split_state
 from jdp.checkpoint.commit_memory import Draft
-from jdp.checkpoint.commit_snapshot import CommitSnapshot, CommitSnapshots
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.saved_leaves import is_split, to_disk
-from jdp.checkpoint.snapshot import Snapshot, Snapshots
+from jdp.checkpoint.snapshot import CommitSnapshot, CommitSnapshots, Snapshot, Snapshots
 from jdp.distributed import agree, in_flight, metrics_log
 from jdp.worker import progress
 
@@ -171,7 +170,7 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
         if not commits.finish(draft, facts):
             return
         if draft.form is None and is_split(facts):
-            split_commit.wait_for_all(facts)
+            split_state.wait_for_all(facts)
         # Other processes may write to their areas after a commit of this one alone.
         commits.free_earlier(1 if draft.form is not None else commits.share.num_shares)
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
@@ -195,7 +194,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
         with contextlib.suppress(OSError):
             metrics_log.write_all()
         if is_split(facts):
-            shared_checkpoint.write(folder, facts, values, next(number))
+            split_state.write(folder, facts, values, next(number))
         else:
             folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
         progress.own.latest_kept = f"step {facts['step']} ({folder.path})"

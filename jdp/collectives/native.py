@@ -12,8 +12,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu import shared_memory
-from jdp.collectives.cpu.calls import SUMMED_DTYPES, Calls
-from jdp.collectives.cpu.primitive import all_reduce_p
+from jdp.collectives.cpu.primitives import SUMMED_DTYPES, Calls, all_reduce_p
 from jdp.collectives.gpu import communicator
 from jdp.collectives.gpu.start_done import pairs, split
 from jdp.collectives.xla import Scale, xla

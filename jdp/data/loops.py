@@ -14,12 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
-from jdp.data import active_iterator, repeated_epochs, row_checks
+from jdp.data import batch_checks, prefetcher
+from jdp.data.batch_checks import require_equal_layouts
 from jdp.data.dataset import Read, record_mask, with_mask
-from jdp.data.epoch_plan import EpochPlan
-from jdp.data.first_batch_check import require_equal_layouts
 from jdp.data.host_arrays import RowError
-from jdp.data.prefetch import prefetch
+from jdp.data.prefetcher import prefetch
 from jdp.data.sampler import Sampler, continued, facts_of
 from jdp.data.sharding import Layout, batch_sharding, num_blocks, process_rows
 from jdp.data.uneven_data import hand_out_equally
@@ -28,7 +27,143 @@ from jdp.distributed.mesh import current_mesh
 from jdp.validation import int_at_least
 from jdp.worker import progress
 
+
+class EpochPlan(NamedTuple):
+    """The batches of one run over a stream of rows."""
+
+    batch_size: int
+    end: int  # position in the stream, in rows
+    num_steps: int | None  # None for a run of epochs
+    tail: str  # "pad" or "drop", for a run that ends with an epoch
+    # All batches of a run have a mask, or none has. If only some had one, the step would be traced
+    # again, and if it depended on the number of rows, users would be surprised.
+    has_mask: bool
+
+    @classmethod
+    def planned(
+        cls,
+        num_rows: int,
+        batch_size: int,
+        num_steps: int | None,
+        epochs: int | None,
+        tail: str,
+        mask: bool | None = None,
+    ) -> "EpochPlan":
+        """Plan a run of `num_steps` full batches, or of `epochs` passes over all rows.
+
+        Args:
+          num_rows: rows of the dataset, >= 1.
+          batch_size: rows of a global batch, >= 1.
+          num_steps: number of batches, >= 1, or None.
+          epochs: number of passes, >= 1, or None.
+        """
+        if tail not in ("pad", "drop"):
+            raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
+        if num_steps is not None and epochs is None:
+            end = int_at_least("num_steps", num_steps, least=1) * batch_size
+        elif epochs is not None and num_steps is None:
+            end = int_at_least("epochs", epochs, least=1) * num_rows
+        else:
+            raise ValueError(
+                f"num_steps={num_steps} and epochs={epochs}: give exactly one of the two, which "
+                "says where the run ends. Write num_steps=1000, or epochs=3."
+            )
+        may_be_short = tail == "pad" and num_steps is None
+        if mask is False and may_be_short:
+            raise ValueError(
+                'mask=False with tail="pad": the rows that pad a short last batch would count. '
+                'Leave mask out, or that batch: tail="drop".'
+            )
+        run = cls(batch_size, end, num_steps, tail, may_be_short or bool(mask))
+        if run.num_batches == 0:
+            raise ValueError(
+                f'tail="drop" leaves no batch at all: the run has {end} rows, a batch '
+                f'{batch_size}. Use a smaller batch_size, more epochs, or tail="pad".'
+            )
+        return run
+
+    @property
+    def num_batches(self) -> int:
+        """Return the number of batches of the whole run."""
+        if self.num_steps is not None:
+            return self.num_steps
+        return self.num_left(0)
+
+    def continued(self, position: int, num_done: int) -> "EpochPlan":
+        """Return the run that goes on at a position, after batches that may have had another size.
+
+        A run of `num_steps` ends after so many batches in all, one of epochs at the same row.
+
+        >>> run = EpochPlan.planned(100, 32, num_steps=60, epochs=None, tail="pad")
+        >>> run.continued(40 * 64, num_done=40).num_left(40 * 64)
+        20
+        """
+        if self.num_steps is None:
+            return self
+        return self._replace(end=position + max(0, self.num_steps - num_done) * self.batch_size)
+
+    def num_left(self, position: int) -> int:
+        """Return the number of batches from a position to the end."""
+        full, rest = divmod(max(self.end - position, 0), self.batch_size)
+        return full + (rest > 0 and self.tail != "drop")
+
+    def next_rows(self, position: int) -> int:
+        """Return the number of rows without padding in the batch at `position`; 0 after the end."""
+        left = max(self.end - position, 0)
+        if self.num_steps is not None and left:
+            return self.batch_size
+        if self.tail == "drop" and left < self.batch_size:
+            return 0
+        return min(left, self.batch_size)
+
+    def padded_size(self, num_ranks: int) -> int:
+        """Return the number of rows of a batch with padding, a multiple of the number of ranks."""
+        rows = -(-self.batch_size // num_ranks) * num_ranks
+        if rows > self.batch_size and not self.has_mask:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not divisible by the {num_ranks} ranks, but all "
+                f"ranks need equally many rows. Write mask=True to pad each batch to {rows} rows: "
+                "its mask says which rows count, so that the result is the same on any number of "
+                f"ranks. Or use a multiple of {num_ranks}, such as {rows}."
+            )
+        return rows
+
+
 _log = logging.getLogger("jdp")
+# The third epoch: two loops of equal order may be meant, to compare something.
+_MOST = 2
+
+
+class RepeatedEpochs:
+    """Loops of one epoch each, over the same rows in the same order; there is one, `current`."""
+
+    def __init__(self) -> None:
+        self._rows: list[weakref.ref] = []  # of the loops that are counted
+        self._seed, self._number = -1, 0
+
+    def record(self, dataset: Any, seed: int) -> None:
+        """Record a loop of one shuffled epoch, whose batches were trained on."""
+        try:
+            rows = [weakref.ref(leaf) for leaf in jax.tree.leaves(dataset)]
+        except TypeError:  # values that cannot be referred to
+            return
+        before = [ref() for ref in self._rows]  # arrays are compared by identity, not by value
+        is_same = len(before) == len(rows) and all(
+            one is other() for one, other in zip(before, rows, strict=True)
+        )
+        if not is_same or seed != self._seed:
+            self._rows, self._seed, self._number = rows, seed, 0
+        self._number += 1
+        if self._number == _MOST + 1:
+            _log.warning(
+                "jdp: %d epochs had one order of rows, as each loop made jdp.batches anew with "
+                "seed=%d. Write one jdp.batches(..., epochs=...), or another seed for each epoch.",
+                self._number,
+                seed,
+            )
+
+
+repeated_epochs = RepeatedEpochs()
 
 
 class Target(NamedTuple):
@@ -72,12 +207,12 @@ class Batches:
         dataset: Any,
         *,
         allows_new_data: bool,
-        check: row_checks.RowCheck | None,
+        check: batch_checks.RowCheck | None,
     ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
         self._dataset = dataset
         self._allows_new_data, self._check = allows_new_data, check
-        self._num_unchecked = row_checks.MIN_BATCHES  # batches since rows were compared
+        self._num_unchecked = batch_checks.MIN_BATCHES  # batches since rows were compared
         self._position = self._num_done = 0  # rows and batches since the run began
         self._handed_out = False  # whether a batch was handed out since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
@@ -203,7 +338,7 @@ class Batches:
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
                 if (sums := host_batches.checksums.pop(self._position, None)) is not None:
-                    row_checks.require_equal(peers, sums)
+                    batch_checks.require_equal(peers, sums)
                     self._num_unchecked = 0
                 self._num_unchecked += 1
                 num_rows = self._run.next_rows(self._position)
@@ -219,7 +354,7 @@ class Batches:
         num_steps = progress.own.num_steps - num_steps
         is_epoch = begin == 0 and self._position == self._sampler.num_rows
         if self._sampler.shuffle and is_epoch and num_steps >= len(self):
-            repeated_epochs.current.record(self._dataset, self._sampler.seed)
+            repeated_epochs.record(self._dataset, self._sampler.seed)
 
 
 _NUM_NAMED = 16
@@ -241,7 +376,7 @@ class _HostBatches(Iterator[Any]):
         self._position = position
         self._epoch: int | None = None
         self.checksums: dict[int, dict[str, int]] = {}
-        self.check: row_checks.RowCheck | None = None
+        self.check: batch_checks.RowCheck | None = None
         self.num_unchecked = 0
 
     def __next__(self) -> Any:
@@ -262,7 +397,7 @@ class _HostBatches(Iterator[Any]):
         if self.check is None:
             return
         # By the number of batches, which is that of all processes, and not by a clock.
-        if self._epoch != before and self.num_unchecked >= row_checks.MIN_BATCHES:
+        if self._epoch != before and self.num_unchecked >= batch_checks.MIN_BATCHES:
             self.rows = self.check.drawn(self._epoch)
             self.checksums[self._position] = self.check.checksums(self.rows)
             self.num_unchecked = 0
@@ -287,7 +422,7 @@ def place(
     assert isinstance(sharding.mesh, Mesh)
     # The phase shows the hang detector that this process waits for data, not for another process.
     with progress.DATA:
-        active_iterator.current.raise_pending()
+        prefetcher.active_loops.raise_pending()
         peers = agree.peers(sharding.mesh)
         with agree.propagating_errors(peers, "while it made its first batch"):
             first = next(host_batches, _END)

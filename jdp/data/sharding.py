@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,8 +11,19 @@ from jax.sharding import Mesh, NamedSharding
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.data import host_arrays
-from jdp.data.batch_leaf import Leaf
 from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
+
+
+class Leaf(NamedTuple):
+    """One leaf of a process's host batch."""
+
+    name: str
+    shape: tuple[int, ...]  # of this process's rows
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
 
 # Structures of batches whose nodes keep no shape of all rows.
 _checked: set[Any] = set()

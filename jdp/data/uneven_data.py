@@ -6,18 +6,71 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data import active_iterator
-from jdp.data.loop_ends import LoopEnd, Problem, problem_of
+from jdp.data import prefetcher
 from jdp.distributed import agree, fail_fast, kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
+
+
+class LoopEnd(NamedTuple):
+    """How a process ended its loop. If it is "on", it requested that batch instead.
+
+    >>> print(LoopEnd(1, 9, "end"))
+    process 1 ended its loop after 9 batches
+    """
+
+    process: int
+    num_batches: int  # number of batches that the loop got
+    how: str  # "end", "left", "error" or "on"
+    text: str = ""
+
+    def __str__(self) -> str:
+        how = {
+            "end": "ended its loop after {} batches",
+            "left": "left its loop (break or an error) after {} batches",
+            "on": "continued to batch {}",
+            "error": "could not make batch {}",
+        }[self.how]
+        number = self.num_batches + (self.how == "error")
+        return f"process {self.process} {how.format(number)}"
+
+
+class Problem(NamedTuple):
+    """The reason why no process can continue."""
+
+    is_failure: bool  # whether the loader of a process failed
+    text: str
+
+
+def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
+    """Return the problem of a loop that ended in `first`, for the process with the end `mine`.
+
+    None if both got equally many batches, or if `mine` may still get as many.
+
+    >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
+    process 0 ended its loop after 9 batches, but process 1 continued to batch 10: each step ...
+    """
+    for end in (mine, first):
+        if end.how == "error":
+            text = f"{end}, so no process can continue: {end.text}"
+            return Problem(True, with_code("JDP208", text))
+    is_behind = mine.how == "on" and mine.num_batches < first.num_batches
+    if is_behind or mine.num_batches == first.num_batches:
+        return None
+    text = (
+        f"{first}, but {mine}: each step needs the rows of all ranks. Give every process equally "
+        "many batches, such as itertools.islice(loader, n) with the smallest number of all, and "
+        "leave a loop early on all processes or on none."
+    )
+    return Problem(False, with_code("JDP210", text))
+
 
 # When the loops differ, a process has this long to request its next batch, where the error is
 # raised. Then its waits for other ranks are aborted, and last the process exits.
@@ -73,7 +126,7 @@ class _Loop:
         self._problem: Problem | None = None
         self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="jdp-lockstep", daemon=True)
-        active_iterator.current.add_compared(self)
+        prefetcher.active_loops.add_compared(self)
         self._thread.start()
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
@@ -189,7 +242,7 @@ class _Loop:
             text = f"the loops of the processes cannot be compared any more: {error!r}"
             self._problem = Problem(True, text)
         if self._problem is None:
-            active_iterator.current.compared.discard(self)
+            prefetcher.active_loops.compared.discard(self)
         elif not is_own and (self._mine is None or self._mine.how != "error"):
             # An error of this process is more specific than the problem.
             this_process.current.why_over = self._problem.text
@@ -222,7 +275,7 @@ class _Loop:
         if not is_out and self._place() == place:
             text = f"jdp: process {self._me} still waits, and ends: {problem}"
             print(text, file=sys.stderr, flush=True)
-            active_iterator.leave()
+            prefetcher.leave()
 
     # The position of the thread that runs the loop, which does not change while that thread waits.
     def _place(self) -> Any:

@@ -9,8 +9,79 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.distributed import slurm_step
-from jdp.distributed.variables import number, size_and_id
+
+def number(name: str, environment: Mapping[str, str], default: int | None = None) -> int:
+    """Return the value of a variable.
+
+    >>> number("RANK", {"RANK": "3"}), number("LOCAL_RANK", {}, 0)
+    (3, 0)
+    """
+    text = environment.get(name, str(default))
+    if not re.fullmatch(r"\d+", text):
+        raise RuntimeError(
+            f"{name}={text!r} should be a whole number, by which this process finds the others of "
+            "its run. Correct it, or unset it and start the processes with jdp run."
+        )
+    return int(text)
+
+
+def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of processes, and of this one.
+
+    >>> size_and_id(("WORLD_SIZE", "RANK"), {"RANK": "1", "WORLD_SIZE": "2"})
+    (2, 1)
+    """
+    of_size, of_id, *_ = names
+    size, process_id = number(of_size, environment), number(of_id, environment)
+    if process_id >= size:
+        raise RuntimeError(
+            f"{of_id}={process_id} is not one of {of_size}={size} processes, which are numbered "
+            f"from 0 to {size - 1}."
+        )
+    return size, process_id
+
+
+# As JAX does in a job of Slurm: the port follows from the number of the job, among so many.
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+# For JAX two steps of a job have one port, and their processes would join each other's runs. Jobs
+# that are so far apart seldom run at the same time on one host.
+_JOBS_BETWEEN_STEPS = 997
+
+
+def coordinator(environment: Mapping[str, str]) -> str:
+    """Return "address:port" at which process 0 listens; JAX_COORDINATOR_PORT wins, as in JAX.
+
+    >>> coordinator({"SLURM_STEP_NODELIST": "n[01-03,7]", "SLURM_JOB_ID": "7"})
+    'n01:61447'
+    """
+    job, step = number("SLURM_JOB_ID", environment), number("SLURM_STEP_ID", environment, 0)
+    port = _FIRST_PORT + (job + _JOBS_BETWEEN_STEPS * step) % _NUM_PORTS
+    host = first_host(environment["SLURM_STEP_NODELIST"])
+    return f"{host}:{number('JAX_COORDINATOR_PORT', environment, port)}"
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    >>> first_host("node[007,010-015],login"), first_host("rack1-n[2-3]-ib")
+    ('node007', 'rack1-n2-ib')
+    """
+    first = re.match(r"(\[[^]]*\]|[^,\[])*", hosts)
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0] if first else hosts)
+
+
+def num_tasks_here(environment: Mapping[str, str]) -> int:
+    """Return the number of tasks of this step on this host.
+
+    >>> num_tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+    3
+    """
+    tasks = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        each, _, times = part.rstrip(")").partition("(x")
+        tasks += [int(each)] * int(times or 1)
+    return tasks[min(number("SLURM_NODEID", environment, 0), len(tasks) - 1)]
+
 
 # Variables of mpiexec for MPICH and Intel MPI: number of processes, number of this one, its number
 # on this host, and number of processes on this host.
@@ -187,9 +258,9 @@ def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
     return ProcessPlace(
         "deactivate",
         *size_and_id(_SLURM, environment),
-        environment.get("JAX_COORDINATOR_ADDRESS") or slurm_step.coordinator(environment),
+        environment.get("JAX_COORDINATOR_ADDRESS") or coordinator(environment),
         number("SLURM_LOCALID", environment, 0),
-        slurm_step.num_tasks_here(environment),
+        num_tasks_here(environment),
     )
 
 

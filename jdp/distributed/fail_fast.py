@@ -21,7 +21,7 @@ from jdp.distributed import kv_store, metrics_log, this_process
 from jdp.error_codes import with_code
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
-from jdp.worker.own_progress import own
+from jdp.worker.progress import own
 
 # The end of a traceback explains most. A message to the launcher can hold this many characters.
 MAX_TRACEBACK_CHARS = 80_000

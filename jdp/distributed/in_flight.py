@@ -2,17 +2,224 @@
 
 import atexit
 import operator
+import re
+import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from jdp.distributed import call_log, failed_run, this_process
+import jax
+import numpy as np
+
+from jdp import pytrees
+from jdp.distributed import call_log, fail_fast, this_process
 from jdp.distributed.checks import call_mismatch
-from jdp.distributed.checks.stuck_step import Overdue
-from jdp.distributed.step_call import StepCall
+from jdp.distributed.checks.arguments import Arguments, Given
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 from jdp.worker import progress
+
+
+class RankReports(NamedTuple):
+    """One value of each rank, split over the ranks.
+
+    Attributes:
+      differs: whether the arguments differ between ranks, `[ranks]` bool; None if the step does
+        not compare them.
+      weight: the result of `weight_fn`, `[ranks]` float; None without a `weight_fn`.
+    """
+
+    differs: jax.Array | None
+    weight: jax.Array | None
+
+
+@dataclass(slots=True, eq=False)
+class CalledProgram:
+    """What calls keep of the program that they run, without its executables.
+
+    Attributes:
+      arguments: compares the arguments between processes; None if they are not compared.
+      jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
+      check: raises a RuntimeError for a failure during a call that JAX does not report.
+      why_invalid: returns an error for invalid weights of ranks, given `weight` and
+        `reports.weight`; None if they are valid.
+      waits_in_xla: whether ranks may wait for each other in collectives of XLA's, in the program
+        that was traced last.
+    """
+
+    arguments: Arguments | None
+    jaxprs: Sequence[tuple[Any, list[str]]]
+    check: Callable[[], None]
+    why_invalid: Callable[[jax.Array, jax.Array], str | None]
+    waits_in_xla: bool = False
+
+
+class StepCall:
+    """A call of a step that may still be running. Each step makes one, so it has slots.
+
+    Attributes:
+      spec: the step.
+      number: number of the call among those of the step, from 1.
+      program: what it runs.
+      given: the arguments that are compared.
+      reports: the reports of the ranks; None while the call is being dispatched.
+      weight: the weight of the batch, `[]` float; -inf if a sum of integers has overflowed. It
+        is ready when the call has run.
+      integer_sums: the author's lines of sums of integers over ranks.
+    """
+
+    __slots__ = ("given", "integer_sums", "number", "program", "reports", "spec", "weight")
+
+    def __init__(
+        self, spec: StepSpec, number: int, program: CalledProgram, given: Given | None = None
+    ) -> None:
+        self.spec, self.number, self.program, self.given = spec, number, program, given
+        self.reports: RankReports | None = None
+        self.weight: Any = None
+        self.integer_sums: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"call {self.number} of `{self.spec.name}`"
+
+    @property
+    def arguments(self) -> Arguments | None:
+        """What compares the arguments; None if they are not compared."""
+        return self.program.arguments
+
+    def is_checked(self) -> bool:
+        """Whether its ranks report anything."""
+        reports = self.reports
+        if reports is not None and (reports.differs is not None or reports.weight is not None):
+            return True
+        return bool(self.integer_sums)
+
+    def differs(self) -> bool:
+        """Wait for the call, and return whether its arguments differ between processes."""
+        # All ranks of a process got the same arguments.
+        differs = None if self.reports is None else self.reports.differs
+        return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
+
+    def weight_error(self) -> str | None:
+        """Wait for the call, and return the error for its weights, None if they are valid."""
+        given = None if self.reports is None else self.reports.weight
+        return None if given is None else self.program.why_invalid(self.weight, given)
+
+    def overflow(self) -> str | None:
+        """Wait for the call, and return the lines of sums of which one overflowed, or None."""
+        if not self.integer_sums or not np.isneginf(self.weight.addressable_data(0)):
+            return None
+        return " or ".join(line or "a line of a library" for line in self.integer_sums)
+
+    def is_deleted(self) -> bool:
+        """Whether the arrays that are needed to check the call were deleted."""
+        return any(map(pytrees.is_deleted, (self.weight, *(self.reports or ()))))
+
+    def difference(self, timeout_s: float) -> str | None:
+        """Return a sentence about the argument that differs between processes, None if unknown."""
+        if self.arguments is None or self.given is None:
+            return None
+        if not (self.given.small or self.given.large):
+            return None
+        return self.arguments.difference(self.given, timeout_s=timeout_s)
+
+
+# After this many seconds without any step that ends, the processes compare their calls.
+PATIENCE_S = 5.0
+
+
+class Overdue:
+    """Check the calls in flight periodically, and end this process if an overdue one differs.
+
+    Args:
+      patience_s: seconds until the processes compare the calls, once.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S):
+        self._patience_s = patience_s
+        self._oldest: str | None = None
+        self._since = 0.0
+        self._is_explained = False
+
+    def poll(self, calls: Sequence[StepCall]) -> threading.Thread | None:
+        """Check the unfinished calls, ordered from the oldest, without waiting."""
+        oldest = str(calls[0]) if calls else None
+        if oldest != self._oldest:
+            self._oldest, self._since, self._is_explained = oldest, time.monotonic(), False
+        late_s = time.monotonic() - self._since
+        if not calls or late_s < self._patience_s or self._is_explained:
+            return None
+        self._is_explained = True
+        thread = threading.Thread(target=_explain, args=(calls,), daemon=True)
+        thread.start()
+        return thread
+
+
+def _explain(calls: Sequence[StepCall]) -> None:
+    for call in calls:
+        if call.difference(PATIENCE_S):
+            assert call.arguments is not None and call.given is not None
+            text = call.arguments.explained(call.given, str(call))
+            return fail_fast.end_process(RuntimeError(text))
+
+
+_STATUS = re.compile(
+    "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|RESOURCE_EXHAUSTED|"
+    "FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
+)
+_NO_CPU = re.compile(r"HLO opcode `([\w-]+)` is not supported by XLA:CPU")
+_RAISED = re.compile(r'File "([^"]+)", line (\d+), in ')
+
+# XLA's name of a collective -> JAX's name, and the alternative on CPUs.
+_ON_CPU = {
+    "ragged-all-to-all": (
+        "jax.lax.ragged_all_to_all",
+        "pad the rows of each rank to one length and write jax.lax.all_to_all",
+    ),
+    "reduce-scatter": (
+        "jax.lax.psum_scatter",
+        "write jax.lax.psum, and take this rank's slice at jax.lax.axis_index",
+    ),
+    "collective-broadcast": (
+        "jax.lax.pbroadcast",
+        "write jax.lax.all_gather, and take the row of the source",
+    ),
+}
+
+
+def is_failed_run(error: Exception) -> bool:
+    """Whether XLA raised `error`, because it could not compile or finish a program."""
+    # JAX raises a ValueError with XLA's status if a program fails that was compiled ahead of time.
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
+
+
+def why_failed(error: Exception) -> str:
+    """Return the cause in an error of XLA, without its status, the stack and the final full stop.
+
+    >>> why_failed(RuntimeError("DEADLINE_EXCEEDED: jdp: rank 1: nothing from rank 0 for 30 s."))
+    'rank 1: nothing from rank 0 for 30 s'
+    """
+    text = _STATUS.sub("", str(error).strip(), count=1).strip()
+    if unsupported := _NO_CPU.search(text):
+        return _not_on_cpu(unsupported[1])
+    if "Traceback (most recent call last)" in text:
+        return _callback_raised(text)
+    first = text.partition("\n")[0].removeprefix("jdp: ").strip()
+    return first.rstrip(".") or type(error).__name__
+
+
+def _not_on_cpu(opcode: str) -> str:
+    name, instead = _ON_CPU.get(opcode, (f"the operation {opcode}", "use other operations"))
+    return f"XLA cannot run {name} on CPUs, though it may on GPUs and TPUs. On CPUs, {instead}"
+
+
+def _callback_raised(text: str) -> str:
+    raised = text.splitlines()[-1].strip().rstrip(".")
+    frames = _RAISED.findall(text)
+    where = f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    return f"a callback raised {raised}{where}"
+
 
 # XLA's CPU client before JAX 0.11 hangs forever with more than about 30 pending steps on all of its
 # devices. On other backends a few steps in flight are enough to hide dispatch.
@@ -176,7 +383,7 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
             "train with donate=False."
         )
     # If loops over batches differ, this failure is a consequence.
-    reason = this_process.current.why_over or failed_run.reason(error)
+    reason = this_process.current.why_over or why_failed(error)
     text = f"{call} failed: {reason}.{cause} {gone}"
     return RuntimeError(with_code("JDP214", text))
 

@@ -22,10 +22,67 @@ import jax
 import numpy as np
 
 from jdp import jax_compat
-from jdp.distributed import metrics_ownership
+from jdp.distributed import this_process
 from jdp.distributed.trackers import NamedTracker, OwnTracker, Tracker, TrackerQueue
 from jdp.pytrees import is_deleted
-from jdp.worker.own_progress import own
+from jdp.worker import launcher_client
+from jdp.worker.launcher_client import Assignment
+from jdp.worker.progress import own
+
+# The run that a file of metrics belongs to, so that no run continues the file of another one.
+#
+# `jdp run` gives a run an id, which is kept beside the file, in `metrics.jsonl.run`: a line of its
+# own in the file would be a row without a step for all that read it.
+
+
+# Files that this process has opened.
+_claimed: set[Path] = set()
+
+
+def may_continue(path: Path, *, is_later: bool) -> bool:
+    """Whether this run may append to a file that has lines.
+
+    A run that begins may not, whatever its first step is; its later generations may, if the file is
+    of this run. Without `jdp run` there is no id, and a script may keep checkpoints of its own: it
+    may append if it begins later than the file.
+    """
+    assigned = _assignment()
+    if launcher_client.is_asked_to_resume():
+        return True
+    if assigned is None:
+        return is_later or this_process.current.has_restored
+    if assigned.generation == 0:
+        return assigned.resumes or this_process.current.has_restored or path in _claimed
+    return _owner(path) == assigned.run_id
+
+
+def claim(path: Path) -> None:
+    """Write down that a file belongs to this run."""
+    _claimed.add(path)
+    assigned = _assignment()
+    if assigned is None or _owner(path) == assigned.run_id:
+        return
+    # Renamed, since a process that dies here must leave all of it or nothing.
+    part = path.with_name(f"{path.name}.run.part")
+    part.write_text(assigned.run_id)
+    part.rename(_owner_file(path))
+
+
+def _assignment() -> Assignment | None:
+    member = launcher_client.current()
+    return None if member is None else member.assignment
+
+
+def _owner(path: Path) -> str | None:
+    try:
+        return _owner_file(path).read_text(errors="replace")  # of no run, if it is damaged
+    except FileNotFoundError:
+        return None
+
+
+def _owner_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.run")
+
 
 _log = logging.getLogger("jdp")
 
@@ -228,7 +285,7 @@ def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str]
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # not /dev/null
             _lock(file, path)
             found = _read(file, path, first_step)
-            metrics_ownership.claim(path)
+            claim(path)
         stack.pop_all()
         return file, found
 
@@ -277,7 +334,7 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
             last[names] = max(step, last.get(names, step))
             begins_at = step if begins_at is None else begins_at
     is_later = begins_at is None or first_step > begins_at
-    if begins_at is not None and not metrics_ownership.may_continue(path, is_later=is_later):
+    if begins_at is not None and not may_continue(path, is_later=is_later):
         raise ValueError(
             f"{path} holds the metrics of an earlier run, up to step "
             f"{max(last.values())}, and the first line of this run is of step {first_step}. Move "

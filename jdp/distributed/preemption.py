@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jdp.worker import signals
+from jdp.worker import exit_codes
 
 _log = logging.getLogger("jdp")
 
@@ -47,7 +47,7 @@ class Preemption:
         elif self._agrees:
             for number in own:
                 if not callable(signal.getsignal(number)):
-                    signals.use_handler_of(signal.SIGTERM, number)
+                    exit_codes.use_handler_of(signal.SIGTERM, number)
 
     def reached(self, step: int) -> bool:
         """Whether to stop after this step: the same on all processes, which ask after each step."""
@@ -83,7 +83,7 @@ def _is_taken(number: int) -> bool:
     handler = signal.getsignal(number)
     if callable(handler):
         return False
-    return handler == signal.SIG_IGN or signals.catches(os.getpid(), number)
+    return handler == signal.SIG_IGN or exit_codes.catches_signal(os.getpid(), number)
 
 
 @functools.cache

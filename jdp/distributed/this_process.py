@@ -1,9 +1,13 @@
-"""The state of this process in a run, in one place."""
+"""The state of this process in a run, in one place, and which processes share its host."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 
@@ -48,3 +52,30 @@ class ThisProcess:
 
 
 current = ThisProcess()
+
+
+def own_host() -> str:
+    """Return a name of this host. A network namespace, such as of a container, counts as a host."""
+    try:  # processes of one host see each other in /proc
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def is_on_own_host(process: int) -> bool:
+    """Whether a process is on the host of this one, as `jdp.init` has found."""
+    known, me = current.hosts, jax.process_index()
+    return process == me or (process in known and known[process] == known.get(me))
+
+
+def numbered_hosts(processes: Iterable[int]) -> list[int]:
+    """Return the number of the host of each process, as `jdp.init` has found.
+
+    >>> numbered_hosts([0, 0])
+    [0, 0]
+    """
+    known = current.hosts
+    names = [known.get(process, str(process)) for process in processes]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]

@@ -12,15 +12,170 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.inspect import calibration_fields, results
-from jdp.inspect.alpha_beta_fit import fitted
-from jdp.inspect.calibration_fields import FORMAT
-from jdp.inspect.compute_rates import ComputeRates, Slowness
-from jdp.inspect.json_fields import checked
+from jdp.inspect import json_fields, results
+from jdp.inspect.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, checked
+
+
+def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Fit t = alpha + bytes / beta to measured times, with small relative errors.
+
+    Args:
+      points: (bytes, seconds), of at least two sizes.
+
+    >>> fit_alpha_beta([(1000, 3e-6), (2000, 4e-6), (4000, 6e-6)])
+    (2e-06, 1000000000.0, 0.0)
+    """
+    alpha, slope = _least_squares(points)
+    if alpha < 0:  # through 0: weighted, so that each point counts by its relative error
+        alpha = 0.0
+        slope = sum(b / t for b, t in points) / sum((b / t) ** 2 for b, t in points)
+    if slope <= 0:
+        alpha, slope = len(points) / sum(1 / t for _, t in points), 0.0
+    alpha, beta = _rounded(alpha), _rounded(1 / slope) if slope else float("inf")
+    worst = max(abs((alpha + b / beta) / t - 1) for b, t in points)
+    return alpha, beta, round(worst, 6)
+
+
+def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    # Of (alpha + slope * b) / t - 1: the normal equations of two unknowns.
+    aa = sum(1 / t**2 for _, t in points)
+    ab = sum(b / t**2 for b, t in points)
+    bb = sum((b / t) ** 2 for b, t in points)
+    ya, yb = sum(1 / t for _, t in points), sum(b / t for b, t in points)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:
+        raise ValueError(f"{len(points)} points of one size fix no law. Measure several sizes.")
+    return (ya * bb - yb * ab) / determinant, (aa * yb - ab * ya) / determinant
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.6g}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowness:
+    """How many times as long operations take in training steps as by themselves.
+
+    Attributes:
+      matmul: of matmuls, beside large ones.
+      elementwise: of others that read arrays in order, beside a loop over one array.
+      strided: of operations that compute while they read or write an array across its rows, beside
+        the same.
+      start: of the start of an operation, beside that of a tiny one that follows another.
+      largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
+    """
+
+    matmul: float
+    elementwise: float
+    strided: float
+    start: float
+    largest_error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeRates:
+    """What each of some devices computes per second, while all of them do and others idle.
+
+    Attributes:
+      num_ranks: number of these devices, all of one host.
+      matmul_flops_per_s: dtype -> floating-point operations per second of large matmuls.
+      memory_bytes_per_s: bytes read and written per second, where a large array is scaled.
+      cached_bytes_per_s: the same for an array of which CACHED_BYTES are read and written.
+      transcendentals_per_s: hyperbolic tangents per second.
+      operation_start_s: seconds of an operation that does next to nothing.
+      slowness: of training steps.
+    """
+
+    num_ranks: int
+    matmul_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    cached_bytes_per_s: float
+    transcendentals_per_s: float
+    operation_start_s: float
+    slowness: Slowness
+
+    def shared(self, share: float, alone: "ComputeRates") -> "ComputeRates":
+        """Return the rates of ranks that have another share of cores and memory.
+
+        Args:
+          share: of what these ranks have, > 0.
+        """
+        both = self.matmul_flops_per_s.keys() & alone.matmul_flops_per_s.keys()
+        flops = {
+            dtype: min(share * self.matmul_flops_per_s[dtype], alone.matmul_flops_per_s[dtype])
+            for dtype in both
+        }
+        speeds = "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s"
+        return dataclasses.replace(
+            self,
+            matmul_flops_per_s=flops,
+            operation_start_s=max(self.operation_start_s / share, alone.operation_start_s),
+            **{name: min(share * getattr(self, name), getattr(alone, name)) for name in speeds},
+        )
+
+
+def of_ranks(
+    measured: Sequence[ComputeRates], num_ranks: int, *, share_cores: bool
+) -> ComputeRates:
+    """Return the rates of each of some ranks of a host, while all of them compute.
+
+    They follow from those of the next larger number of ranks that was measured, or of the largest.
+
+    Args:
+      num_ranks: number of ranks, >= 1.
+    """
+    found = next((it for it in measured if it.num_ranks >= num_ranks), measured[-1])
+    share = found.num_ranks / num_ranks if share_cores else 1.0
+    return dataclasses.replace(found.shared(share, measured[0]), num_ranks=num_ranks)
+
+
+FORMAT = 6
+
+
+def _is_point(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return COUNT.holds(value[0]) and POSITIVE.holds(value[1])
+
+
+def _are_points(value: Any) -> bool:
+    if not isinstance(value, list) or not all(map(_is_point, value)):
+        return False
+    sizes = [num_bytes for num_bytes, _ in value]
+    return len(sizes) > 1 and sizes == sorted(set(sizes))
+
+
+_NUMBER = Field("a whole number from 1", lambda it: COUNT.holds(it) and it > 0)
+BYTES_PER_S = Field(
+    f"{POSITIVE.what}, or null", lambda it: it in (None, math.inf) or POSITIVE.holds(it)
+)
+CALIBRATION = {
+    "format": Field(str(FORMAT), lambda it: it == FORMAT),
+    "host": TEXT, "platform": TEXT, "device_kind": TEXT, "num_devices": _NUMBER,
+    "num_cores": _NUMBER, "date": TEXT, "versions": json_fields.dict_of(TEXT),
+    "computation": json_fields.LIST, "rates": json_fields.LIST,
+}  # fmt: skip
+_POINTS = Field("a list of at least two [bytes, seconds] with ascending bytes", _are_points)
+LAW = {
+    "operation": TEXT, "algorithm": TEXT, "num_ranks": _NUMBER, "num_processes": _NUMBER,
+    "dtype": TEXT, "alpha_s": AMOUNT, "bytes_per_s": BYTES_PER_S, "largest_error": AMOUNT,
+    "points": _POINTS, "cpu_points": _POINTS,
+}  # fmt: skip
+_BY_DTYPE = Field(
+    f"an object of dtypes, each {POSITIVE.what}",
+    lambda it: it != {} and json_fields.dict_of(POSITIVE).holds(it),
+)
+COMPUTATION = {
+    "num_ranks": _NUMBER, "matmul_flops_per_s": _BY_DTYPE,
+    "memory_bytes_per_s": POSITIVE, "cached_bytes_per_s": POSITIVE,
+    "transcendentals_per_s": POSITIVE, "operation_start_s": AMOUNT, "slowness": OBJECT,
+}  # fmt: skip
+SLOWNESS = {each.name: AMOUNT for each in dataclasses.fields(Slowness)}
+
 
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
@@ -63,7 +218,7 @@ class CollectiveLaw:
         A call then takes its CPU time, divided by the cores.
         """
         points = tuple((num_bytes, cpu_s / num_cores) for num_bytes, cpu_s in self.cpu_points)
-        alpha, beta, error = fitted(points)
+        alpha, beta, error = fit_alpha_beta(points)
         return dataclasses.replace(
             self, alpha_s=alpha, bytes_per_s=beta, largest_error=error, points=points
         )
@@ -175,7 +330,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
 
 
 def _read(content: Any) -> Calibration:
-    found = checked(content, calibration_fields.CALIBRATION)
+    found = checked(content, CALIBRATION)
     del found["format"]
     found["computation"] = tuple(map(_read_computation, found["computation"]))
     found["rates"] = tuple(map(_read_law, found["rates"]))
@@ -186,17 +341,15 @@ def _read(content: Any) -> Calibration:
 
 
 def _read_law(content: Any) -> CollectiveLaw:
-    found = checked(content, calibration_fields.LAW)
+    found = checked(content, LAW)
     for name in ("points", "cpu_points"):
         found[name] = tuple(map(tuple, found[name]))
     return CollectiveLaw(**found | {"bytes_per_s": read_bytes_per_s(found["bytes_per_s"])})
 
 
 def _read_computation(content: Any) -> ComputeRates:
-    found = checked(content, calibration_fields.COMPUTATION)
-    return ComputeRates(
-        **found | {"slowness": Slowness(**checked(found["slowness"], calibration_fields.SLOWNESS))}
-    )
+    found = checked(content, COMPUTATION)
+    return ComputeRates(**found | {"slowness": Slowness(**checked(found["slowness"], SLOWNESS))})
 
 
 def read_bytes_per_s(written: float | None) -> float:

@@ -14,9 +14,8 @@ from jdp.inspect import results
 from jdp.inspect.explain import explain_call
 from jdp.inspect.rate import UNUSED
 from jdp.inspect.report import StepReport, of_bytes, of_s
-from jdp.reduction.optimizer import has_optimizer, replicated
+from jdp.reduction.optimizer import has_optimizer, replicated, sharding_of
 from jdp.reduction.sharded import sharded
-from jdp.reduction.sharding import sharding_of
 from jdp.training.step import Step
 
 OPTIONS = {"stage": range(4), "bucket_bytes": range(1, 2**63)}

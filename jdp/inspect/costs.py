@@ -3,11 +3,176 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jdp.inspect import collective_chains, convolutions, hlo, kernels
-from jdp.inspect.collective_chains import ChainPart
-from jdp.inspect.computation import Computation, Instruction
-from jdp.inspect.kernels import Kernel
+from jdp.inspect import hlo
+from jdp.inspect.hlo import Computation, Instruction
+
+_LABELS = re.compile(r"dim_labels=([?\w]+)_([?\w]+)->([?\w]+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+
+
+class _KernelWindow(NamedTuple):
+    """How a kernel moves along one dim."""
+
+    size: int = 1
+    stride: int = 1
+    before: int = 0  # zeros in front of the input
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+    def pairs(self, num_inputs: int, num_outputs: int) -> int:
+        """Count the pairs of an output and an element of the kernel that meet an input.
+
+        The others meet padding, or a zero between the inputs of a dilated dim.
+        """
+        found, length = 0, (num_inputs - 1) * self.lhs_dilate
+        for k in range(self.size):
+            # Output o meets the place o * stride + shift, which has an input at each multiple of
+            # lhs_dilate from 0 to length.
+            shift = k * self.rhs_dilate - self.before
+            first = max(0, -(shift // self.stride) if shift < 0 else 0)
+            last = min(num_outputs - 1, (length - shift) // self.stride)
+            period = self.lhs_dilate // math.gcd(self.lhs_dilate, self.stride)
+            for o in range(first, min(first + period, last + 1)):
+                if (o * self.stride + shift) % self.lhs_dilate == 0:
+                    found += (last - o) // period + 1
+                    break
+        return found
+
+
+def is_convolution(one: Instruction) -> bool:
+    """Whether an instruction is a convolution, or calls a library for one."""
+    return _LABELS.search(one.attributes()) is not None
+
+
+def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return the operations of a convolution: 2 for each product of two numbers of arrays."""
+    labels = _LABELS.search(one.attributes())
+    assert labels is not None
+    lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])
+    output = hlo.arrays(one.shape)[0].dims
+    # A library that computes an operand of a convolution has its labels and its window.
+    if "Filter" in one.target():
+        rhs, output = output, rhs
+    elif re.search("[Bb]ackward", one.target()):
+        lhs, output = output, lhs
+    num_inputs, num_outputs = (rhs[labels[2].index(name)] for name in "io")
+    products = output[labels[3].index("b")] * num_inputs * num_outputs
+    windows = _windows(one)
+    dims = sorted(set(labels[3]) - {"b", "f", "?"})
+    for name in dims:
+        window = windows[int(name)] if int(name) < len(windows) else _KernelWindow()
+        products *= window.pairs(lhs[labels[1].index(name)], output[labels[3].index(name)])
+    return 2.0 * products
+
+
+def _windows(one: Instruction) -> list[_KernelWindow]:
+    found = _WINDOW.search(one.attributes())
+    fields = dict(each.split("=") for each in found[1].split()) if found else {}
+    lists = {name: text.split("x") for name, text in fields.items()}
+    return [
+        _KernelWindow(
+            size=int(size),
+            stride=int(lists["stride"][i]) if "stride" in lists else 1,
+            before=int(lists["pad"][i].split("_")[0]) if "pad" in lists else 0,
+            lhs_dilate=int(lists["lhs_dilate"][i]) if "lhs_dilate" in lists else 1,
+            rhs_dilate=int(lists["rhs_dilate"][i]) if "rhs_dilate" in lists else 1,
+        )
+        for i, size in enumerate(lists.get("size", ()))
+    ]
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel.
+
+    Attributes:
+      name: of it, as `pl.pallas_call(name=)` has it; empty without one.
+      result: dims of each of its results.
+      flops: floating-point operations of its `cost_estimate`, None without one.
+      num_bytes: bytes that it reads and writes, None without a `cost_estimate`.
+      transcendentals: exponentials and the like, 0 without a `cost_estimate`.
+    """
+
+    name: str
+    result: tuple[tuple[int, ...], ...]
+    flops: float | None
+    num_bytes: float | None
+    transcendentals: float = 0.0
+
+
+def kernel_of(eqn: Any) -> Kernel:
+    """Return the kernel of a `pallas_call` equation."""
+    cost = eqn.params.get("cost_estimate")
+    name = str(eqn.params.get("name") or "")
+    result = tuple(tuple(out.aval.shape) for out in eqn.outvars)
+    if cost is None:
+        return Kernel(name, result, None, None)
+    work = cost.flops, cost.bytes_accessed, cost.transcendentals
+    return Kernel(name, result, *map(float, work))
+
+
+def find_kernel(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
+    """Return the kernel of a custom call, by its name and the shapes of its results."""
+    name = one.op_name()
+    if one.op != "custom-call" or not name.endswith("pallas_call"):
+        return None
+    result = tuple(array.dims for array in hlo.arrays(one.shape))
+    found = [each for each in kernels if each.result == result and _is_in(each.name, name)]
+    # A kernel without a name may be any.
+    return max(found, key=lambda kernel: len(kernel.name), default=None)
+
+
+def _is_in(kernel: str, op_name: str) -> bool:
+    """Whether a name is a whole part of another, as `add` of `jit(f)/jvp(add)/pallas_call`."""
+    return not kernel or re.search(rf"(?<![^/(]){re.escape(kernel)}(?![^/)])", op_name) is not None
+
+
+# Collectives that XLA runs in parts on TPUs: a start, computations beside it, and a done.
+#
+# Each part is a fusion that holds the same collective. The start and the done hold a call, too.
+
+
+_CHAIN = re.compile(r'\bchain_id="(\w+)"')
+_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+
+class ChainPart(NamedTuple):
+    """A part of a collective.
+
+    Attributes:
+      chain: a name that its parts share.
+      is_start: whether it starts the collective.
+      is_done: whether it waits for its end.
+    """
+
+    chain: str
+    is_start: bool
+    is_done: bool
+
+
+def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
+    """Return which part of a collective a fusion is, None if it is not one."""
+    found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
+    chain = next((each[1] for each in found if each), None)
+    if chain is None:
+        return None
+    targets = {one.target() for one in inside if one.op == "custom-call"}
+    return ChainPart(f"chain {chain}", _START in targets, _DONE in targets)
+
+
+def chain_computation(inside: Computation) -> Computation:
+    """Return the computation of a part, without the collective and what passes through it."""
+    passed = {one.name for one in inside if one.op in (*hlo.COLLECTIVES, "parameter")}
+    found = Computation()
+    for one in inside:
+        if one.is_root:
+            made = ", ".join(f"%{name}" for name in one.operands() if name not in passed)
+            one = one._replace(rest=f"{made})")
+        if one.op not in hlo.COLLECTIVES:
+            found.append(one)
+    return found
+
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _TRANSCENDENTAL = frozenset(
@@ -44,11 +209,11 @@ class Costs:
 
     def part(self, one: Instruction) -> ChainPart | None:
         """Return which part of a collective an instruction is, None if it is not one."""
-        return collective_chains.part_of(self.inside(one))
+        return chain_part(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:
         """Return the Pallas kernel that an instruction runs, None if it runs none."""
-        return kernels.find(one, self._kernels)
+        return find_kernel(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
         """Return the floating-point operations that `flops` does not count, in words."""
@@ -67,8 +232,8 @@ class Costs:
         """Return the floating-point operations of the matmuls in an instruction, by dtype."""
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
-        if convolutions.is_convolution(one):
-            return {_dtype(one, shapes): convolutions.flops(one, shapes)}
+        if is_convolution(one):
+            return {_dtype(one, shapes): convolution_flops(one, shapes)}
         if kernel := self.kernel(one):
             return {_dtype(one, shapes): kernel.flops} if kernel.flops else {}
         if len(one.operands()) > 1 and re.search("gemm|matmul|dot", one.target()):
@@ -112,8 +277,8 @@ class Costs:
         inner = self.inside(one) if one.op in ("fusion", "fusion-start", "call") else Computation()
         if not inner:
             return _bytes_alone(one, shapes)
-        if collective_chains.part_of(inner):
-            inner = collective_chains.computation_of(inner)
+        if chain_part(inner):
+            inner = chain_computation(inner)
         read = 0
         for i, name in enumerate(one.operands()):
             enters = inner.parameters.get(i)

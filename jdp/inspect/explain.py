@@ -7,17 +7,13 @@ from jax.sharding import Mesh
 
 from jdp.inspect import hlo_matching
 from jdp.inspect.compiled import compile_step
-from jdp.inspect.finding_inputs import Facts
-from jdp.inspect.findings import findings_of
+from jdp.inspect.findings import Facts, findings_of
 from jdp.inspect.hlo_matching import Match
-from jdp.inspect.leaf_names import update_of
-from jdp.inspect.measured import measured
-from jdp.inspect.memory import memory_of
-from jdp.inspect.planned import SentLeaf
+from jdp.inspect.memory import memory_of, state_parts
+from jdp.inspect.planned import SentLeaf, update_of
 from jdp.inspect.prediction import PredictedStep
-from jdp.inspect.rates import given_rates, rates_of
+from jdp.inspect.rates import given_rates, measured, rates_of
 from jdp.inspect.report import Bucket, StepReport
-from jdp.inspect.state_parts import parts_of
 from jdp.inspect.transfers import SentArrays
 from jdp.training.step import Step
 
@@ -101,7 +97,7 @@ def explain_call(
         _bucket(transfer, match, simulated.step_s)
         for transfer, match in zip(transfers, matches, strict=True)
     ]
-    memory = memory_of(found.compiled, program, parts_of(found.args[0]), where.memory_bytes())
+    memory = memory_of(found.compiled, program, state_parts(found.args[0]), where.memory_bytes())
     return StepReport(
         step=found.spec.name,
         on=where.name,

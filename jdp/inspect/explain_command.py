@@ -84,7 +84,7 @@ def _explained(
 def _explained_first_call(
     options: argparse.Namespace, script: str, name: str, of_script: Sequence[str], stdout: TextIO
 ) -> int:
-    from jdp.inspect import comparison, described_gpus
+    from jdp.inspect import comparison, targets
     from jdp.inspect.explain import explain_call
     from jdp.inspect.first_call import NeverCalledError, first_call
 
@@ -100,15 +100,15 @@ def _explained_first_call(
             print(text, file=stdout, flush=True)
             return 0
         report = explain_call(*call, **chosen)
-    except (described_gpus.MissingPluginError, ValueError, TypeError, RuntimeError) as error:
+    except (targets.MissingPluginError, ValueError, TypeError, RuntimeError) as error:
         if not _is_of_jdp(error):
             raise  # the author's code failed, whose lines are in the traceback
         return _fail(str(error), 1)
     print(report.to_json() if options.json else report, file=stdout, flush=True)
     if options.png:
-        from jdp.inspect.drawing import draw
+        from jdp.inspect.report import draw_schedule
 
-        draw(report, options.png)
+        draw_schedule(report, options.png)
     return 0
 
 
@@ -187,10 +187,10 @@ def _twice(given: Sequence[tuple[str, Any]]) -> str | None:
 
 def _is_of_jdp(error: BaseException) -> bool:
     """Whether a line of jdp raised an error, whose text then says what to change."""
-    from jdp.analysis import source_lines
+    from jdp.analysis import diagnostics
 
     frames = traceback.extract_tb(error.__traceback__)
-    return source_lines.is_of_jdp(frame.filename for frame in frames[-1:])
+    return diagnostics.is_of_jdp(frame.filename for frame in frames[-1:])
 
 
 def _fail(text: str, code: int) -> int:

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from jdp.inspect import timeline
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
+from jdp.inspect.costs import Kernel
 from jdp.inspect.hlo import HloProgram
-from jdp.inspect.kernels import Kernel
 from jdp.inspect.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
 from jdp.inspect.report import StepTime
-from jdp.inspect.speeds import Groups, Work
-from jdp.inspect.timeline import Timeline
+from jdp.inspect.timeline import Groups, Timeline, Work
 
 # How much of its whole arrays a rank sends, over (n - 1) / n.
 _SENT = {"all-reduce": 2.0}

@@ -6,9 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.inspect.gpus import GPUS, NCCL_START_S, kind_of, nvlink
-from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate, part_of
-from jdp.inspect.rate import given as as_given
+from jdp.inspect import calibration
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.rate import (
+    ASSUMED,
+    GPUS,
+    NCCL_START_S,
+    PUBLISHED,
+    Rate,
+    given_rate,
+    kind_of,
+    nvlink,
+    part_of,
+    time_interval,
+)
 from jdp.inspect.targets import TargetDevices
 
 DESCRIBED = "XLA's device description"
@@ -74,7 +85,7 @@ def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
             raise ValueError(
                 f"the rate {name}={value} must be finite and {least}, in {UNITS[name]}."
             )
-        found[name] = as_given(number, UNITS[name])
+        found[name] = given_rate(number, UNITS[name])
     return found
 
 
@@ -198,3 +209,63 @@ def _cpu(target: TargetDevices) -> dict[str, Rate]:
         "reduction_start_s": Rate(40e-6, 5e-6, 400e-6, "s", ASSUMED),
         "operation_start_s": Rate(5e-6, 1e-6, 20e-6, "s", ASSUMED),
     }
+
+
+# Name of the algorithm in a calibration -> in a compiled program.
+_ALGORITHMS = {"direct": "native", "native": "native", "xla": "xla"}
+
+
+class MeasuredRates(NamedTuple):
+    """The rates that were measured on this host; empty if none were, or for other devices.
+
+    Attributes:
+      rates: of devices, by name.
+      laws: of collectives on as many ranks and processes, by operation and algorithm.
+    """
+
+    rates: Mapping[str, Rate]
+    laws: Mapping[tuple[str, str], CollectiveLaw]
+
+
+def measured(target: TargetDevices) -> MeasuredRates:
+    """Return the rates in the calibration of this host that hold for a target."""
+    found = calibration.load(target.platform)
+    if found is None or found.device_kind != target.device_kind or target.num_hosts > 1:
+        return MeasuredRates({}, {})
+    devices = target.mesh.devices.flat
+    ranks = target.mesh.size, len({device.process_index for device in devices})
+    laws = {
+        (law.operation, _ALGORITHMS[law.algorithm]): law
+        for law in found.rates
+        if (law.num_ranks, law.num_processes) == ranks and law.algorithm in _ALGORITHMS
+    }
+    if found.platform == "cpu" and target.mesh.size > found.num_cores:
+        laws = {name: law.on_shared_cores(found.num_cores) for name, law in laws.items()}
+    return MeasuredRates(_of_devices(found, target.mesh.size), laws)
+
+
+def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
+    own = calibration.of_ranks(found.computation, num_ranks, share_cores=found.platform == "cpu")
+    flops, slowness = own.matmul_flops_per_s, own.slowness
+    by = f"(jdp bench --calibrate, {found.date[:10]})"
+    speeds = {
+        "matmul_flops": flops.get("bfloat16"),
+        "matmul_flops_f32": flops.get("float32"),
+        "memory_bytes_per_s": own.memory_bytes_per_s,
+        "cached_bytes_per_s": own.cached_bytes_per_s,
+        "transcendentals_per_s": own.transcendentals_per_s,
+    }
+    source = f"measured here {by}"
+    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in speeds.items() if x}
+    # Each of these multiplies the time of operations, so the error of a step is theirs.
+    factors = {
+        "operation_start_s": slowness.start * own.operation_start_s,
+        "matmul_times": slowness.matmul,
+        "elementwise_times": slowness.elementwise,
+        "strided_times": slowness.strided,
+    }
+    shortest, longest = time_interval(slowness.largest_error)
+    source = f"measured here, on training steps {by}"
+    for name, value in factors.items():
+        rates[name] = Rate(value, shortest * value, longest * value, UNITS[name], source)
+    return rates

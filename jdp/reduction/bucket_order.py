@@ -1,10 +1,111 @@
-"""Which gradients are sent over the ranks, and in which order."""
+"""In which order gradients are sent, and in which order a backward pass finishes them."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from jdp.reduction.scope import Scope
+from jdp.analysis import find_shard_maps, jaxprs
+from jdp.reduction.step_context import Scope
+
+# Operations that take time. All others count as done with their operands.
+_HEAVY = frozenset(
+    "conv_general_dilated custom_linear_solve dot_general ffi_call scan while".split()
+)
+
+
+def order_of_gradients(jaxpr: Any) -> dict[str, int]:
+    """Number the gradients on their way to `sync_gradients` by when they are ready.
+
+    A value is ready with the last matmul or loop among all that it depends on, in the order of
+    the traced program, in which a backward pass goes from the last layer to the first.
+    """
+    body = _timed(jaxprs.mapped_body(find_shard_maps(jaxpr)[0]), {})
+    return {path: ready.heavy for path, ready in body.marks.items()}
+
+
+class _Ready(NamedTuple):
+    """When a value is ready, as seen from the body that it is in.
+
+    Attributes:
+      heavy: number of the last heavy operation of the body that it depends on, 0 if of none.
+      inputs: a bit for each input of the body that it depends on; 0 where `heavy` comes later.
+    """
+
+    heavy: int = 0
+    inputs: int = 0
+
+
+class _Timed(NamedTuple):
+    """When the results of a body are ready, the same for each of its calls.
+
+    Attributes:
+      outs: of each output.
+      marks: of each gradient that is marked in it, by path.
+      num_heavy: how many heavy operations it runs.
+    """
+
+    outs: list[_Ready]
+    marks: dict[str, _Ready]
+    num_heavy: int
+
+
+def _timed(body: Any, known: dict[int, _Timed]) -> _Timed:
+    # Once for each body: functions that call each other twice each have 2^depth calls.
+    if id(body) not in known:
+        known[id(body)] = _walk(body, known)
+    return known[id(body)]
+
+
+def _walk(body: Any, known: dict[int, _Timed]) -> _Timed:
+    ready = {variable: _Ready(0, 1 << i) for i, variable in enumerate(body.invars)}
+    marks: dict[str, _Ready] = {}
+    num_heavy = 0
+
+    def readiness(atom: Any) -> _Ready:
+        return _Ready() if jaxprs.is_literal(atom) else ready.get(atom, _Ready())
+
+    for eqn in body.eqns:
+        operands = [readiness(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        inner = jaxprs.called_body(eqn) if name in jaxprs.CALLS else None
+        if inner is not None:
+            call = _timed(inner, known)
+            outs = [_from_outside(each, operands, num_heavy) for each in call.outs]
+            for path, each in call.marks.items():
+                marks[path] = _from_outside(each, operands, num_heavy)
+            num_heavy += call.num_heavy
+        elif _is_heavy(eqn):
+            num_heavy += 1
+            outs = [_Ready(num_heavy)] * len(eqn.outvars)
+        else:
+            outs = [_last(operands)] * len(eqn.outvars)
+        if name == "jdp_mark" and eqn.params["kind"] == "local":
+            marks[eqn.params["path"]] = outs[0]
+        ready.update(zip(eqn.outvars, outs, strict=True))
+    return _Timed([readiness(atom) for atom in body.outvars], marks, num_heavy)
+
+
+def _from_outside(ready: _Ready, operands: Sequence[_Ready], num_before: int) -> _Ready:
+    """Return when a value of a called body is ready, as seen from the body that calls it."""
+    if ready.heavy:
+        return _Ready(num_before + ready.heavy)
+    return _last([each for i, each in enumerate(operands) if ready.inputs >> i & 1])
+
+
+def _last(operands: Sequence[_Ready]) -> _Ready:
+    heavy, inputs = 0, 0
+    for each in operands:
+        heavy = max(heavy, each.heavy)
+        inputs |= each.inputs
+    return _Ready(heavy) if heavy else _Ready(0, inputs)
+
+
+def _is_heavy(eqn: Any) -> bool:
+    if eqn.primitive.name in _HEAVY:
+        return True
+    inner = (each for body in jaxprs.bodies(eqn) for each in jaxprs.equations(body))
+    return any(each.primitive.name in _HEAVY for each in inner)
 
 
 def to_send(

@@ -6,17 +6,173 @@ pass gathers parameters again, and recomputes values that depend on parameters a
 pass keeps neither. Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdp.collectives import native_rows
-from jdp.reduction import gather_schedule, scheduling_barrier, shard_registry, step_context
+from jdp.analysis import jaxprs
+from jdp.collectives import split_rows
+from jdp.reduction import flat_program, gradients, shard_registry, step_context, wait_order
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
-from jdp.reduction.rematerialization import find_derived, sources_of
 from jdp.reduction.shard_registry import Shard
+
+
+def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[int, list[FlatValue]]:
+    """Return the groups to gather, in order, so that two groups are in memory at any time.
+
+    A parameter that is used again after the next group has begun is gathered again.
+
+    Args:
+      capacity: bytes of a group of whole parameters, > 0. One operation may need more.
+
+    >>> import jax
+    >>> first, second, third = (FlatValue(jax.typeof(jax.numpy.ones(4))) for _ in range(3))
+    >>> found = gather_groups([[first], [second], [first], [third], [first]], capacity=16)
+    >>> [*found], found[4] == [first]
+    ([0, 1, 3, 4], True)
+    """
+    found: dict[int, list[FlatValue]] = {}
+    last: list[FlatValue] = []
+    place: dict[FlatValue, int] = {}  # parameter -> the latest group that it is in
+    used = 0  # bytes of the group that is being filled
+    for i, needed in enumerate(uses):
+        missing = _missing(needed, place, len(found) - 1)
+        if not missing:
+            continue
+        num_bytes = sum(value.num_bytes() for value in missing)
+        if not found or used + num_bytes > capacity:
+            missing = _missing(needed, place, len(found))
+            num_bytes = sum(value.num_bytes() for value in missing)
+            found[i] = last = []
+            used = 0
+        last.extend(missing)
+        used += num_bytes
+        place.update(dict.fromkeys(missing, len(found) - 1))
+    return found
+
+
+def _missing(
+    needed: Sequence[FlatValue], place: dict[FlatValue, int], group: int
+) -> list[FlatValue]:
+    """Return the parameters that are not in memory while a group is used."""
+    return [value for value in needed if place.get(value, -3) < group - 1]
+
+
+def by_readiness(
+    made_at: Sequence[int], sizes: Sequence[int], capacity: int
+) -> dict[int, list[int]]:
+    """Group results in the order in which they are ready: operation -> results sent after it.
+
+    Args:
+      sizes: bytes of each.
+      capacity: bytes of a group, > 0. A larger result is a group of its own.
+
+    >>> by_readiness([5, 2, 9], [8, 8, 8], capacity=16)
+    {5: [1, 0], 9: [2]}
+    """
+    filled: list[list[int]] = []
+    used = 0
+    for i in sorted(range(len(made_at)), key=lambda i: made_at[i]):
+        if not filled or used + sizes[i] > capacity:
+            filled.append([])
+            used = 0
+        filled[-1].append(i)
+        used += sizes[i]
+    sent: dict[int, list[int]] = {}
+    for group in filled:
+        sent.setdefault(made_at[group[-1]], []).extend(group)
+    return sent
+
+
+# A result that is this much smaller than its operands is kept, such as the norm of a matrix.
+_REDUCTION = 16
+# A value of more parameters than these is kept, as computing it again would gather all of them.
+_MAX_SOURCES = 4
+# Operations that cost more than reading their operands. Computed again once, never in a chain.
+_HEAVY = frozenset(
+    "cholesky conv_general_dilated dot_general eig eigh fft geqrf hessenberg householder_product "
+    "lu lu_pivots_to_permutation qr ragged_dot ragged_dot_general schur sort svd triangular_solve "
+    "tridiagonal tridiagonal_solve".split()
+)
+# The primitives of jdp that compute on this rank alone.
+_LOCAL = frozenset("jdp_local jdp_mark jdp_tied jdp_together jdp_weigh".split())
+
+
+class Derived(NamedTuple):
+    """How a value is computed from parameters.
+
+    Attributes:
+      operation: that computes it.
+      sources: the split parameters that it is computed from.
+      is_heavy: whether computing it takes more than reading them.
+    """
+
+    operation: FlatOperation
+    sources: tuple[FlatValue, ...]
+    is_heavy: bool
+
+
+def find_derived(
+    program: FlatProgram, split: Collection[FlatValue], whole: Collection[FlatValue]
+) -> dict[FlatValue, Derived]:
+    """Return the values to compute again where they are used, in the order of the program."""
+    derived: dict[FlatValue, Derived] = {}
+    # Values that depend on nothing but parameters, derived or kept.
+    known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
+    pure = {*split, *whole, *known}
+    results = {*program.outs}
+    for operation in program.operations:
+        if not pure.issuperset(operation.ins) or not _is_local(operation.eqn):
+            continue
+        pure.update(operation.outs)
+        found = _derived(operation, derived, split)
+        if found is not None and results.isdisjoint(operation.outs):
+            derived.update(dict.fromkeys(operation.outs, found))
+    return derived
+
+
+def sources_of(
+    values: Collection[FlatValue], derived: dict[FlatValue, Derived], split: Collection[FlatValue]
+) -> tuple[FlatValue, ...]:
+    """Return the split parameters that some values are computed from, in order."""
+    found: dict[FlatValue, None] = {}
+    for value in values:
+        if value in split:
+            found[value] = None
+        elif value in derived:
+            found.update(dict.fromkeys(derived[value].sources))
+    return tuple(found)
+
+
+def _derived(
+    operation: FlatOperation, derived: dict[FlatValue, Derived], split: Collection[FlatValue]
+) -> Derived | None:
+    """Return how the results are computed, None if they are kept instead."""
+    sources = sources_of(operation.ins, derived, split)
+    if not 0 < len(sources) <= _MAX_SOURCES:
+        return None
+    read = [value for value in operation.ins if value in split or value in derived]
+    if sum(v.num_bytes() for v in operation.outs) * _REDUCTION <= max(v.num_bytes() for v in read):
+        return None
+    was_heavy = any(value in derived and derived[value].is_heavy for value in read)
+    is_heavy = operation.eqn.primitive.name in _HEAVY or bool(jaxprs.bodies(operation.eqn))
+    if was_heavy and is_heavy:
+        return None
+    return Derived(operation, sources, was_heavy or is_heavy)
+
+
+def _is_local(eqn: Any) -> bool:
+    """Whether an equation only computes, on this rank, so that it may be run a second time."""
+    inside = [inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body)]
+    return not any(_acts(each) for each in (eqn, *inside))
+
+
+def _acts(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    is_foreign = name.startswith("jdp_") and name not in _LOCAL
+    return bool(eqn.effects) or is_foreign or name.endswith(("_callback", "ffi_call"))
 
 
 def first_floats(tree: Any) -> jax.Array | None:
@@ -61,7 +217,7 @@ class ScheduledEvaluator:
         operations = program.operations
         self._kept = [op for op in operations if not any(v in self._derived for v in op.outs)]
         self._uses = [sources_of(op.ins, self._derived, self._shards.keys()) for op in self._kept]
-        self._members = gather_schedule.groups(self._uses, capacity)
+        self._members = gather_groups(self._uses, capacity)
         self._gathered: dict[FlatValue, jax.Array] = {}
         # Derived values, each with the gathered arrays that it was computed from.
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
@@ -78,7 +234,7 @@ class ScheduledEvaluator:
         """Return the outputs; those that are sent as `send` returns them."""
         outs = self._program.outs
         made_at = {v: i for i, op in enumerate(self._kept) for v in op.outs}
-        ready = gather_schedule.by_readiness(
+        ready = by_readiness(
             [made_at.get(outs[i], -1) for i in to_send],
             [outs[i].num_bytes() for i in to_send],
             self._capacity,
@@ -94,7 +250,7 @@ class ScheduledEvaluator:
             if not self._shards:
                 if not self._is_native:
                     # No gather waits for them, and XLA would send all of it together, last.
-                    grads = scheduling_barrier.after(grads, self._sent)
+                    grads = wait_order.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)
             sent.update(zip(chosen, results, strict=True))
@@ -120,9 +276,9 @@ class ScheduledEvaluator:
         self._ties = [*self._used_last, *self._sent_before]
         self._sent_before, self._sent = self._sent, []
         if self._is_native:
-            scheduling_barrier.next_call_after(ties)
+            wait_order.next_call_after(ties)
         else:
-            values = scheduling_barrier.after([part.value for part in parts], ties)
+            values = wait_order.after([part.value for part in parts], ties)
             parts = [part._replace(value=x) for part, x in zip(parts, values, strict=True)]
         if (scope := step_context.innermost()) is not None:
             scope.groups.add(self._capacity)
@@ -135,7 +291,7 @@ class ScheduledEvaluator:
             operands = self._after_sent(operands)
         scope = step_context.innermost()
         mesh = None if scope is None else scope.mesh
-        results = native_rows.exchanged(operation.eqn, operands, operation.calls, mesh)
+        results = split_rows.exchanged(operation.eqn, operands, operation.calls, mesh)
         if results is None:
             results = operation.run(operands)
         self._values.update(zip(operation.outs, results, strict=True))
@@ -156,7 +312,7 @@ class ScheduledEvaluator:
         if not floats:
             return operands
         _, smallest = min(floats)
-        (waits,) = scheduling_barrier.after([operands[smallest]], self._sent_before)
+        (waits,) = wait_order.after([operands[smallest]], self._sent_before)
         self._sent_before = []
         return [waits if i == smallest else x for i, x in enumerate(operands)]
 
@@ -193,3 +349,47 @@ class ScheduledEvaluator:
             return False
         now = (self._gathered[source] for source in self._derived[value].sources)
         return all(old is new for old, new in zip(self._computed[value][1], now, strict=True))
+
+
+def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
+    """Return `function(state)`, with two groups of gathered arrays at any time."""
+    leaves, tree = jax.tree.flatten(state)
+    found = {i: shard_registry.known(leaf) for i, leaf in enumerate(leaves)}
+    shards = {i: part for i, part in found.items() if part is not None and not part.is_kept}
+    if not shards:
+        return function(state)
+    wholes = {i: leaves[i] for i in shards}
+    own = {i: part.value for i, part in shards.items()}
+    others: list[Any] = []  # leaves of the result that are not arrays
+    trees: list[Any] = []
+
+    # JAX names this function and its argument where Python asks for a value: see `error_hints`.
+    def reading(wholes: dict[int, jax.Array], own: dict[int, jax.Array]) -> list[Any]:
+        given = [*leaves]
+        for i, part in shards.items():
+            part = part._replace(value=own[i], owner=None)
+            given[i] = shard_registry.remember(wholes[i], part)
+        result, result_tree = jax.tree.flatten(function(tree.unflatten(given)))
+        trees.append(result_tree)
+        others.extend(None if isinstance(leaf, jax.Array) else (leaf,) for leaf in result)
+        return [leaf for leaf in result if isinstance(leaf, jax.Array)]
+
+    with shard_registry.forgotten_after():
+        flat = flat_program.flatten(jax.make_jaxpr(reading)(wholes, own))
+        evaluation = ScheduledEvaluator(
+            flat,
+            [*wholes.values(), *own.values()],
+            shards=dict(enumerate(shards.values())),
+            whole=[],
+            capacity=_capacity(list(shards.values())),
+            after=first_floats(batch),
+            is_native=shard_registry.are_native(shards.values()),
+        )
+        arrays = iter(evaluation.run([], lambda chosen, values: values))
+    return trees[0].unflatten([next(arrays) if it is None else it[0] for it in others])
+
+
+def _capacity(found: list[Shard]) -> int:
+    """Return the bytes of a group: bucket_bytes= of the optimizers, or its default."""
+    sizes = [part.owner.sharding.bucket_bytes for part in found if part.owner is not None]
+    return min(sizes, default=gradients.BUCKET_BYTES)

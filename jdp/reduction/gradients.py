@@ -16,15 +16,43 @@ from jdp.collectives import AllReduce, buckets
 from jdp.reduction import (
     bucket_order,
     declared_reductions,
-    gradient_checks,
-    loss_means,
     mixed_precision,
     row_weight,
     shard_registry,
     step_context,
+    step_metrics,
     weighted_sum,
 )
-from jdp.reduction.scope import Reduction, Scope
+from jdp.reduction.step_context import Reduction, Scope
+
+
+def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
+    """Refuse gradients that JAX has summed over the ranks already."""
+    if not axis.is_typed(axis_name):
+        return
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not set(axis.names(axis_name)) <= axis.varying_axes(leaf):
+            raise ValueError(
+                f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
+                f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
+                f"do not vary. Averaged now it would be {axis.size(axis_name)} times too large. "
+                "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
+            )
+
+
+def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuse gradients that jdp knows to be means over the ranks."""
+    means = shard_registry.means()
+    for path, leaf in zip(paths, leaves, strict=True):
+        if id(leaf) in means:
+            raise ValueError(
+                f"the gradient `grads{path}` is the mean over the ranks already: with "
+                "jdp.sharded(stage=2) or stage=3, jdp.value_and_grad averages where it "
+                "differentiates, by the weight of the step. Another weight=, or mean=False, would "
+                "not apply to it. Write jdp.train_step(weight=...), or jax.value_and_grad, which "
+                "keeps gradients local."
+            )
+
 
 # No effect on `collectives.xla` on CPU, where XLA merges psums whatever their size. For GPUs a
 # first guess, to be measured there: nothing hides the bucket that is sent last.
@@ -133,8 +161,8 @@ def reduced(
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = bucket_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
-        losses = loss_means.taken(step, weight, all_reduce, mesh) if mean and sent else []
-        along = [weights.term(x) for x in loss_means.packed(losses)]
+        losses = step_metrics.take_means(step, weight, all_reduce, mesh) if mean and sent else []
+        along = [weights.term(x) for x in step_metrics.packed_means(losses)]
         reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
         with weights.named():
             sums = buckets.summed(sent, bucket_bytes, reduce, axes, along)
@@ -142,7 +170,7 @@ def reduced(
             if reduce_dtype is not None:
                 value = mixed_precision.cast(value, leaves[i].dtype)
             leaves[i] = weights.total(value)
-        loss_means.record(step, losses, [weights.total(x) for x in sums[len(sent) :]])
+        step_metrics.record_means(step, losses, [weights.total(x) for x in sums[len(sent) :]])
         record(step, all_reduce, sent)
     return _marked_total(leaves, weight, axes, mean=mean) if bound else leaves
 
@@ -154,9 +182,9 @@ def _checked(
     floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # A step of jdp's is never typed, and to ask takes a while.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
-        gradient_checks.require_local(paths, floats, axis_name)
+        require_local(paths, floats, axis_name)
     if not is_mean_of_step:
-        gradient_checks.require_unreduced(paths, floats)
+        require_unreduced(paths, floats)
     return floats
 
 

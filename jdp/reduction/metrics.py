@@ -1,6 +1,8 @@
 """Means, sums and extremes over ranks, and outputs for each row, as authors write them in steps."""
 
 import functools
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +11,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import axis, pytrees
+from jdp import axis, jax_compat, pytrees
+from jdp.analysis import diagnostics
 from jdp.axis import AxisName
-from jdp.reduction import integer_sums, row_weight, step_context, weighted_sum
+from jdp.reduction import row_weight, step_context, weighted_sum
+from jdp.reduction.step_context import Scope
+
+
+def checking_step(axis_name: AxisName) -> Scope | None:
+    """Return the step that can report an overflow of sums over the ranks of `axis_name`, if any."""
+    step = step_context.around(axis_name)
+    return None if step is None or step.is_part or step.batch_trace is None else step
+
+
+def is_sum_checked(step: Scope, term: Any) -> bool:
+    """Whether a term may overflow, and is not of a trace in the step, as under a vmap or scan."""
+    dtype = jnp.result_type(term)
+    is_integer = jnp.issubdtype(dtype, jnp.integer) and pytrees.num_bits(dtype) >= 32
+    return is_integer and jax_compat.trace_of(term) is step.batch_trace
+
+
+def upper_half(term: jax.Array) -> jax.Array:
+    """Return the upper half of the bits of integers: their sum over ranks has room."""
+    return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
+
+
+def report_overflow(
+    step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array], axis_name: AxisName
+) -> None:
+    """Let a step report whether one of some sums has overflowed, with the author's line."""
+    others = tuple(name for name in step.axis_name if name not in axis.names(axis_name))
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    line = diagnostics.innermost_line(frames)
+    for total, upper in zip(totals, uppers, strict=True):
+        bits = pytrees.num_bits(total.dtype)
+        # Without an overflow the difference is the sum of the lower halves.
+        difference = upper.astype(float) * 2.0 ** (bits // 2) - total.astype(float)
+        overflows = jnp.any(jnp.abs(difference) > 2.0 ** (bits - 1))
+        if others:  # ranks along other axes have other sums
+            overflows = lax.pmax(overflows.astype(jnp.int32), others) > 0
+        step.integer_sums.append((overflows, line))
+
+
+def marked_sum(weight: jax.Array, step: Scope) -> jax.Array:
+    """Return the weight of a batch, -inf if a sum in its step has overflowed."""
+    if not step.integer_sums:
+        return weight
+    overflows = jnp.stack([flag for flag, _ in step.integer_sums])
+    return jnp.where(overflows.any(), -jnp.inf, weight)
 
 
 def mean_over_ranks(
@@ -103,14 +150,14 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
 
 
 def _summed(leaves: list[Any], wide: list[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    step = integer_sums.checking_step(axis_name)
-    checked = [i for i, x in enumerate(leaves) if step and integer_sums.is_checked(step, x)]
+    step = checking_step(axis_name)
+    checked = [i for i, x in enumerate(leaves) if step and is_sum_checked(step, x)]
     weights = weighted_sum.weighting(None, axis_name, mean=False)
-    terms = [*wide, *(integer_sums.upper_half(wide[i]) for i in checked)]
+    terms = [*wide, *(upper_half(wide[i]) for i in checked)]
     sums = weighted_sum.summed(terms, axis_name, weights)
     sums, uppers = sums[: len(leaves)], sums[len(leaves) :]
     if step is not None:
-        integer_sums.report(step, [sums[i] for i in checked], uppers, axis_name)
+        report_overflow(step, [sums[i] for i in checked], uppers, axis_name)
     return sums
 
 
@@ -333,3 +380,76 @@ def rows(x: Any) -> Any:
 def is_rows(x: Any) -> bool:
     """Whether a node of a tree was made by `rows`."""
     return isinstance(x, Rows)
+
+
+def batch_norm_statistics(
+    x: jax.Array,
+    mask: Any = None,
+    *,
+    feature_dim: int = -1,
+    axis_name: AxisName = "data",
+) -> tuple[jax.Array, jax.Array]:
+    """Return mean and variance of each feature over all rows that count, of all ranks.
+
+    They are those of the batch in one go, whatever the number of ranks, with exact gradients, with
+    the weights of the step, too. They are the same on every rank, so that they may be kept in the
+    state. A rank that has only padding contributes nothing; without any row that counts both are
+    0. In micro-batches they are those of a micro-batch of all ranks.
+
+    Args:
+      x: `[rows, ..., features]` float, this rank's rows. Dims between (positions, pixels) count
+        like rows.
+      mask: `[rows]` or `[rows, positions]`, bool or float >= 0, how much each counts; where it is
+        0, `x` may hold anything, even NaN. Default: all count the same.
+      feature_dim: which dim of `x` the features are, 1 for `[rows, features, height, width]`.
+      axis_name: the data axis.
+
+    Returns:
+      (mean, variance), each `[features]` in at least float32. The variance is that of the
+      population: sum(w * (x - mean)**2) / sum(w). Where no axis is bound, those of `x`.
+
+    Raises:
+      TypeError: if `x` is not a float array.
+      ValueError: if `x` has fewer than 2 dims, or the mask does not fit its first dims.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jnp.array([[[1.0], [3.0]], [[5.0], [jnp.nan]]])     # two rows for each of two ranks
+    >>> mask = jnp.array([[True, True], [True, False]])
+    >>> jax.vmap(batch_norm_statistics, axis_name="data")(x, mask)[0].tolist()
+    [[3.0], [3.0]]
+    """
+    x = jnp.asarray(x)
+    found = f"jdp.batch_norm_statistics(x) got x {x.dtype}{list(x.shape)}"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{found}, which has no mean of its own dtype. Cast it to float32.")
+    if x.ndim < 2:
+        raise ValueError(f"{found}, but it needs a dim of rows and one of features.")
+    x = jnp.moveaxis(x, feature_dim, -1)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    weight = _weights(x, mask, found)
+    dims = tuple(range(x.ndim - 1))
+    # A feature of a row that does not count may be NaN, and so may its gradient.
+    x = jnp.where(weight == 0, 0, x)
+    count = jnp.broadcast_to(weight, (*x.shape[:-1], 1)).sum()
+    total, count = sum_over_ranks(((weight * x).sum(dims), count), axis_name=axis_name)
+    divisor = row_weight.divisor(count)
+    # Where the mean is large beside the deviation, this sum is off by some of its last digits. The
+    # deviations from it make up for that.
+    shift = lax.stop_gradient(total / divisor)
+    deviations = weight * (x - shift)
+    sums = deviations.sum(dims), (deviations * (x - shift)).sum(dims)
+    moved, squares = sum_over_ranks(sums, axis_name=axis_name)
+    moved = moved / divisor
+    return shift + moved, jnp.maximum(squares / divisor - moved**2, 0)
+
+
+def _weights(x: jax.Array, mask: Any, found: str) -> jax.Array:
+    """Return how much each row counts, with as many dims as `x`, whose features are last."""
+    mask = jnp.ones(x.shape[:1], x.dtype) if mask is None else jnp.asarray(mask)
+    if not 0 < mask.ndim < x.ndim or mask.shape != x.shape[: mask.ndim]:
+        raise ValueError(
+            f"{found} and a mask {mask.dtype}{list(mask.shape)}: a mask has one number for each "
+            f"row, {list(x.shape[:1])}, or for each position of a row, without the features."
+        )
+    weight = lax.stop_gradient(mask.astype(x.dtype))
+    return weight.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))

@@ -7,33 +7,225 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jdp import pytrees
-from jdp.analysis.marks import MICRO_BATCH
+from jdp import axis, pytrees
+from jdp.analysis import jaxprs
+from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
 from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.reduction import (
     declared_reductions,
-    integer_parameters,
-    loss_means,
     mixed_precision,
     row_weight,
     shard_gradients,
     step_context,
+    step_metrics,
 )
-from jdp.reduction.accumulation import (
-    accumulated,
-    num_micro_batches,
-    num_rows,
-    require_typed_keys,
-    split,
+from jdp.reduction.local_gradients import (
+    LeafGradients,
+    WholeGradients,
+    WholeMeans,
+    local_value_and_grad,
 )
-from jdp.reduction.local_gradients import LeafGradients, WholeGradients, local_value_and_grad
-from jdp.reduction.scope import Scope
 from jdp.reduction.shard_gradients import ShardGradients
+from jdp.reduction.step_context import Scope
 from jdp.reduction.step_metrics import take_rows
-from jdp.reduction.unsharded_gradients import WholeMeans
 from jdp.validation import int_at_least
+
+
+def left_out_integers(
+    loss_fn: Callable[..., Any], value_and_grad: Callable[[Any], Callable[..., tuple[Any, Any]]]
+) -> Callable[..., tuple[Any, Any]]:
+    """Return `value_and_grad(loss_fn)` in the float leaves of the first argument alone.
+
+    The gradient of another leaf is what `jax.grad(allow_int=True)` gives: zeros of the same shape,
+    in the dtype float0.
+    """
+
+    @functools.wraps(loss_fn)
+    def fn(params: Any, *rest: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(params)
+        is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+
+        def filled(floats: Any, others: list[Any]) -> Any:
+            left = iter(jax.tree.leaves(floats))
+            pairs = zip(others, is_float, strict=True)
+            return tree.unflatten([next(left) if flag else other for other, flag in pairs])
+
+        def loss(floats: Any, *rest: Any) -> Any:
+            return loss_fn(filled(floats, leaves), *rest)
+
+        pairs = zip(leaves, is_float, strict=True)
+        floats = tree.unflatten([leaf if flag else None for leaf, flag in pairs])
+        value, grads = value_and_grad(loss)(floats, *rest)
+        zeros = [np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in leaves]
+        return value, filled(grads, zeros)
+
+    return fn
+
+
+def num_rows(batch: Any, dim: int = 0) -> int:
+    """Return how many rows a batch has, counted along a dim of its first leaf."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
+
+
+def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
+    """Return the number of micro-batches of a batch.
+
+    Args:
+      accumulate: the number, >= 1; None for 1.
+    """
+    rows_here = num_rows(batch)
+    if micro_batch_rows is not None:
+        k, option = max(1, -(-rows_here // micro_batch_rows)), f"{micro_batch_rows=}"
+    else:
+        k, option = accumulate or 1, f"{accumulate=}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch) if k > 1 else ():
+        name, shape = f"`batch{jax.tree_util.keystr(path)}`", jnp.shape(leaf)
+        rows = f"{option}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
+        if micro_batch_rows is None and (not shape or shape[0] % k):
+            raise ValueError(
+                f"{rows}, which is not divisible by {k}. Choose a batch size that is a multiple of "
+                "ranks * accumulate, or give the number of rows that fit into memory: "
+                "micro_batch_rows=."
+            )
+        if micro_batch_rows is not None and shape[:1] != (rows_here,):
+            raise ValueError(
+                f"{rows}, and the first leaf has {rows_here}: row i of every leaf must belong "
+                "together. Give what is not per row as a further argument."
+            )
+    return k
+
+
+def split_micro_batches(
+    batch: Any, rest: tuple, k: int, *, is_whole: bool
+) -> tuple[Any, Any, Callable[[dict], tuple]]:
+    """Split rows and keys into k parts: the parts of the loop, stacked, and the last part.
+
+    Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
+    all k parts and there is no last, None, unless it is smaller.
+
+    Args:
+      batch: tree of arrays `[r, ...]`.
+      k: number of micro-batches, >= 2.
+    """
+    is_whole = is_whole and num_rows(batch) % k == 0
+    m = k if is_whole else k - 1
+
+    def looped(leaf: Any) -> jax.Array:
+        size = -(-leaf.shape[0] // k)
+        return jnp.reshape(leaf[: m * size], (m, size, *leaf.shape[1:]))
+
+    def last(leaf: Any) -> jax.Array:
+        return leaf[m * -(-leaf.shape[0] // k) :]
+
+    flat, treedef = jax.tree.flatten(rest)
+    keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if pytrees.is_key(leaf)}
+
+    def join(keys: dict[int, jax.Array]) -> tuple:
+        return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
+
+    in_loop = jax.tree.map(looped, batch), {i: key[:m] for i, key in keys.items()}
+    behind = jax.tree.map(last, batch), {i: key[-1] for i, key in keys.items()}
+    return in_loop, None if is_whole else behind, join
+
+
+def _split_key(key: jax.Array, k: int) -> jax.Array:
+    parts = jax.vmap(lambda one: jax.random.split(one, k), out_axes=1)(key.reshape(-1))
+    return parts.reshape(k, *key.shape)
+
+
+def require_typed_keys(
+    part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
+) -> None:
+    """Refuse raw random keys: they look like data, so they are not split."""
+    leaves = jax.tree_util.tree_leaves_with_path(rest)
+    arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
+    uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
+    if not uints:
+        return
+    eqns = jaxprs.equations(jax.make_jaxpr(part)(token, _first(looped)))
+    shapes = [eqn.params["impl"].key_shape for eqn in eqns if eqn.primitive.name == "random_wrap"]
+    for (position, *path), leaf in uints:
+        if jnp.shape(leaf)[-1:] in shapes:
+            name = f"argument {position.idx + 3} of the loss{jax.tree_util.keystr((*path,))}"
+            raise TypeError(
+                f"{name} is a raw random key, uint32{list(jnp.shape(leaf))}. jdp cannot tell it "
+                "from data and does not split it, so every micro-batch would draw the same "
+                "numbers. Give a typed key: jax.random.key(seed) in place of jax.random.PRNGKey("
+                "seed), or jax.random.wrap_key_data(key)."
+            )
+
+
+def _first(looped: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], looped)
+
+
+def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: bool) -> Any:
+    """Average `part(token, micro_batch)` by weight, and join the rows; return the token, too."""
+    first = _first(looped)
+    of_one = part.trace(token, first).out_info  # in two frames less than jax.eval_shape
+    _, (_, like, _) = of_one
+    if last is not None:
+        _require_equal_shapes(part.trace(token, last).out_info[1][1], like)
+
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
+
+    def add(carry: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
+        token, sums = carry
+        token, (weights, means, rows) = part(token, micro_batch)
+
+        def plus(weight: jax.Array, s: jax.Array, x: jax.Array) -> jax.Array:
+            return s + row_weight.weighed(x, weight).astype(s.dtype)
+
+        totals = tuple(total + weight for total, weight in zip(sums[0], weights, strict=True))
+        added = (
+            jax.tree.map(functools.partial(plus, weight), old, new)
+            for weight, old, new in zip(weights, sums[1], means, strict=True)
+        )
+        return (token, (totals, tuple(added))), rows
+
+    nothing = token, (tuple(jnp.zeros((), float) for _ in like), jax.tree.map(zeros, like))
+    if any(map(axis.varying_axes, jax.tree.leaves(of_one))):  # and so do sums, by their types
+        nothing = axis.as_typed_like(nothing, jax.eval_shape(add, nothing, first)[0])
+    carry, rows = lax.scan(add, nothing, looped)
+    carry, last_rows = (carry, None) if last is None else add(carry, last)
+    token, (totals, sums) = carry
+    means = _means(totals, sums, is_scaled=is_scaled)
+    means = jax.tree.map(lambda s, x: s.astype(x.dtype), means, like)
+    joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
+    if last_rows is not None:
+        joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
+    return token, means, joined
+
+
+def _means(totals: tuple, sums: tuple, *, is_scaled: bool) -> Any:
+    """Divide each tree of sums by its total weight, unless that is 1."""
+    if is_scaled:
+        return jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
+    divisors = [row_weight.divisor(total) for total in totals]
+    return tuple(
+        jax.tree.map(lambda s, divisor=divisor: s / divisor, tree)
+        for tree, divisor in zip(sums, divisors, strict=True)
+    )
+
+
+def _require_equal_shapes(last: Any, others: Any) -> None:
+    """Refuse a mean whose shape changes with the rows of the micro-batch."""
+    named = jax.tree_util.tree_leaves_with_path(others)
+    for (path, other), leaf in zip(named, jax.tree.leaves(last), strict=True):
+        if other.shape != leaf.shape:
+            raise ValueError(
+                f"the loss returns {other.dtype}{list(other.shape)} at "
+                f"{jax.tree_util.keystr(path)} for one micro-batch and "
+                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows. Arrays of "
+                "different shapes cannot be averaged: return one value per row as jdp.rows(x)."
+            )
+
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
 _OWN_WEIGHT = (
@@ -121,7 +313,7 @@ def value_and_grad(
         options: Any = {"has_aux": has_aux, "weight": weight, "axis_name": axis_name}
         options |= {"accumulate": accumulate, "micro_batch_rows": micro_batch_rows}
         options["reductions"] = reductions
-        return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
+        return left_out_integers(loss_fn, functools.partial(value_and_grad, **options))
 
     @functools.wraps(loss_fn)
     def named(params: Any, *args: Any) -> tuple[Any, Any]:
@@ -135,7 +327,7 @@ def value_and_grad(
             if k > 1:
                 return loss.accumulate(derivative, args[0], args[1:], k)
             value, local = derivative.differentiate(loss_fn, has_aux, args)
-            loss_means.offer(step_context.current(axis_name), value)
+            step_metrics.offer_mean(step_context.current(axis_name), value)
             return value, loss.whole(derivative, local)
 
     return named
@@ -183,7 +375,9 @@ class _MicroBatchedLoss(NamedTuple):
     ) -> tuple[Any, Any]:
         """Return the value of the loss, and this rank's gradient, in k > 1 micro-batches."""
         weight_fn, is_own = self._weights()
-        looped, last, join = split(batch, rest, k, is_whole=step_context.platform() == "cpu")
+        looped, last, join = split_micro_batches(
+            batch, rest, k, is_whole=step_context.platform() == "cpu"
+        )
         # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
         # behind the loop reads and writes all gradients once more.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
@@ -205,7 +399,7 @@ class _MicroBatchedLoss(NamedTuple):
             call_order.passed(token)
         num_reported = len(rows) - len(self.statistics)
         value = pytrees.put_nodes(means, rows[:num_reported])
-        loss_means.offer(step_context.current(self.axis_name), value)
+        step_metrics.offer_mean(step_context.current(self.axis_name), value)
         for i, of_rounds in zip(self.statistics, rows[num_reported:], strict=True):
             grads[i] = declared_reductions.over_rounds(of_rounds, self.statistics[i])
         return value, self.whole(derivative, LeafGradients(grads, *reduced))

@@ -12,8 +12,8 @@ from jdp.analysis import jaxprs
 from jdp.analysis.marks import LATE_ELSEWHERE, LATE_HERE, LATE_ON_MORE_RANKS, SHARED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.reduction import declared_reductions, sharded_layers, step_context, whole_layers
-from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
+from jdp.reduction import declared_reductions, layer_scan, step_context
+from jdp.reduction.layer_hooks import Hooks, floats_of, is_float
 
 NAME = "jdp.scan_layers"
 
@@ -78,10 +78,10 @@ def scan_layers(
     axes = axis.in_mesh_order(axis_name)
     step = step_context.innermost()
     if late is not False and not _is_inside.get() and step is not None and step.shards:
-        parts = sharded_layers.split_parts(params, axes)
+        parts = layer_scan.split_parts(params, axes)
         if any(parts):
             is_kept = all(part is None or part.is_kept for part in parts)
-            scan = whole_layers.scan if is_kept else sharded_layers.scan
+            scan = layer_scan.scan_whole if is_kept else layer_scan.scan_sharded
             options: Any = {"axes": axes, "reverse": reverse, "unroll": unroll}
             step.reverse_only.add(NAME)
             return scan(_inner(f), init, params, xs, parts, **options)

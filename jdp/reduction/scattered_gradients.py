@@ -10,13 +10,13 @@ from jdp.analysis.marks import LOCAL, MEAN, SHARD, SUMMED, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import (
     gradients,
-    loss_means,
     mixed_precision,
     shard_registry,
     step_context,
+    step_metrics,
     weighted_sum,
 )
-from jdp.reduction.sharding import Sharded
+from jdp.reduction.optimizer import Sharded
 
 # Algorithms of an all-reduce that sum as a native reduce-scatter does, where there is one.
 _AS_SCATTERED = (collectives.auto, collectives.native)
@@ -61,9 +61,9 @@ def scattered(
     to_send = [i for i in range(len(local)) if i not in found]
     terms = [mixed_precision.cast(weights.term(local[i]), tx.reduce_dtype) for i in to_send]
     # By XLA a loss goes with the gradients that stay whole.
-    takes_losses = bool(terms) and sharding.mean and shards.is_native(over, step.mesh)
-    losses = loss_means.taken(step, weight, sharding.all_reduce, step.mesh) if takes_losses else []
-    along = [weights.term(x) for x in loss_means.packed(losses)]
+    takes = bool(terms) and sharding.mean and shards.is_native(over, step.mesh)
+    losses = step_metrics.take_means(step, weight, sharding.all_reduce, step.mesh) if takes else []
+    along = [weights.term(x) for x in step_metrics.packed_means(losses)]
     with weights.named():
         sums = _summed(terms, along, [dims[i] for i in to_send], scale, tx)
     for i, part in zip(to_send, sums, strict=False):
@@ -73,7 +73,7 @@ def scattered(
         elif not sharding.mean:
             part = mark(part, kind=SUMMED, path="", axes=every)
         found[i] = part
-    loss_means.record(step, losses, [weights.total(x) for x in sums[len(terms) :]])
+    step_metrics.record_means(step, losses, [weights.total(x) for x in sums[len(terms) :]])
     gradients.record(step, sharding.all_reduce, terms)
     return [found[i] for i in range(len(local))]
 

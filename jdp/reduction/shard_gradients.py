@@ -13,17 +13,16 @@ from jdp.axis import AxisName
 from jdp.reduction import (
     flat_program,
     gradients,
-    loss_means,
     mixed_precision,
     scattered_gradients,
     shard_registry,
     step_context,
+    step_metrics,
 )
 from jdp.reduction.flat_program import FlatProgram
 from jdp.reduction.fsdp_schedule import ScheduledEvaluator, first_floats
-from jdp.reduction.local_gradients import LeafGradients
+from jdp.reduction.local_gradients import LeafGradients, WholeMeans
 from jdp.reduction.shard_registry import Shard
-from jdp.reduction.unsharded_gradients import WholeMeans
 
 
 def shard_gradients(
@@ -139,7 +138,7 @@ class ShardGradients:
             left.difference_update(chosen)
             if not left and self._wholes.is_at_once:
                 value = [evaluation.result(i) for i in range(first)]
-                loss_means.offer(step_context.innermost(), value)
+                step_metrics.offer_mean(step_context.innermost(), value)
             return self._scattered([i - first for i in chosen], grads)
 
         return send

@@ -1,17 +1,93 @@
 """`sharded`: optimizers whose state, gradients and parameters are split over the ranks."""
 
+import logging
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp import axis, collectives
+from jdp import axis, collectives, pytrees
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.reduction import gradients, mixed_precision, split_updates
-from jdp.reduction.optimizer import replicated, with_extra_args
-from jdp.reduction.sharding import MIN_SIZE, Sharded, Sharding
+from jdp.reduction import gradients, mixed_precision, shard_registry, step_context
+from jdp.reduction.optimizer import (
+    MIN_SIZE,
+    Sharded,
+    Sharding,
+    replicated,
+    require_shapes,
+    with_extra_args,
+)
+from jdp.reduction.sharded_update import Update, shard_axes
 from jdp.validation import int_at_least, integer
+
+_log = logging.getLogger("jdp")
+_logged: set[str] = set()
+# The file whose updates are of a `TrainState`, see `sharded_update.updated`.
+UPDATE_OF_STATE = "jdp.reduction.sharded_update"
+
+
+def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
+    """Log once, to the logger "jdp", the arrays that `jdp.sharded` finds whole on every rank."""
+    is_in_step = step_context.current(axis_name) is not None
+    if caller == UPDATE_OF_STATE and is_in_step:
+        return
+    num_ranks = axis.size(sharding.axes or axis_name)
+    named = {"optimizer state": state, "parameters": params if sharding.stage == 3 else ()}
+    whole = {name: _split_elsewhere(sharding, tree, num_ranks) for name, tree in named.items()}
+    arrays = [x for found in whole.values() for x in found]
+    if not arrays:
+        return
+    num_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
+    message = (
+        f"jdp.sharded(stage={sharding.stage}) does not split {len(arrays)} arrays of "
+        f"{' and '.join(name for name, found in whole.items() if found)} here, {num_bytes:,} bytes "
+        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState is split, Flax's, and "
+        "an nnx.Optimizer with its model. Write state = jdp.TrainState.create(params, tx) and, in "
+        "the step, state.apply_gradients(grads)."
+    )
+    if message not in _logged:
+        _logged.add(message)
+        _log.warning(message)
+
+
+def _split_elsewhere(sharding: Any, tree: Any, num_ranks: int) -> list[jax.Array]:
+    """Return the arrays of a tree that would be split in a `TrainState`."""
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if pytrees.is_array(leaf)]
+    return [x for x in arrays if sharding.dim(x, num_ranks) is not None]
+
+
+def updated_by_others(
+    update: Any,
+    caller: str,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    synced: bool,
+    **extra: Any,
+) -> tuple[Any, Any] | None:
+    """Return the updates and the new state of an optimizer, None if its state is not split here.
+
+    Each rank computes its part of the updates, which are then gathered. The log names the arrays
+    that would be split in a `TrainState`, and are not here.
+    """
+    tx = Sharded(update.wrapped.init, update)
+    axes = shard_axes(tx)
+    if caller != UPDATE_OF_STATE:
+        mixed_precision.mark_gradients(grads, tx)
+    is_split = axes is not None and any(map(shard_registry.known, jax.tree.leaves(opt_state)))
+    has_parts = shard_registry.are_of(tx) or any(map(shard_registry.known, jax.tree.leaves(params)))
+    whole = () if is_split else opt_state, () if has_parts else params
+    log_unsplit(tx.sharding, tx.axis_name, caller, *whole)
+    if axes is None or not is_split:
+        return None
+    if not synced and params is not None:
+        require_shapes(grads, params)
+    parts = Update(tx, axes, jax.tree.structure(grads), applies=False)
+    return parts.run(parts.means(grads, synced), opt_state, params, extra)
 
 
 def sharded(
@@ -105,7 +181,7 @@ def sharded(
     del options["axis_name"]
     setattr(base.update, "sharding", Sharding(stage, min_size, axes, **options))  # noqa: B010
     setattr(base.update, "wrapped", with_extra_args(tx))  # noqa: B010
-    setattr(base.update, "on_parts", split_updates.updated)  # noqa: B010
+    setattr(base.update, "on_parts", updated_by_others)  # noqa: B010
     return Sharded(base.init, base.update)
 
 

@@ -12,15 +12,9 @@ from jdp import axis
 from jdp.analysis.marks import MEAN, SHARD, WEIGHTED_SUM, mark
 from jdp.collectives import split_rows
 from jdp.collectives.xla import scaled, split_scale
-from jdp.reduction import (
-    mixed_precision,
-    shard_registry,
-    shared_values,
-    step_context,
-    weighted_sum,
-)
-from jdp.reduction.scope import Scope
+from jdp.reduction import global_mean, mixed_precision, shard_registry, step_context, weighted_sum
 from jdp.reduction.shard_registry import Shard
+from jdp.reduction.step_context import Scope
 from jdp.reduction.weighted_sum import Weighting
 
 _log = logging.getLogger("jdp")
@@ -130,7 +124,7 @@ def _rows(table: Any, ids: jax.Array) -> jax.Array:
         return jnp.asarray(table).at[ids].get(mode="promise_in_bounds")
     weighting, scale = _weighting(part, scope)
     average = _TableMeans(scope.axis_name, part.axes, scale, step_context.platform())
-    (own,) = shared_values.as_local([part.value], average)
+    (own,) = global_mean.as_local([part.value], average)
     return weighting.total(split_rows.take_rows(own, ids, part.dim, part.axes))
 
 

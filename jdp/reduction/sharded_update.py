@@ -1,22 +1,179 @@
 """The update of a sharded optimizer: each rank computes its part of the new state."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
 from jdp import axis, jax_compat
+from jdp.analysis.marks import SYNCED, mark
 from jdp.collectives import call_order, shards
-from jdp.reduction import mixed_precision, scheduling_barrier, shard_registry, step_context
-from jdp.reduction.optimizer import Replicated, require_shapes, require_updates
+from jdp.reduction import (
+    gradients,
+    mixed_precision,
+    scattered_gradients,
+    shard_registry,
+    step_context,
+    wait_order,
+)
+from jdp.reduction.optimizer import Replicated, Sharded, Sharding, require_shapes, require_updates
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
-from jdp.reduction.reduce_scatter_gradients import GradientPieces
 from jdp.reduction.shard_registry import Shard
-from jdp.reduction.sharding import Sharded, Sharding
-from jdp.reduction.tree_arrays import TreeArrays
+
+
+class TreeArrays:
+    """The arrays of a tree, whose other leaves stay as they are.
+
+    Args:
+      tree: any tree.
+
+    Attributes:
+      arrays: the arrays, in the order of the leaves.
+      places: their positions among all leaves.
+    """
+
+    def __init__(self, tree: Any):
+        self._leaves, self._structure = jax.tree.flatten(tree)
+        self.places: list[int] = [i for i, x in enumerate(self._leaves) if isinstance(x, jax.Array)]
+        self.arrays: list[jax.Array] = [self._leaves[i] for i in self.places]
+
+    def like(self, other: "TreeArrays") -> list[jax.Array | None]:
+        """Return for each array of `other` the one at its place here, if both look alike."""
+        here = dict(zip(self.places, self.arrays, strict=True))
+        found = [here.get(i) for i in other.places]
+        return [
+            x if x is not None and (x.shape, x.dtype) == (new.shape, new.dtype) else None
+            for x, new in zip(found, other.arrays, strict=True)
+        ]
+
+    def tree(self, arrays: Sequence[Any]) -> Any:
+        """Return the tree with `arrays` in the places of its own."""
+        leaves = list(self._leaves)
+        for i, x in zip(self.places, arrays, strict=True):
+            leaves[i] = x
+        return self._structure.unflatten(leaves)
+
+
+_log = logging.getLogger("jdp")
+_logged: set[str] = set()
+
+
+def log_whole_gradients(leaves: Sequence[Any]) -> None:
+    """Log once, to the logger "jdp", that whole gradients of split parameters cost memory."""
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, leaves))
+    if not num_bytes:
+        return
+    arrays = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
+    message = (
+        f"gradients come to the optimizer as whole arrays ({arrays} of {num_bytes:,} bytes), "
+        "so that stage=3 saves no memory inside of this step: their parameters are gathered at its "
+        f"start, another {num_bytes:,} bytes. Write loss, grads = jdp.value_and_grad(loss_fn)("
+        "state.params, batch), and hand on grads as they are: parameters are then gathered where "
+        "they are used, and gradients are averaged where they are computed. With a model of nnx, "
+        "differentiate in weights: graph, weights = nnx.split(model), and in the loss "
+        "nnx.merge(graph, weights, copy=True)."
+    )
+    if message not in _logged:
+        _logged.add(message)
+        _log.warning(message)
+
+
+class GradientPieces:
+    """The gradients of one update, which are means already, or are sent now.
+
+    Args:
+      tx: the optimizer.
+      axes: names of the mesh axes that its state is split over.
+      grads: tree of this rank's gradients, or with `synced` of the means of all ranks.
+      dims: for each the dim along which it is split; None for one that stays whole.
+      synced: whether they are means over ranks already.
+    """
+
+    def __init__(
+        self,
+        tx: Sharded,
+        axes: tuple[str, ...],
+        grads: Any,
+        dims: Sequence[int | None],
+        *,
+        synced: bool,
+    ):
+        named = jax.tree_util.tree_leaves_with_path(grads)
+        self._paths = [jax.tree_util.keystr(path) for path, _ in named]
+        self._leaves = [leaf for _, leaf in named]
+        self._tx, self._axes, self._dims, self._synced = tx, axes, dims, synced
+
+    def means(self) -> list[Piece]:
+        """Return this rank's part of the mean of each gradient."""
+        leaves, sharding = self._leaves, self._tx.sharding
+        if not self._synced and not sharding.mean:
+            gradients.require_unreduced(self._paths, leaves)
+        pieces: dict[int, Piece] = {}
+        averaged = shard_registry.means()
+        for i, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
+            found, is_mean = shard_registry.known(leaf), id(leaf) in averaged
+            if self._synced:
+                leaves[i] = self._marked(leaf, self._paths[i])
+            is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
+            if found is not None and is_mean and is_part:
+                pieces[i] = Piece(found.value, dim)
+            elif is_mean and dim is None and not self._synced:
+                pieces[i] = Piece(leaf, None)
+            elif self._synced and dim is None:
+                pieces[i] = Piece(jnp.asarray(leaves[i]), None)
+            elif self._synced and dim is not None:
+                pieces[i] = Piece(shard_registry.own(leaves[i], dim, self._axes), dim)
+        left = [i for i in range(len(leaves)) if i not in pieces]
+        scattered = [i for i in left if self._dims[i] is not None]
+        is_at_stage_3 = sharding.stage == 3 and shard_registry.are_of(self._tx)
+        if is_at_stage_3 and sharding.mean and not self._synced:
+            log_whole_gradients([leaves[i] for i in scattered])
+        scattered += self._going_along(left) if scattered else []
+        pieces |= self._scattered(sorted(scattered))
+        pieces |= self._reduced([i for i in left if i not in scattered])
+        return [pieces[i] for i in range(len(leaves))]
+
+    def _going_along(self, chosen: Sequence[int]) -> list[int]:
+        """Return the gradients that stay whole, if the calls of the others can take them."""
+        whole = [i for i in chosen if self._dims[i] is None]
+        arrays = [gradients.require_float(self._paths[i], self._leaves[i]) for i in whole]
+        return whole if scattered_gradients.takes_along(arrays, self._tx) else []
+
+    def _scattered(self, chosen: Sequence[int]) -> dict[int, Piece]:
+        """Return this rank's parts of the means of gradients, by their position."""
+        if not chosen:
+            return {}
+        paths, dims = [self._paths[i] for i in chosen], [self._dims[i] for i in chosen]
+        own = [gradients.require_float(self._paths[i], self._leaves[i]) for i in chosen]
+        parts = scattered_gradients.scattered(paths, own, dims, self._tx)
+        found = zip(chosen, parts, dims, strict=True)
+        return {i: Piece(part, dim) for i, part, dim in found}
+
+    def _reduced(self, chosen: Sequence[int]) -> dict[int, Piece]:
+        """Return the means of gradients that stay whole, by their position."""
+        if not chosen:
+            return {}
+        sharding = self._tx.sharding
+        means = gradients.reduced(
+            [self._paths[i] for i in chosen],
+            [self._leaves[i] for i in chosen],
+            axis_name=self._tx.axis_name,
+            all_reduce=sharding.all_reduce,
+            bucket_bytes=sharding.bucket_bytes,
+            mean=sharding.mean,
+            reduce_dtype=self._tx.reduce_dtype,
+        )
+        return {i: Piece(mean, None) for i, mean in zip(chosen, means, strict=True)}
+
+    def _marked(self, leaf: Any, path: str) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return mark(leaf, kind=SYNCED, path=path, axes=axis.names(self._tx.axis_name))
 
 
 def updated(
@@ -129,7 +286,7 @@ class Update:
         token = call_order.token()
         chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
         values = [pieces[i].value for i in chosen]
-        waiting = values if token is None else scheduling_barrier.after(values, [token])
+        waiting = values if token is None else wait_order.after(values, [token])
         found = dict(zip(chosen, waiting, strict=True))
         return [Piece(found.get(i, x.value), x.dim) for i, x in enumerate(pieces)]
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp.reduction import flat_program, rank_trace, shard_ops, shard_registry
+from jdp.reduction import flat_program, rank_trace, shard_registry
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
-from jdp.reduction.partition.rank_data import names_axes
-from jdp.reduction.partition.rules import elementwise
+from jdp.reduction.partition import rules
+from jdp.reduction.partition.values import names_axes
 
 
 class _Cut(NamedTuple):
@@ -32,7 +32,7 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
         cuts: list[_Cut] = []
 
         # JAX names this function, and the arguments of `fn`, where Python asks for a value: see
-        # `unknown_value`.
+        # `error_hints`.
         def recording(*args: Any) -> list[list[Any]]:
             with shard_registry.recorded() as found:
                 leaves, tree = jax.tree.flatten(fn(*args))
@@ -78,7 +78,7 @@ class _SlicedProgram:
 
     def _sliced(self, operation: FlatOperation) -> FlatValue | None:
         """Return the operand if an operation is a slice that is computed early, None if not."""
-        if operation.eqn.primitive is not shard_ops.own_slice_p:
+        if operation.eqn.primitive is not shard_registry.own_slice_p:
             return None
         cut = _Cut(operation.eqn.params["dim"], operation.eqn.params["axes"])
         (operand,) = operation.ins
@@ -94,7 +94,7 @@ class _SlicedProgram:
 
         def slice_of(value: FlatValue, cut: _Cut) -> Any:
             if self._cuts.get(value) != cut:
-                return shard_ops.own_slice(values[value], *cut)
+                return shard_registry.own_slice(values[value], *cut)
             return values[known[value]] if value in known else slices[value]
 
         for operation in self._program.operations:
@@ -123,4 +123,4 @@ def _is_elementwise(operation: FlatOperation, axes: Sequence[str]) -> bool:
         return False
     if names_axes(operation.eqn, axes):  # slices of other ranks are of other elements
         return False
-    return elementwise.is_elementwise(operation.eqn, len(shape))
+    return rules.is_elementwise(operation.eqn, len(shape))

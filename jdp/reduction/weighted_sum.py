@@ -21,7 +21,7 @@ from jdp.analysis.marks import WEIGHTED_SUM
 from jdp.axis import AxisName
 from jdp.reduction import row_weight, step_context
 from jdp.reduction.row_weight import weighed
-from jdp.reduction.scope import Scope
+from jdp.reduction.step_context import Scope
 
 
 class Weighting(NamedTuple):

@@ -1,27 +1,386 @@
-"""`check_step`: the same step on one rank and on all, leaf by leaf."""
+"""`check_step`: the same step on one rank and on all, leaf by leaf, and why it may differ."""
 
-from dataclasses import replace
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
-from jdp.analysis.lint_shared_rng import equal_draws
+from jdp.analysis.lints import NONLINEAR, equal_draws
 from jdp.axis import AxisName
 from jdp.distributed import mesh
-from jdp.reduction.accumulation import num_rows
+from jdp.reduction.micro_batches import num_rows
+from jdp.reduction.optimizer import Sharded, has_optimizer
 from jdp.training import host_constants
-from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
-from jdp.training.step_differences import (
-    StepDifference,
-    beyond,
-    compare,
-    digits_of,
-    digits_of_wire,
-)
 from jdp.validation import int_at_least
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """How far one leaf is apart after steps on one rank and on n.
+
+    Attributes:
+      path: where it is, as in `state.params['w']` or `metrics['loss']`.
+      difference: largest absolute difference between one rank and any of n.
+      allowed: largest difference that rounding explains.
+      change_one: largest absolute change that the steps on one rank made; of a metric its value.
+      change_all: the same on n ranks, on the rank that is furthest apart.
+      rank: the rank of n that is furthest apart; None if all n hold the same.
+    """
+
+    path: str
+    difference: float
+    allowed: float
+    change_one: float
+    change_all: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The result of `check_step`: every leaf, the worst first, and the likely cause if any.
+
+    Attributes:
+      leaves: of the state.
+      cause: the likely cause, None if nothing differs.
+      num_ranks: of all ranks.
+      metrics: leaves of the metrics, the worst first.
+      num_steps: after how many steps this is.
+      gathers: what the update of an optimizer in `jdp.sharded` gathers whole, a text each.
+      owned: which matrices that update computes on one rank each, a text for each kind.
+    """
+
+    leaves: list[LeafDifference]
+    cause: str | None
+    num_ranks: int
+    metrics: list[LeafDifference] = field(default_factory=list)
+    num_steps: int = 1
+    gathers: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = [*self.leaves[:5], *self.metrics[:5]]
+        width = max((len(leaf.path) for leaf in shown), default=4)
+        lines = [
+            f"{'leaf':{width}}  difference    allowed  change on 1 rank  on {self.num_ranks} ranks"
+        ]
+        for leaf in shown:
+            lines.append(
+                f"{leaf.path:{width}}  {leaf.difference:10.2e} {leaf.allowed:10.2e}"
+                f"  {leaf.change_one:16.6g}  {leaf.change_all:.6g}"
+            )
+        for kind, leaves in (("leaves", self.leaves), ("metrics", self.metrics)):
+            if len(leaves) > 5:
+                lines.append(f"... and {len(leaves) - 5} {kind} that are closer")
+        lines += [f"gathered whole on every rank: {text}" for text in self.gathers]
+        lines += [f"matrices computed by one rank each: {text}" for text in self.owned]
+        return "\n".join(lines)
+
+
+def compare(
+    name: str,
+    start: Any,
+    one: Any,
+    many: Any,
+    tolerance: float,
+    *,
+    num_steps: int = 1,
+    digits: float = 0.0,
+    digits_of_change: float = 0.0,
+) -> list[LeafDifference]:
+    """Compare two trees leaf by leaf, on every device."""
+    named = jax.tree_util.tree_leaves_with_path(one)
+    olds = [0.0] * len(named) if start is None else jax.tree.leaves(start)
+    found = []
+    for (path, leaf), other, old in zip(named, jax.tree.leaves(many), olds, strict=True):
+        a, old = _numbers(leaf), _numbers(old)
+        largest = float(np.abs(a[np.isfinite(a)]).max(initial=0))
+        copies = _copies(other)
+        allowed = num_steps * tolerance * (1 + largest)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not _differ(copies):
+            # The leaf may have few digits. That is not a reason for ranks to differ.
+            eps = 2 * max(digits, float(jnp.finfo(leaf.dtype).eps))
+            by_digits = eps * (1 + largest) if start is None else num_steps * eps * largest
+            by_change = 2 * num_steps * digits_of_change * _largest(np.abs(a - old))
+            allowed = max(allowed, by_digits, by_change)
+        apart = [_apart(a[index], part) for index, part in copies]
+        worst = int(np.argmax(apart)) if apart else 0
+        index, part = copies[worst]
+        old = old[index] if old.ndim else old
+        found.append(
+            LeafDifference(
+                path=f"{name}{jax.tree_util.keystr(path)}",
+                difference=apart[worst],
+                allowed=allowed,
+                change_one=_largest(a[index] - old),
+                change_all=_largest(part - old),
+                rank=worst if _differ(copies) else None,
+            )
+        )
+    return sorted(found, key=lambda leaf: leaf.allowed / max(leaf.difference, 1e-300))
+
+
+def digits_of(state: Any) -> float:
+    """Return the relative rounding of the leaves of 16 bits in a state; 0 if there are none."""
+    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(state)}
+    infos = [jnp.finfo(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return max((float(info.eps) for info in infos if info.bits == 16), default=0.0)
+
+
+def digits_of_wire(state: Any) -> float:
+    """Return the relative rounding of what optimizers gather and reduce; 0 if it is their own."""
+    nodes = jax.tree.leaves(state, is_leaf=has_optimizer)
+    found = [node.tx for node in nodes if has_optimizer(node)]
+    dtypes = [tx.reduce_dtype for tx in found]
+    dtypes += [tx.sharding.gather_dtype for tx in found if isinstance(tx, Sharded)]
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype is not None), default=0.0)
+
+
+def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
+    """Return the part of an array that each device holds, and its position."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    by_device = {shard.device: shard for shard in leaf.addressable_shards}
+    return [(shard.index, _numbers(shard.data)) for shard in by_device.values()]
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    difference = np.abs(a - b)
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
+    return float(np.where(equal, 0, np.nan_to_num(difference, nan=np.inf)).max(initial=0))
+
+
+def _differ(copies: list[tuple[Any, np.ndarray]]) -> bool:
+    first: dict[str, np.ndarray] = {}
+    return any(_apart(first.setdefault(repr(index), part), part) > 0 for index, part in copies)
+
+
+def _largest(change: np.ndarray) -> float:
+    if not change.size:
+        return 0.0
+    largest = change.flat[np.abs(change).argmax()]
+    return float(abs(largest) if np.iscomplexobj(change) else largest)
+
+
+def beyond(leaves: list[LeafDifference]) -> list[LeafDifference]:
+    """Return the leaves that are further apart than rounding explains."""
+    return [leaf for leaf in leaves if not leaf.difference <= leaf.allowed]
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    is_complex = jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
+    return np.asarray(leaf, np.complex128 if is_complex else np.float64)
+
+
+def likely_cause(
+    found: StepDifference,
+    program: str,
+    named: str,
+    equal_draws: Sequence[str] = (),
+    warned: Collection[str] = (),
+) -> str:
+    """Return why one rank and n ranks may differ."""
+    leaves = beyond(found.leaves)
+    causes, prefix = (_CAUSES, "") if leaves else (_CAUSES_OF_METRICS, _METRIC)
+    wrong = leaves or beyond(found.metrics)[:1]
+    evidence = _Evidence(found, wrong, program, named, equal_draws, warned)
+    leaf, text = next((leaf, text) for find, text in causes if (leaf := find(evidence)))
+    lines = ", ".join(equal_draws)
+    return (prefix + text).format(leaf=leaf, num_ranks=found.num_ranks, lines=lines)
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """The evidence for a cause.
+
+    Attributes:
+      found: all differences.
+      wrong: the leaves of the state that are too far apart, at least one; or one metric.
+      program, named, equal_draws, warned: see `likely_cause`.
+    """
+
+    found: StepDifference
+    wrong: list[LeafDifference]
+    program: str
+    named: str
+    equal_draws: Sequence[str]
+    warned: Collection[str]
+
+    def worst_if(self, applies: bool) -> LeafDifference | None:
+        """Return the leaf that is furthest apart, if the cause applies."""
+        return self.wrong[0] if applies else None
+
+
+def _drifted(evidence: _Evidence) -> LeafDifference | None:
+    return next((leaf for leaf in evidence.wrong if leaf.rank is not None), None)
+
+
+def _are_n_times_smaller(evidence: _Evidence) -> LeafDifference | None:
+    return _have_ratio(evidence, 1 / evidence.found.num_ranks)
+
+
+def _are_n_times_larger(evidence: _Evidence) -> LeafDifference | None:
+    return _have_ratio(evidence, evidence.found.num_ranks)
+
+
+def _have_ratio(evidence: _Evidence, ratio: float) -> LeafDifference | None:
+    ratios = [leaf.change_all / leaf.change_one for leaf in evidence.wrong if leaf.change_one]
+    return evidence.worst_if(bool(ratios) and np.allclose(ratios, ratio, rtol=1e-2))
+
+
+def _have_few_digits(evidence: _Evidence) -> LeafDifference | None:
+    are_small = all(leaf.difference < 0.05 * abs(leaf.change_one) for leaf in evidence.wrong)
+    return evidence.worst_if(are_small and bool(re.search(r"[x<]b?f16>", evidence.program)))
+
+
+_STATISTICS = re.compile(
+    r"batch_stats|running_|moving_|(mean|var)_ema|(\['|\.)(mean|var)('\]|$|\b)"
+)
+
+
+def _statistics(evidence: _Evidence) -> LeafDifference | None:
+    return next((leaf for leaf in evidence.wrong if _STATISTICS.search(leaf.path)), None)
+
+
+def _reduced_statistics(evidence: _Evidence) -> LeafDifference | None:
+    """Find statistics of a layer that sums over ranks and is differentiated."""
+    for leaf in evidence.wrong:
+        for layer in re.findall(r"\w+", leaf.path)[-2:-1] if _STATISTICS.search(leaf.path) else ():
+            if re.search(rf'"transpose\([^"]*/{layer}/psum', evidence.named):
+                return leaf
+    return None
+
+
+def _are_scaled_by_size(evidence: _Evidence) -> LeafDifference | None:
+    """Find parameters of an optimizer like Adam, whose gradients agree."""
+    scales = re.search(r"stablehlo\.(r?sqrt|sign)\b", evidence.program)
+    are_params = all("params" in leaf.path for leaf in evidence.wrong)
+    kept = [leaf for leaf in evidence.found.leaves if "opt_state" in leaf.path]
+    kept = [leaf for leaf in kept if not leaf.change_one.is_integer()]  # a count
+    largest = max((abs(leaf.change_one) for leaf in kept), default=0.0)
+    agree = largest > 0 and all(leaf.difference <= 1e-5 * largest for leaf in kept)
+    return evidence.worst_if(bool(scales) and are_params and agree)
+
+
+def _are_random(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(bool(re.search("threefry|rng_bit_generator", evidence.program)))
+
+
+def _draw_alike(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(bool(evidence.equal_draws))
+
+
+def _are_changed(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(any(NONLINEAR in warning for warning in evidence.warned))
+
+
+def _any(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.wrong[0]
+
+
+_FEW_DIGITS = (
+    "The differences are small, and the step computes in bfloat16 or float16, which may explain "
+    "them. Compare in float32, or with a larger tolerance=."
+)
+_DRAWN_ALIKE = (
+    "{lines} draws random numbers for the rows of a rank from a key that all ranks share: every "
+    "rank draws the same ones, where one rank draws others for each row. Draw from state.key, or "
+    "from jax.random.fold_in(key, jax.lax.axis_index('data')), and compare with a constant in "
+    "their place."
+)
+_RANDOM = (
+    "The step draws random numbers: with state.key every rank draws its own (dropout, noise), "
+    "which one rank cannot repeat. Compare with them off, or with state.shared_key."
+)
+
+# Each with the function that returns the leaf to name where the cause applies. The first counts.
+_Causes = list[tuple[Callable[[_Evidence], LeafDifference | None], str]]
+_CAUSES: _Causes = [
+    (
+        _drifted,
+        "The {num_ranks} ranks hold different values of `{leaf.path}`, rank {leaf.rank} the "
+        "furthest from one: look for callbacks that are not pure, and for kernels that add in no "
+        "fixed order.",
+    ),
+    (
+        _are_n_times_smaller,
+        "Every change is {num_ranks} times smaller. The loss is summed over rows instead of "
+        "averaged: the mean over ranks of sums divides by the ranks. Write .mean(), not .sum().",
+    ),
+    (
+        _are_n_times_larger,
+        "Every change is {num_ranks} times larger. A gradient is summed over ranks instead of "
+        "averaged: look for lax.psum in the step, or replicated(mean=False).",
+    ),
+    (_have_few_digits, _FEW_DIGITS),
+    (
+        _reduced_statistics,
+        "Batch statistics differ (`{leaf.path}`), although the layer averages them over the ranks: "
+        "each rank counts the same there, however few of its rows a mask leaves. Leave mask= out "
+        "of the layer, or give it the means of all rows that count: jdp.sum_over_ranks(sum) / "
+        "jdp.sum_over_ranks(count).",
+    ),
+    (
+        _statistics,
+        "Batch statistics differ (`{leaf.path}`): each rank normalises with its own rows. Give the "
+        "layer axis_name=, or accept the difference, as torch does without SyncBatchNorm.",
+    ),
+    (
+        _are_scaled_by_size,
+        "The gradients agree, and `{leaf.path}` does not: the optimizer divides a gradient by its "
+        "own size, as Adam does, and rounding decides the step of one that cancels out to nearly "
+        "0, such as that of a number added to all logits. Compare with optax.sgd.",
+    ),
+    (_draw_alike, _DRAWN_ALIKE),
+    (_are_random, _RANDOM),
+    (
+        _are_changed,
+        "The changes have no common ratio, and each rank changes its own gradient by what is not "
+        "linear: the mean of clipped gradients, for instance, is not the clipped mean. Change it "
+        "inside jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
+        "jdp.sync_gradients(grads), with apply_gradients(grads, synced=True).",
+    ),
+    (
+        _any,
+        "Something in the loss is not a mean over rows: a masked mean without weight=, a norm of "
+        "the whole batch, statistics of a rank's own rows. Or each rank changes its gradient "
+        "before it is averaged, as clipping does.",
+    ),
+]
+_METRIC = (
+    "`{leaf.path}` is {leaf.change_one:.6g} on one rank and {leaf.change_all:.6g} on {num_ranks}. "
+)
+_CAUSES_OF_METRICS: _Causes = [
+    (
+        _are_n_times_smaller,
+        "It is a sum over rows, and float scalars are averaged over ranks: write "
+        "jdp.sum_over_ranks(x).",
+    ),
+    (
+        _are_n_times_larger,
+        "It is a mean that was summed over ranks: write jdp.mean_over_ranks(x).",
+    ),
+    (_have_few_digits, _FEW_DIGITS),
+    (_draw_alike, _DRAWN_ALIKE),
+    (_are_random, _RANDOM),
+    (
+        _any,
+        "Float scalars are averaged over ranks, and the mean of the ranks' values is not the value "
+        "of the whole batch. For a norm of the gradient, grads = jdp.sync_gradients(grads) first, "
+        "and apply_gradients(grads, synced=True); for a maximum, jdp.max_over_ranks(x); for a "
+        "ratio or masked mean, jdp.sum_over_ranks of both parts, or weight=; for a value for each "
+        "row, jdp.rows(x).",
+    ),
+]
+
 
 _CHANGING = (
     "A constant changes from trace to trace, such as np.random or the time: {lines}. The compiled "

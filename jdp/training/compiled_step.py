@@ -2,28 +2,123 @@
 
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jdp import axis
+from jdp import axis, pytrees
 from jdp.analysis import program_lines
-from jdp.analysis.traced import TraceFindings
-from jdp.collectives import call_order, xla_interleaving
+from jdp.analysis.diagnostics import TraceFindings
+from jdp.analysis.step_refusals import Proved
+from jdp.collectives import call_order, hazards
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
-from jdp.distributed.checks import arguments, startup, traced_programs
+from jdp.distributed.checks import arguments, startup
+from jdp.distributed.in_flight import CalledProgram
 from jdp.distributed.mesh import num_ranks
-from jdp.distributed.step_call import CalledProgram
-from jdp.reduction import row_weight, step_metrics
-from jdp.reduction.scope import Choices
+from jdp.error_codes import with_code
+from jdp.reduction import row_weight, step_metrics, weighted_sum
+from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import disable_persistent_cache, error_hints, passes, program_facts, step_results
+from jdp.training import error_hints, passes
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
+from jdp.worker.build_info import version
+
+# JAX writes no program that compiles faster than this.
+_OPTION = "jax_persistent_cache_min_compile_time_secs"
+_NEVER = float("inf")
+
+
+class _Cache:
+    """Whether JAX writes compiled programs, for all threads of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_held = 0
+        self._before: Any = None
+
+    def hold(self) -> None:
+        with self._lock:
+            if not self._num_held:
+                self._before = getattr(jax.config, _OPTION)
+                jax.config.update(_OPTION, _NEVER)
+            self._num_held += 1
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._num_held -= 1
+            if not self._num_held:
+                jax.config.update(_OPTION, self._before)
+
+
+_cache = _Cache()
+
+
+def begin_uncached() -> None:
+    """Keep JAX from writing compiled programs, in any thread, until `end` is called as often."""
+    _cache.hold()
+
+
+def end_uncached() -> None:
+    """Let JAX write compiled programs again, once no thread needs the opposite."""
+    _cache.let_go()
+
+
+def program_facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
+    """Return what may make two programs of one step differ, as lists for JSON."""
+    devices = [*mesh.devices.flat]
+    return [
+        [jax.__version__, version(), cpu_runtime.why_missing() is None, is_part],
+        [devices[0].platform, devices[0].device_kind, dict(mesh.shape)],
+        [device.process_index for device in devices],
+        [[str(x.dtype), x.shape] for x in types],
+    ]
+
+
+# Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
+# weighs once more when it reduces it. Around the step nothing does.
+_NO_GRADIENT = (
+    "jax.grad, jax.vjp or jax.jacrev goes through the whole of `{}`, which has a weight=: that "
+    "gradient would be wrong where ranks weigh differently. Take the gradient inside the step, or "
+    "leave out weight= and return the loss "
+    '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`. Forward mode, '
+    "such as jax.jvp, is right."
+)
+
+
+def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
+    """Return `(state, metrics, weight, reports, found)`."""
+    uniform, split = leaving
+    metrics = step_metrics.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
+    metrics = pytrees.put_nodes(metrics, split.rows)
+    state = leaving.state()
+    if uniform.found.weighed:
+        why_not = with_code("JDP125", _NO_GRADIENT.format(spec.name))
+        state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
+    return state, metrics, uniform.weight, split.reports, uniform.found
+
+
+def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
+    """Return a new state whose arrays are split as those of the old one are.
+
+    On a mesh with further axes the compiler chooses how the new state is split over them. If that
+    were not as the old state is split, the next call would compile again.
+    """
+    old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
+    if len(mesh.axis_names) == len(spec.axis_name) or tree != old_tree:
+        return new
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(given)]
+    found = [
+        jax.lax.with_sharding_constraint(leaf, where) if isinstance(where, NamedSharding) else leaf
+        for leaf, where in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(tree, found)
+
 
 _log = logging.getLogger("jdp")
 
@@ -51,7 +146,7 @@ class CompiledStep:
         self.mesh = mesh
         self.spec = spec
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
-        self._traced_programs: deque[traced_programs.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
+        self._traced_programs: deque[startup.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
         self.returns_rows = False
         self._first_runs = self.arguments = None
@@ -133,14 +228,14 @@ class CompiledStep:
         self._is_uncached = True
         if not self._holds_cache:
             self._holds_cache = True
-            disable_persistent_cache.begin()
+            begin_uncached()
 
     def _end_call(self, *, has_compiled: bool) -> None:
         self._args, self._built = (), None
         if self._holds_cache:
             self._holds_cache = False
             if has_compiled:  # else the caller compiles it, at any time
-                disable_persistent_cache.end()
+                end_uncached()
         if self._is_compiling:
             self._is_compiling = False
             progress.compiling_ends()
@@ -167,10 +262,10 @@ class CompiledStep:
         if self.spec.returns_state:
             # These hold the program alone, and none of the arguments.
             types = probed.jaxpr.in_avals[-len(probed.inputs.names) :]  # without captured arrays
-            facts_of = functools.partial(program_facts.facts, types, self.mesh, self._is_part)
+            facts_of = functools.partial(program_facts, types, self.mesh, self._is_part)
             lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
-            traced = traced_programs.TracedProgram(self.spec.name, facts_of, lines_of)
-            traced_programs.current.record(traced)
+            traced = startup.TracedProgram(self.spec.name, facts_of, lines_of)
+            startup.traced.record(traced)
             self._traced_programs.append(traced)
         return passes.build(self._rank_program, probed)
 
@@ -201,9 +296,9 @@ class CompiledStep:
             leaving = built.program(*passes.given(args, built.inputs.layout))
             if self._loses_order(built.jaxpr):
                 leaving = self._uncached(leaving)
-            state, *others = step_results.put_together(self.spec, leaving, built.proved)
+            state, *others = put_together(self.spec, leaving, built.proved)
             self.returns_rows |= step_metrics.has_rows(others[0])
-            state = step_results.pinned(self.spec, self.mesh, state, args[0], self._args[0])
+            state = pinned(self.spec, self.mesh, state, args[0], self._args[0])
             return state, *others
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
@@ -214,12 +309,12 @@ class CompiledStep:
         return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
 
     def _waits_in_xla(self, jaxpr: Any) -> bool:
-        return self._has_other_axes() or xla_interleaving.has_collectives_of_xla(jaxpr)
+        return self._has_other_axes() or hazards.has_collectives_of_xla(jaxpr)
 
     def _loses_order(self, jaxpr: Any) -> bool:
         if self.mesh.size == 1 or axis.platform(self.mesh) != "cpu":
             return False
-        return self._has_other_axes() or xla_interleaving.loses_order(jaxpr)
+        return self._has_other_axes() or hazards.loses_order(jaxpr)
 
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
         """Compile the program that is being traced without JAX's cache."""

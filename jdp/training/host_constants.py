@@ -14,7 +14,7 @@ import numpy as np
 
 from jdp import pytrees
 from jdp.analysis import jaxprs, source_of
-from jdp.analysis.source_lines import innermost
+from jdp.analysis.diagnostics import innermost_line
 from jdp.step_spec import StepSpec
 
 _UNKNOWN = "an array of the step"
@@ -36,7 +36,7 @@ def warned_of_draws(spec: StepSpec) -> Iterator[None]:
     # Threads that read data may draw, too: a line of the step has to.
     if not (found := list(dict.fromkeys(_draws(spec.fn, set())))):
         return
-    lines = ", ".join(innermost([place]) for place in found[:3])
+    lines = ", ".join(innermost_line([place]) for place in found[:3])
     text = _DRAWN.format(step=spec.name, lines=lines)
     if text not in spec.warned:
         spec.warned.add(text)
@@ -54,7 +54,7 @@ def _draws(fn: Any, seen: set[Any]) -> Iterator[tuple[str, int]]:
     while isinstance(fn, functools.partial | types.MethodType):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
     code = getattr(fn, "__code__", None)
-    if code is None or code in seen or not innermost([(code.co_filename, 1)]):
+    if code is None or code in seen or not innermost_line([(code.co_filename, 1)]):
         return
     seen.add(code)
     cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)

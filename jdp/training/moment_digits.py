@@ -4,15 +4,271 @@ optax makes most of its state in the dtype of the parameters. In 16 bits that is
 of gradients, and too little for a slow mean of their squares.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import jax_compat, pytrees
+from jdp.analysis import jaxprs
 from jdp.error_codes import with_code
-from jdp.training import moment_updates
-from jdp.training.moment_updates import Change
+
+
+class Decay(NamedTuple):
+    """A number that a leaf is multiplied by.
+
+    Attributes:
+      value: the number.
+      is_rounded: whether it was computed from a number that the state holds in 16 bits.
+      is_of_count: whether it was computed from the number of steps.
+    """
+
+    value: float
+    is_rounded: bool = False
+    is_of_count: bool = False
+
+
+class Sum(NamedTuple):
+    """A leaf to which something was added.
+
+    Attributes:
+      leaf: its position.
+      part: how much of squares, or of the leaf's difference from something, was added or
+        subtracted, 1 for all; None for what is neither.
+      is_rounded: see `Decay`.
+    """
+
+    leaf: int
+    part: float | None
+    is_rounded: bool
+
+
+class KnownValue(NamedTuple):
+    """The facts that are known about a value of the update.
+
+    Attributes:
+      leaves: positions of leaves of the state; each of its elements is one of one of these, or of
+        `sums`.
+      sums: see `leaves`.
+      number: the one number that all of it is, None if that is not known.
+      is_rounded: see `Decay`.
+      is_of_count: see `Decay`.
+      factor: a number that it is a multiple of.
+      is_multiple: whether it is a multiple of squares, or of a difference of a leaf and a value.
+    """
+
+    leaves: frozenset[int] = frozenset()
+    sums: frozenset[Sum] = frozenset()
+    number: Any = None
+    is_rounded: bool = False
+    is_of_count: bool = False
+    factor: float = 1.0
+    is_multiple: bool = False
+
+
+UNKNOWN = KnownValue()
+
+
+# Operations that keep the facts of their operand, or of one of their operands.
+_SAME = frozenset(
+    "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
+    "squeeze".split()
+)
+_CHOOSING = frozenset("max min select_n".split())
+
+
+class DecayWalk:
+    """A pass over the program of an update.
+
+    Attributes:
+      decays: position of a leaf -> the value that it is multiplied by.
+    """
+
+    def __init__(self) -> None:
+        self.decays: dict[int, set[Decay]] = {}
+
+    def results(self, program: Any, values: Sequence[KnownValue]) -> list[KnownValue]:
+        """Return the facts about a program's results."""
+        body = jaxprs.opened(program)
+        env = dict(zip(body.invars, values, strict=True))
+        for variable, constant in jaxprs.constants(program):
+            env[variable] = KnownValue(number=constant if np.ndim(constant) == 0 else None)
+
+        def read(atom: Any) -> KnownValue:
+            return KnownValue(number=atom.val) if jaxprs.is_literal(atom) else env[atom]
+
+        for eqn in body.eqns:
+            results = self._of(eqn, [*map(read, eqn.invars)])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    def _of(self, eqn: Any, ins: list[KnownValue]) -> list[KnownValue]:
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = [self.results(branch, ins[1:]) for branch in eqn.params["branches"]]
+            return [_chosen(values) for values in zip(*branches, strict=True)]
+        if (called := jaxprs.called(eqn)) is not None:
+            return self.results(called, ins)
+        if name == "mul":
+            same = [self._product(eqn, *ins)]
+        elif name in ("add", "sub"):
+            same = [KnownValue(sums=_added(*ins) | _added(*ins[::-1]))]
+        elif name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
+            same = [KnownValue(is_multiple=True)]
+        elif name in _CHOOSING:
+            same = [_chosen(ins[1:] if name == "select_n" else ins)]
+        else:
+            same = ins if name in _SAME and len(ins) == 1 else [UNKNOWN] * len(eqn.outvars)
+        return [*_computed(eqn, ins, same)]
+
+    def _product(self, eqn: Any, one: KnownValue, other: KnownValue) -> KnownValue:
+        """Return the facts about a product, and record it as a decay if it is one."""
+        if one.number is None:
+            one, other = other, one
+        if one.number is None:
+            is_square = eqn.invars[0] is eqn.invars[1]
+            is_multiple = is_square or one.is_multiple or other.is_multiple
+            is_rounded = one.is_rounded or other.is_rounded
+            factor = one.factor * other.factor
+            return KnownValue(is_multiple=is_multiple, factor=factor, is_rounded=is_rounded)
+        if np.iscomplexobj(one.number):
+            return UNKNOWN
+        number = float(one.number)
+        decay = Decay(number, one.is_rounded, one.is_of_count)
+        for leaf in other.leaves | {each.leaf for each in other.sums}:
+            self.decays.setdefault(leaf, set()).add(decay)
+        if number == 1:
+            return other._replace(number=None)
+        factor = other.factor * number
+        is_rounded = one.is_rounded or other.is_rounded
+        is_multiple = other.is_multiple or bool(other.sums)
+        return KnownValue(factor=factor, is_multiple=is_multiple, is_rounded=is_rounded)
+
+
+def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
+    """Return the leaves in a sum of two values; the first may be a leaf."""
+    part = abs(term.factor) if term.is_multiple else None
+    return frozenset(Sum(leaf, part, term.is_rounded) for leaf in value.leaves)
+
+
+def _computed(
+    eqn: Any, ins: Sequence[KnownValue], same: Sequence[KnownValue]
+) -> Sequence[KnownValue]:
+    """Return the facts about the results of an operation, with their numbers if it has them."""
+    are_numbers = all(value.number is not None for value in ins) and not jaxprs.acts(eqn)
+    if not ins or not are_numbers or any(v.aval.shape != () for v in eqn.outvars):
+        return same
+    with jax.ensure_compile_time_eval():
+        results = jax_compat.bind(eqn, [value.number for value in ins])
+    is_rounded = any(value.is_rounded for value in ins)
+    is_of_count = any(value.is_of_count for value in ins)
+    return [
+        value._replace(number=x, is_rounded=is_rounded, is_of_count=is_of_count)
+        for value, x in zip(same, results, strict=True)
+    ]
+
+
+def _chosen(values: Sequence[KnownValue]) -> KnownValue:
+    """Return the facts about a value whose elements each come from one of some values."""
+    if not all(value.leaves or value.sums for value in values):
+        return UNKNOWN
+    leaves = frozenset().union(*(value.leaves for value in values))
+    return KnownValue(leaves, frozenset().union(*(value.sums for value in values)))
+
+
+# A schedule of decays has come to its end by then.
+MANY_STEPS = 10_000
+
+
+class Change(NamedTuple):
+    """The change of a leaf of the state in an update.
+
+    Attributes:
+      decays: the value that it multiplies the leaf by.
+      adds_squares: whether it adds squares to the leaf as it is.
+      is_nothing: whether it returns the leaf as it was.
+    """
+
+    decays: frozenset[Decay] = frozenset()
+    adds_squares: bool = False
+    is_nothing: bool = False
+
+
+def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
+    """Return the changes of the leaves of an optimizer's state in an update, by position.
+
+    It is traced in float32, where no decay is rounded to 1. Empty if the update cannot be traced.
+    """
+    leaves, tree = jax.tree.flatten(opt_state)
+
+    def update(grads: Any, leaves: Any, params: Any) -> Any:
+        # The further arguments that optax's transformations know; others ignore them.
+        extra = {"value": jnp.float32(1), "grad": grads, "value_fn": lambda _: jnp.float32(1)}
+        _, new = tx.update(grads, tree.unflatten(leaves), params, synced=True, **extra)
+        return jax.tree.leaves(new)
+
+    wide = jax.tree.map(_wide, params)
+    try:
+        program = jax.make_jaxpr(update)(wide, list(map(_wide, leaves)), wide)
+    except Exception:  # It needs other arguments, or ranks: its decays are not judged.
+        return {}
+    others = [UNKNOWN] * len(jax.tree.leaves(params))
+    known = [_entering(i, leaf) for i, leaf in enumerate(_with_numbers(leaves, tx, params))]
+    walk = DecayWalk()
+    new = walk.results(program, [*others, *known, *others])
+    return {i: _change(i, value, walk.decays.get(i, set())) for i, value in enumerate(new)}
+
+
+def _change(i: int, new: KnownValue, decays: set[Decay]) -> Change:
+    """Return how leaf `i` changes, given its new value and the factor of the leaf."""
+    parts = [(x.part, x.is_rounded) for x in new.sums if x.leaf == i and x.part is not None]
+    # To add a part of a square takes away, or leaves room for, that part of the leaf.
+    rests = {Decay(1 - part, is_rounded) for part, is_rounded in parts if part < 1}
+    adds_squares = any(part >= 1 for part, _ in parts)
+    return Change(frozenset(decays | rests), adds_squares, new.leaves == {i} and not new.sums)
+
+
+def is_short(leaf: Any) -> bool:
+    """Whether a leaf is an array of floats of 16 bits."""
+    if not pytrees.is_array(leaf):
+        return False
+    dtype = jnp.result_type(leaf)
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
+
+
+def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = jnp.float32 if is_short(leaf) else jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+
+
+def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
+    """Return leaves in which scalars that are only traced are numbers, where `init` shows them."""
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return list(leaves)
+    program = jax.make_jaxpr(tx.init)(params)
+    first = DecayWalk().results(program, [UNKNOWN] * len(jax.tree.leaves(params)))
+    pairs = zip(leaves, first, strict=True)
+    return [
+        leaf if value.number is None else np.asarray(value.number, leaf.dtype)
+        for leaf, value in pairs
+    ]
+
+
+def _entering(i: int, leaf: Any) -> KnownValue:
+    """Return the facts about a leaf of the state; a count has its value at a later step."""
+    value = KnownValue(frozenset([i]))
+    if isinstance(leaf, jax.core.Tracer) or jnp.ndim(leaf):
+        return value
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+        return value._replace(number=np.asarray(MANY_STEPS, leaf.dtype), is_of_count=True)
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return value
+    is_rounded = is_short(leaf)
+    number = np.asarray(leaf, np.float32 if is_rounded else leaf.dtype)
+    return value._replace(number=number, is_rounded=is_rounded)
+
 
 # Attributes of optax's states that hold squares of gradients, and sums of them over all steps. That
 # a leaf is such a sum also shows in the update, if it can be traced.
@@ -34,8 +290,8 @@ _INJECTED = (
 def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
     """Refuse an optimizer state whose leaves have too few digits to be updated."""
     named = jax.tree_util.tree_leaves_with_path(opt_state)
-    short = [i for i, (_, leaf) in enumerate(named) if moment_updates.is_short(leaf)]
-    changes = moment_updates.changes(tx, opt_state, params) if short else {}
+    short = [i for i, (_, leaf) in enumerate(named) if is_short(leaf)]
+    changes = moment_changes(tx, opt_state, params) if short else {}
     for i in short:
         path, leaf = named[i]
         names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
@@ -65,7 +321,7 @@ def _why_not(dtype: np.dtype, names: set[str], change: Change) -> str:
         )
         when = ""
         if decay.is_of_count:
-            when = f" after {moment_updates.MANY_STEPS:,} steps"
+            when = f" after {MANY_STEPS:,} steps"
             mend = "It depends on the number of steps, and comes closer to 1: keep more bits."
         return (
             f"an average with the decay {decay.value:.6g}{when}. {dtype} has no number between "

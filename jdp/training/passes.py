@@ -6,18 +6,17 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp import axis, pytrees
-from jdp.analysis import lint_unscaled_precision, step_refusals
+from jdp.analysis import lints, step_refusals
+from jdp.analysis.diagnostics import WEIGHT, NamedTree, Output, Traced
 from jdp.analysis.step_refusals import Proved
-from jdp.analysis.traced import WEIGHT, NamedTree, Output, Traced
-from jdp.collectives import call_chains, call_order, in_place_hazards, xla_interleaving
+from jdp.collectives import call_order, hazards
 from jdp.data.dataset import find_mask
-from jdp.reduction.overlap.ready_order import order_of_gradients
+from jdp.reduction.bucket_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
-from jdp.reduction.scope import Choices
+from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
 from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs
-from jdp.training.shard_layout import OWN
-from jdp.training.state_layout import StateLayout, parted
+from jdp.training.shard_layout import OWN, StateLayout, parted
 
 
 class Inputs(NamedTuple):
@@ -71,7 +70,7 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) 
     program = _mapped(rank_program, inputs, choices)
     jaxpr, traced = _result(rank_program, inputs, program.trace(*inputs.args))
     proved = _prove(rank_program, inputs, jaxpr, traced)
-    lint_unscaled_precision.require_narrow(jaxpr, traced)
+    lints.require_narrow(jaxpr, traced)
     return Pass(inputs, choices, program, jaxpr, traced, proved)
 
 
@@ -108,13 +107,13 @@ def _choose(choices: Choices, jaxpr: Any) -> tuple[Choices, str | None]:
     """
     why_not = _why_xla(jaxpr)
     why_xla = choices.why_xla or why_not
-    is_beside = not why_xla and (choices.beside_xla or xla_interleaving.runs_beside(jaxpr))
-    in_place = choices.in_place and not in_place_hazards.is_read_later(jaxpr)
+    is_beside = not why_xla and (choices.beside_xla or hazards.runs_beside(jaxpr))
+    in_place = choices.in_place and not hazards.is_read_later(jaxpr)
     return choices._replace(why_xla=why_xla, beside_xla=is_beside, in_place=in_place), why_not
 
 
 def _why_xla(jaxpr: Any) -> str | None:
-    return call_chains.why_unordered(jaxpr) or xla_interleaving.why_not(jaxpr)
+    return hazards.why_unordered(jaxpr) or hazards.why_not_beside(jaxpr)
 
 
 def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced) -> Proved:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import pytrees
 from jdp.distributed import placement
 from jdp.step_spec import StepSpec
-from jdp.training import shard_layout, shared_variables
+from jdp.training import parameters, shard_layout
 
 _log = logging.getLogger("jdp")
 
@@ -56,7 +56,7 @@ def require_usable(spec: StepSpec, state: Any) -> None:
     """Refuse a state that holds a donated leaf, or one that a train step cannot return."""
     require_alive(spec, [state])
     if spec.returns_state:
-        shared_variables.require_unshared(spec.argument(0), state)
+        parameters.require_unshared(spec.argument(0), state)
 
 
 def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:

@@ -12,32 +12,24 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp import axis, jax_compat, pytrees
-from jdp.analysis.traced import TraceFindings
+from jdp.analysis.diagnostics import TraceFindings
 from jdp.collectives import call_order
-from jdp.distributed.checks import checksums
-from jdp.distributed.step_call import RankReports
+from jdp.distributed.checks import hashes
+from jdp.distributed.in_flight import RankReports
 from jdp.reduction import (
-    gather_on_read,
-    integer_sums,
+    fsdp_schedule,
+    metrics,
     optimizer,
     rank_trace,
     slice_pushdown,
     step_context,
     step_metrics,
+    wait_order,
 )
-from jdp.reduction.overlap import wait_order
-from jdp.reduction.scope import Choices, Scope
+from jdp.reduction.step_context import Choices, Scope
 from jdp.step_spec import StepSpec
-from jdp.training import (
-    error_hints,
-    forward_mode,
-    host_constants,
-    parameters,
-    shard_layout,
-    state_shards,
-    unknown_value,
-)
-from jdp.training.state_layout import StateLayout, parted
+from jdp.training import error_hints, host_constants, parameters, shard_layout
+from jdp.training.shard_layout import StateLayout, parted
 
 
 class SplitInputs(NamedTuple):
@@ -147,10 +139,10 @@ class RankProgram:
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
         )
         explained = self._explaining(layout, [state, *split.state], split.batch, rest)
-        with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
-            wholes = state_shards.whole(split.state, shard_axes)
+        with explained, order, entered as scope, error_hints.refused_derivative(spec.name, scope):
+            wholes = shard_layout.whole_state(split.state, shard_axes)
             given_state = pytrees.restore(layout.joined([state, *wholes]))
-            state_shards.claim(given_state, trains=spec.returns_state)
+            shard_layout.claim_update(given_state, trains=spec.returns_state)
             tree = jax.tree.structure(given_state)  # which the author's function may change
             positional, named = spec.by_keyword(rest)
             # Called here: JAX records the whole stack for each operation of the author.
@@ -163,7 +155,7 @@ class RankProgram:
             own_metrics = step_metrics.float_scalars(metrics)
             metrics, differs = self._averaged(metrics, rest, given)
             new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
-            arrays, *parts = state_shards.parts(new_groups, shard_axes)
+            arrays, *parts = shard_layout.state_parts(new_groups, shard_axes)
             weight = self._weight(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
         uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
@@ -172,11 +164,11 @@ class RankProgram:
     def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
         """Return the means of metrics over ranks, and whether arguments differ: None or bool."""
         axis_name = self.spec.axis_name
-        pieces = None if self.checksum_spec is None else checksums.pieces(rest, given)
+        pieces = None if self.checksum_spec is None else hashes.checksum_pieces(rest, given)
         metrics, sums = step_metrics.averaged(metrics, axis_name, pieces)
         if pieces is None or sums is None:
             return metrics, None
-        return metrics, checksums.differ(pieces, sums, axis.size(axis_name))
+        return metrics, hashes.checksums_differ(pieces, sums, axis.size(axis_name))
 
     def _measured(self, state: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Return the metrics of the author's function on this rank."""
@@ -184,14 +176,14 @@ class RankProgram:
         def measured(state: Any) -> Any:
             return self.spec.fn(state, batch, *rest, **named)
 
-        return gather_on_read.call(measured, state, batch)
+        return fsdp_schedule.call_gathering(measured, state, batch)
 
     def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""
         total = scope.total
         if total is None:
             total = jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
-        return integer_sums.marked(total, scope)
+        return metrics.marked_sum(total, scope)
 
     @contextlib.contextmanager
     def _explaining(
@@ -206,7 +198,7 @@ class RankProgram:
             paths, *parts = layout.parted(self.spec.paths(0, held))
             named = {"state": paths, "wholes": self.spec.paths(0, pytrees.restore(held))}
             named |= {f"split.state[{i}]": names for i, names in enumerate(parts)}
-            text = unknown_value.explained(error, self.spec, named)
+            text = error_hints.explained_value(error, self.spec, named)
             if text is None:
                 num_ranks = axis.size(self.spec.axis_name)
                 error_hints.add_hint(

@@ -1,6 +1,8 @@
-"""Which leaves of a state are split over the ranks, and along which dim."""
+"""Which leaves of a state are split over the ranks, along which dim, and their shards in a step."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,8 +11,66 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp import axis, pytrees, rank_state
 from jdp.distributed.mesh import num_ranks
-from jdp.reduction.sharding import Sharding, sharding_of
-from jdp.training import optimized
+from jdp.reduction import shard_registry
+from jdp.reduction.optimizer import Sharding, has_optimizer, sharding_of
+
+# Fields of a `TrainState`; a class that inherits from it may have more.
+_FIELDS = ("step", "params", "opt_state", "model_state", "seed")
+
+
+def state_nodes(state: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the nodes of a state, in the order of its leaves, each with its optimizer or None.
+
+    A node is an optimizer with its state; a variable of nnx outside of these, whose optimizer is
+    the one that it matches the `wrt` of; or another leaf.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    variable = () if nnx is None else nnx.Variable
+
+    def is_node(node: Any) -> bool:
+        return is_optimizer(node) or isinstance(node, variable)
+
+    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node)
+    filters = [
+        (nnx.filterlib.to_predicate(node.wrt), node.tx)
+        for _, node in found
+        if nnx is not None and isinstance(node, nnx.Optimizer) and is_optimizer(node)
+    ]
+    for path, node in found:
+        if is_optimizer(node):
+            yield node, node.tx
+            continue
+        names = tuple(map(_name, path)) if isinstance(node, variable) else ()
+        yield node, _one([tx for is_of, tx in filters if names and is_of(names, node)])
+
+
+def _one(found: list[Any]) -> Any:
+    """Return the first of the optimizers of a variable if all reduce and split alike, else None."""
+    ways = {(tx.axis_name, tx.reduce_dtype, sharding_of(tx)) for tx in found}
+    return found[0] if len(ways) == 1 else None
+
+
+def _name(key: Any) -> Any:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def optimized_parameters(node: Any) -> Any:
+    """Return the parameters of a node that its optimizer updates; an empty tuple if it has none."""
+    return getattr(node, "params", ()) if is_optimizer(node) else node
+
+
+def is_optimizer(node: Any) -> bool:
+    """Whether a node has an optimizer and its state: a `TrainState`, that of Flax, of nnx."""
+    return has_optimizer(node) and hasattr(node, "opt_state")
+
+
+def is_train_state(node: Any) -> bool:
+    """Whether a node is a `TrainState`; not by its class, whose module imports this one."""
+    return all(hasattr(node, name) for name in ("tx", *_FIELDS))
+
 
 # A state is handed through `shard_map` in groups of leaves that are split alike.
 UNIFORM, OWN = 0, 1
@@ -52,7 +112,7 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
     specs: list[PartitionSpec | None] = []
-    for node, tx in optimized.nodes(restored):
+    for node, tx in state_nodes(restored):
         rule = None if sharding_of(tx) is None else PartitionSpec()
         specs += [rule] * len(jax.tree.leaves(node))
     for i, dim in enumerate(dims):
@@ -80,12 +140,12 @@ def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
     Those of a `TrainState`, of jdp and of Flax, and the variables that an optimizer of nnx updates.
     """
     found = []
-    for node, tx in optimized.nodes(state):
+    for node, tx in state_nodes(state):
         sharding = sharding_of(tx)
         if sharding is not None and sharding.stage >= 2:
-            params = optimized.parameters(node)
+            params = optimized_parameters(node)
             flags = [True] * len(jax.tree.leaves(params))
-            is_of_jdp = optimized.is_train_state(node)
+            is_of_jdp = is_train_state(node)
             found.append((params, node.trainable if is_of_jdp else flags, tx))
     return found
 
@@ -94,9 +154,9 @@ def adds_whole_updates(state: Any) -> bool:
     """Whether parameters of a state are split, and code other than jdp's adds updates to them."""
     return any(
         sharding.stage == 3
-        and bool(jax.tree.leaves(optimized.parameters(node)))
-        and not optimized.is_train_state(node)
-        for node, tx in optimized.nodes(state)
+        and bool(jax.tree.leaves(optimized_parameters(node)))
+        and not is_train_state(node)
+        for node, tx in state_nodes(state)
         if (sharding := sharding_of(tx)) is not None
     )
 
@@ -104,7 +164,7 @@ def adds_whole_updates(state: Any) -> bool:
 def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
     dims: list[int | None] = []
     found: set[tuple[str, ...]] = set()
-    for node, tx in optimized.nodes(state):
+    for node, tx in state_nodes(state):
         sharding = sharding_of(tx)
         if sharding is None:
             dims += [None] * len(jax.tree.leaves(node))
@@ -113,11 +173,11 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
         found.add(axes)
         find = _finder(sharding, num_ranks(mesh, axes))
         is_at_3 = sharding.stage == 3
-        if not optimized.is_optimizer(node):
+        if not is_optimizer(node):
             dims += [find(leaf) if is_at_3 else None for leaf in jax.tree.leaves(node)]
             continue
         is_split = {"params": is_at_3, "opt_state": True}
-        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(optimized.parameters(node))}
+        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(optimized_parameters(node))}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
             # Such an array in the shape of the parameters may be an average of them.
@@ -146,3 +206,72 @@ def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
         return None if dim is None or dim >= _NUM_DIMS else dim
 
     return find
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class StateLayout:
+    """How a state is put together from its arrays.
+
+    Attributes:
+      treedef: of the state, as `pytrees.hold` returns it.
+      groups: for each array how it is split over the ranks, see `shard_layout`.
+      adds_whole_updates: see `shard_layout`.
+    """
+
+    treedef: Any
+    groups: tuple[int, ...]
+    adds_whole_updates: bool
+
+    def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
+        """Return the state whose leaves `parted` sorted into lists."""
+        left = [iter(leaves) for leaves in lists]
+        return self.treedef.unflatten([next(left[group]) for group in self.groups])
+
+    def parted(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Sort a list with one entry for each array into one list for each group."""
+        lists: list[list[Any]] = [[] for _ in range(NUM_GROUPS)]
+        for leaf, group in zip(leaves, self.groups, strict=True):
+            lists[group].append(leaf)
+        return lists
+
+
+def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
+    """Return the arrays of a state by group, its layout, and the axes of its shards."""
+    rank_state.require_dims(pytrees.restore(state))
+    held = pytrees.hold(state)
+    leaves, treedef = jax.tree.flatten(held)
+    split, axes = groups(held, mesh)
+    adds = adds_whole_updates(pytrees.restore(held))
+    layout = StateLayout(treedef, tuple(split), adds)
+    return layout.parted(leaves), layout, axes
+
+
+def whole_state(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[Any]]:
+    """Return the arrays of a state as the author's function sees them."""
+    own, *by_dim = lists
+    parts = [
+        shard_registry.entering(value, dim, axes)
+        for dim, values in enumerate(by_dim)
+        for value in values
+    ]
+    left = iter(shard_registry.gathered(parts))
+    return [[*own], *([next(left) for _ in values] for values in by_dim)]
+
+
+def claim_update(state: Any, *, trains: bool = True) -> None:
+    """Record for parameters whose gradients are split which optimizer updates them."""
+    for params, flags, tx in with_split_gradients(state):
+        shard_registry.claim(params, [flag and trains for flag in flags], tx)
+
+
+def state_parts(
+    lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]
+) -> list[list[jax.Array]]:
+    """Return the arrays of a new state as they leave the step, shards for those that are split."""
+    uniform, own, *by_dim = lists
+    shards = [
+        [shard_registry.own(leaf, dim, axes) for leaf in leaves]
+        for dim, leaves in enumerate(by_dim)
+    ]
+    return [[*uniform], [*own], *shards]

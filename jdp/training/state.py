@@ -1,8 +1,11 @@
 """`TrainState`: the state that a step reads and writes, the same on every rank."""
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,21 +13,205 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
+from jdp.axis import AxisName
+from jdp.distributed import placement
+from jdp.distributed.checks import state as state_check
+from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.reduction import declared_reductions, mixed_precision, optimizer, sharded_update
-from jdp.reduction.optimizer import Replicated
-from jdp.reduction.sharding import Sharded, sharding_of
-from jdp.training import (
-    moment_digits,
-    new_state,
-    parameters,
-    shared_variables,
-    state_keywords,
-    state_shards,
-)
+from jdp.reduction.optimizer import Replicated, Sharded, sharding_of
+from jdp.training import moment_digits, parameters, shard_layout
 from jdp.validation import int_at_least
+
+# What the update itself computes, and what is no array.
+_NOT_REPLACED = frozenset(("step", "params", "opt_state", "tx", "trainable"))
+
+
+def split_keywords(
+    tx: Replicated, fields: Iterable[str], keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords that the optimizer reads, and the new values of fields."""
+    replaced = sorted(set(fields) - _NOT_REPLACED)
+    values = {name: x for name, x in keywords.items() if name in replaced}
+    others = {name: x for name, x in keywords.items() if name not in replaced}
+    read = _read_by(tx)
+    for name in others:
+        if name in _NOT_REPLACED:
+            raise TypeError(
+                f"apply_gradients got {name}=, which the update computes or keeps. Write "
+                f"state.apply_gradients(grads).replace({name}=...) to change it afterwards."
+            )
+        if read is not None and name not in read:
+            raise TypeError(_without_effect(name, [*replaced, *read]))
+    return others, values
+
+
+def _read_by(tx: Replicated) -> set[str] | None:
+    """Return the keywords that functions of the optimizer name; None if one may read any.
+
+    Optax's own functions hand `**extra_args` on to others, which their closures hold.
+    """
+    names: set[str] = set()
+    seen: set[int] = set()
+    pending: list[Any] = [tx.options["tx"].update]
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if inspect.isfunction(each):
+            code = each.__code__
+            takes_any = code.co_flags & inspect.CO_VARKEYWORDS
+            if takes_any and each.__module__.split(".")[0] != "optax":
+                return None
+            names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+            names.update(x for x in code.co_consts if isinstance(x, str))
+        pending.extend(_held_by(each))
+    return names
+
+
+def _held_by(each: Any) -> list[Any]:
+    """Return the objects that may be functions, or hold some, in a function or a container."""
+    if inspect.isfunction(each):
+        return [x for cell in each.__closure__ or () for x in _contents(cell)]
+    if inspect.ismethod(each):
+        return [each.__func__, *getattr(each.__self__, "__dict__", {}).values()]
+    if isinstance(each, functools.partial):
+        return [each.func, *each.args, *each.keywords.values()]
+    if isinstance(each, (tuple, list)):
+        return [*each]
+    if isinstance(each, dict):
+        return [*each.values()]
+    wrapped, update = (getattr(each, name, None) for name in ("__wrapped__", "update"))
+    return [x for x in (wrapped, update) if x is not None]
+
+
+def _contents(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # empty
+        return []
+
+
+def _without_effect(name: str, fields: list[str]) -> str:
+    close = difflib.get_close_matches(name, fields, n=1)
+    remedy = f"Write {close[0]}=" if close else "Leave it out"
+    return (
+        f"apply_gradients got {name}=, which would have no effect: it is no field of the state "
+        f"({', '.join(fields)}), and the optimizer does not read it. {remedy}."
+    )
+
+
+_log = logging.getLogger("jdp")
+_logged: set[str] = set()
+
+
+def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
+    """Return a tree with the values of the first process, on all processes of the mesh."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    shared = [leaf for leaf in arrays if not leaf.is_fully_addressable]
+    try:
+        mesh = mesh_of(shared, axis_name)
+    except RuntimeError:
+        mesh = None
+    return state_check.agreed(tree, mesh, broadcast=True)
+
+
+def placed(state: Any, *, copy: bool) -> Any:
+    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says.
+
+    Args:
+      copy: whether leaves that lie there already are copied, too.
+    """
+    axis_name = state.tx.axis_name
+    try:
+        mesh = mesh_of(jax.tree.leaves(state), axis_name)
+    except RuntimeError:
+        return state
+    partition = shard_layout.partition(state, mesh)
+    return placement.placed(state, axis_name, mesh, copy=copy, partition=partition)
+
+
+def optimizer_state(tx: Replicated, params: Any) -> Any:
+    """Return the first state of an optimizer, split over the ranks as it will be."""
+    data_axes = set(axis.names(tx.axis_name))
+    meshes = {_mesh(x, data_axes) for x in jax.tree.leaves(params)}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    if mesh is None:
+        return tx.init(params)
+    _log_undivided(tx, params, mesh)
+    try:
+        like = jax.eval_shape(tx.init, params)
+    except Exception as error:  # of any kind: it reads values or returns what is not an array
+        state = tx.init(params)  # A mistake of the author's is raised here, too, without a trace.
+        _log_whole(tx, error)
+        return state
+    # One program for all leaves: optax alone would run one for each shape, and replaced processes
+    # would start later. No split leaf ever exists as a whole.
+    return jax.jit(tx.init, out_shardings=_shardings(tx, like, mesh))(params)
+
+
+def _log_whole(tx: Replicated, error: Exception) -> None:
+    """Log the cost of a first optimizer state that is not made by one program."""
+    is_split = sharding_of(tx) is not None
+    cost = "each of its operations is a program of its own, which makes the start slower"
+    if is_split:
+        cost = "its whole state is on each device until it is split"
+    text = (
+        f"jdp: the init of the optimizer cannot be traced ({type(error).__name__}: "
+        f"{(str(error).splitlines() or [''])[0]}), so {cost}. Write it with jax.numpy, without "
+        "reading values of the parameters."
+    )
+    if text not in _logged:
+        _logged.add(text)
+        _log.log(logging.WARNING if is_split else logging.INFO, text)
+
+
+def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
+    """Log which parameters stay whole though they are large: no dim of theirs divides."""
+    sharding = sharding_of(tx)
+    if sharding is None:
+        return
+    num_shards = num_ranks(mesh, axis.names(sharding.axes or tx.axis_name))
+    named = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= sharding.min_size
+    ]
+    whole = [(path, leaf) for path, leaf in named if sharding.dim(leaf, num_shards) is None]
+    if num_shards == 1 or not whole:
+        return
+    path, largest = max(whole, key=lambda each: each[1].nbytes)
+    text = (
+        f"jdp.sharded(stage={sharding.stage}) splits {len(named) - len(whole)} of {len(named)} "
+        f"parameters that have min_size={sharding.min_size} numbers or more. The others stay whole "
+        f"on each of {num_shards} ranks, {sum(leaf.nbytes for _, leaf in whole):,} bytes: "
+        f"{num_shards} divides no dim of `params{jax.tree_util.keystr(path)}` "
+        f"{largest.dtype}{list(largest.shape)}. Pad a dim in the model, or use another number of "
+        "ranks."
+    )
+    if text not in _logged:
+        _logged.add(text)
+        _log.warning(text)
+
+
+def _shardings(tx: Replicated, like: Any, mesh: Mesh) -> Any:
+    specs = shard_layout.partition_of_optimizer(like, tx, mesh)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    return jax.tree.unflatten(jax.tree.structure(like), shardings)
+
+
+def _mesh(x: Any, data_axes: set[str]) -> Mesh | None:
+    """Return the mesh of a parameter that is split along no further axis."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    split = {name for part in sharding.spec if part is not None for name in axis.names(part)}
+    return sharding.mesh if split <= data_axes else None
+
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -119,7 +306,7 @@ class TrainState:
             pytrees.require_alive(
                 name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
             )
-            shared_variables.require_unshared(name, tree)
+            parameters.require_unshared(name, tree)
             parameters.require_numbers(name, tree)
         parameters.require_no_numbers_of_modules(params, all_train=trainable is None)
         if (sharding := sharding_of(tx)) is not None:
@@ -127,12 +314,12 @@ class TrainState:
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
-            given = new_state.of_the_first_process(given, tx.axis_name)
+            given = of_the_first_process(given, tx.axis_name)
         fields: dict[str, Any] = {**given, "opt_state": None, "tx": tx, "trainable": ()}
-        state = new_state.placed(cls(**fields), copy=True)
+        state = placed(cls(**fields), copy=True)
         flags = parameters.trainable_flags(state.params, trainable)
         trained = _select(state.params, flags)
-        opt_state = new_state.optimizer_state(tx, trained)
+        opt_state = optimizer_state(tx, trained)
         moment_digits.require_digits(tx, opt_state, trained)
         state = state.replace(
             step=jnp.asarray(state.step),
@@ -140,7 +327,7 @@ class TrainState:
             seed=jnp.asarray(state.seed),
             trainable=flags,
         )
-        return new_state.placed(state, copy=False)
+        return placed(state, copy=False)
 
     def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
         """Reduce the gradients over ranks, let the optimizer step, count the step.
@@ -160,7 +347,7 @@ class TrainState:
           ValueError: if `grads` is another tree than `params`, and the optimizer cannot use it.
         """
         names = {field.name for field in dataclasses.fields(self)}
-        extra, fields = state_keywords.split(self.tx, names, extra)
+        extra, fields = split_keywords(self.tx, names, extra)
         params = _select(self.params, self.trainable)
         all_grads, axis_name = grads, self.tx.axis_name
         if jax.tree.structure(grads) != jax.tree.structure(params):
@@ -177,7 +364,7 @@ class TrainState:
         params = _merge(params, self.params, self.trainable)
         params = declared_reductions.overwrite(params, all_grads, axis_name, synced=synced)
         new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
-        state_shards.claim(new)
+        shard_layout.claim_update(new)
         return new
 
     def __repr__(self) -> str:

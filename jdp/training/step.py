@@ -1,26 +1,204 @@
 """`Step`: a decorated function, and the work around each call of it."""
 
+# `signal` itself makes enums of numbers, in more time than all else here takes.
+import _signal  # pyrefly: ignore[missing-import]
 import dataclasses
 import functools
+import operator
+import signal
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jdp import jax_compat, pytrees
-from jdp.analysis.traced import TraceFindings
+from jdp import axis, jax_compat, pytrees
+from jdp.analysis.diagnostics import TraceFindings
+from jdp.axis import AxisName
 from jdp.data.sharding import place_batch
-from jdp.distributed import fail_fast, failed_run, in_flight, mesh
-from jdp.distributed.checks import known_leaves
-from jdp.distributed.step_call import StepCall
+from jdp.distributed import fail_fast, in_flight, mesh
+from jdp.distributed.checks import state as state_check
+from jdp.distributed.in_flight import StepCall
 from jdp.reduction import step_metrics
 from jdp.step_spec import StepSpec
-from jdp.training import dispatch_cache, parameters, placing
+from jdp.training import parameters, placing
 from jdp.training.compiled_step import CompiledStep
-from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
+
+_is_deleted = operator.methodcaller("is_deleted")
+_flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
+
+
+class KnownState:
+    """A state that a step takes as it is, by its leaves. It holds none of them.
+
+    The containers of a state may be new, as after `replace`, and the author may have exchanged a
+    leaf within a dict, so the leaves are compared. Another thread may call the step, too: the call
+    of one then finds the state of the other, and is prepared.
+
+    Args:
+      state: the state.
+      mesh: where it is.
+      is_callers: whether it is the caller's, who may donate it to another step.
+
+    Attributes:
+      leaves: references to its leaves.
+    """
+
+    __slots__ = ("_any_deleted", "leaves")
+
+    def __init__(self, state: Any, mesh: Mesh, *, is_callers: bool = False) -> None:
+        self._any_deleted: Any = None
+        if is_callers or jax_compat.DELETED_ARRAY_CRASHES:
+            # On one device an array has one shard, and JAX's own method tells all.
+            self._any_deleted = _any_deleted_of_one if mesh.size == 1 else _any_deleted
+        self.is_followed_by(state)
+
+    def is_followed_by(self, state: Any) -> None:
+        """Record that the step has returned another state."""
+        self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+
+    def are_leaves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the leaves of another state are those of this one, and alive."""
+        if not state_check.are_known(self.leaves, leaves):
+            return False
+        return self._any_deleted is None or not self._any_deleted(leaves)
+
+
+class LatestCall:
+    """A call of a step, whose arguments were taken as they were given. It holds none of them.
+
+    Args:
+      program: its `CompiledStep`.
+      known: the state of the next call: the one that was returned, or that of an `eval_step`.
+      rest: the other arguments.
+    """
+
+    __slots__ = ("_places", "_tree", "known", "program")
+
+    def __init__(self, program: Any, known: KnownState, rest: tuple) -> None:
+        self.program, self.known = program, known
+        leaves, self._tree = jax.tree.flatten(rest)
+        self._places = [_place(leaf) for leaf in leaves]
+
+    def is_like(self, args: tuple) -> bool:
+        """Whether another call has this state, and further arrays that lie as those of this one."""
+        if not args:
+            return False
+        state = _flatten(args[0])[0]
+        if not self.known.are_leaves(state):
+            return False
+        try:
+            leaves, tree = _flatten(args[1:])
+        except ValueError:  # keys that cannot be sorted, which have an error of their own
+            return False
+        if tree != self._tree or not {*map(id, leaves)}.isdisjoint(map(id, state)):
+            return False  # a donated array is copied for another argument
+        for leaf, (kind, shape, sharding, committed) in zip(leaves, self._places, strict=True):
+            if not (
+                type(leaf) is kind  # not a tracer
+                and leaf.shape == shape
+                and (leaf.sharding is sharding or leaf.sharding == sharding)
+                and leaf.committed == committed
+            ):
+                return False
+        return not (jax_compat.DELETED_ARRAY_CRASHES and any(map(jax_compat.is_deleted, leaves)))
+
+
+def record_call(
+    program: Any, given: tuple, taken: tuple, returned: Any, known: KnownState | None
+) -> LatestCall | None:
+    """Return the record of a call, None if an argument had to be placed."""
+    placed = slice(0 if returned is None else 1, None)  # a returned state lies where it has to
+    leaves = jax.tree.leaves(given[placed])
+    if not _are_taken(leaves, jax.tree.leaves(taken[placed])):
+        return None
+    state = given[0] if returned is None else returned
+    if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in jax.tree.leaves(state)):
+        return None  # the mesh is that of `init`, which may change
+    known = KnownState(state, program.mesh, is_callers=True) if known is None else known
+    return LatestCall(program, known, given[1:])
+
+
+def _any_deleted(leaves: Sequence[Any]) -> bool:
+    return any(map(jax_compat.is_deleted, leaves))
+
+
+def _any_deleted_of_one(leaves: Sequence[Any]) -> bool:
+    return any(map(_is_deleted, leaves))
+
+
+def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:
+    is_same = len(given) == len(taken) and all(map(operator.is_, given, taken))
+    return is_same and all(isinstance(leaf, jax.Array) for leaf in given)
+
+
+def _place(array: Any) -> tuple:
+    return type(array), array.shape, array.sharding, array.committed
+
+
+# By then the caller has stored the state that the step returned.
+_DELAY_S = 0.02
+_SIGINT = int(signal.SIGINT)
+_MAIN = threading.main_thread().ident or 0
+_getsignal, _get_ident = _signal.getsignal, threading.get_ident
+
+
+class Shield:
+    """Puts off an interrupt from when the state of a step is donated until the step returns.
+
+    It comes soon after the call, or when the next one begins. Handlers of Python run, and raise,
+    in the main thread alone: a call in another thread needs no shield.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None  # the author's
+        self._donated: Any = None
+        self._is_due = False
+        self._shielding = self._handle  # one object, so that `is` compares it
+
+    # Written so that an interrupt between any two lines leaves a handler that works.
+    def begin(self, shielded: list[Any]) -> None:
+        """Handle interrupts from here on, until `end` with the same list, which is empty."""
+        handler = _getsignal(_SIGINT)
+        # In the trace of another step; without a handler; in another thread.
+        if handler is self._shielding or not callable(handler) or _get_ident() != _MAIN:
+            return
+        if self._is_due:
+            self._interrupt()
+        self._handler = handler
+        shielded.append(handler)  # first: an interrupt may raise once the handler is set
+        _signal.signal(_SIGINT, self._shielding)
+
+    def end(self, shielded: list[Any]) -> None:
+        """Leave interrupts to the author's handler again."""
+        if shielded:
+            self._donated = None
+            _signal.signal(_SIGINT, shielded[0])
+            if self._is_due:
+                threading.Timer(_DELAY_S, self._interrupt).start()
+
+    def donates(self, state: Any) -> None:
+        """Record the arrays that the call is about to donate, if an interrupt would lose them."""
+        if _get_ident() == _MAIN:
+            self._donated = state
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if pytrees.any_deleted(self._donated):
+            self._is_due = True
+        else:
+            self._handler(number, frame)
+
+    def _interrupt(self) -> None:
+        if self._is_due:  # the timer and the next call may both come here
+            self._is_due = False
+            signal.pthread_kill(_MAIN, signal.SIGINT)
+
+
+SHIELD = Shield()
+
 
 # The calls of a step after which the state that went in is looked at: one look takes longer.
 _LOOKS_FOR_VIEWS = frozenset([2, 3, 10, 30, 100, 300, 1000, 10_000, 100_000])
@@ -37,9 +215,9 @@ class Step:
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
-        self._returned: dispatch_cache.KnownState | None = None  # the state that was returned last
+        self._returned: KnownState | None = None  # the state that was returned last
         self._leaves: list[weakref.ref] = []  # its leaves, over several processes
-        self._latest: dispatch_cache.LatestCall | None = None
+        self._latest: LatestCall | None = None
         self._num_calls = 0
         self._copied: list[weakref.ref] = []  # large further arguments of the second call
         self._holds_others = False  # whether the state has leaves that are not arrays
@@ -75,7 +253,7 @@ class Step:
         args: tuple,
         given: tuple | None,
         is_returned: bool,
-        latest: dispatch_cache.LatestCall | None,
+        latest: LatestCall | None,
     ) -> tuple[Any, Any, jax.Array]:
         """Run a program on its placed arguments."""
         with self._phase:
@@ -108,7 +286,7 @@ class Step:
         """Raise an error of jdp's for one of JAX's that it explains."""
         if "delete" in str(error):
             placing.require_alive(compiled.spec, args)
-        if failed_run.is_failed_run(error):
+        if in_flight.is_failed_run(error):
             raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
 
     def _record(
@@ -117,7 +295,7 @@ class Step:
         args: tuple,
         given: tuple | None,
         state: Any,
-        latest: dispatch_cache.LatestCall | None,
+        latest: LatestCall | None,
     ) -> None:
         """Record how the call lay, for the next one. The arguments are those of `_run`."""
         known = None
@@ -126,13 +304,13 @@ class Step:
                 known = latest.known
                 known.is_followed_by(state)
             else:
-                self._returned = known = dispatch_cache.KnownState(state, compiled.mesh)
+                self._returned = known = KnownState(state, compiled.mesh)
             if compiled.arguments is not None:
                 self._leaves[:] = known.leaves
         if latest is None:
             self._latest = None
             if given is not None:
-                self._latest = dispatch_cache.record_call(compiled, given, args, state, known)
+                self._latest = record_call(compiled, given, args, state, known)
 
     def _look_at_some_calls(self, where: Mesh, state: Any, rest: Sequence[Any]) -> None:
         if self._num_calls in _LOOKS_FOR_VIEWS and self.spec.donate:
@@ -259,8 +437,10 @@ class Step:
 
     def _unknown(self, state: Any, is_returned: bool) -> Sequence[int]:
         """Return the positions of the leaves of a state that no step has returned."""
-        known_leaves.keep(self._leaves)
-        return () if is_returned else known_leaves.unknown(jax.tree.leaves(state), self._leaves)
+        state_check.keep_known(self._leaves)
+        return (
+            () if is_returned else state_check.unknown_leaves(jax.tree.leaves(state), self._leaves)
+        )
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -282,3 +462,120 @@ class Step:
 
 def _holds_tracer(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def train_step(
+    fn: Callable[..., Any] | None = None,
+    *,
+    axis_name: AxisName = "data",
+    weight: Callable[[Any], Any] | None = None,
+    donate: bool = True,
+) -> Any:
+    """Run a training step on every rank of the mesh, each on its own rows of the batch.
+
+    Inside, write plain JAX. Before a step runs for the first time, its traced program is
+    proved to leave the same state on every rank, with no gradient reduced twice and no rank
+    waiting for another; a program of which that is not true is refused. Several processes also
+    compare theirs, with the arrays that they capture and the arguments, before anything is sent or
+    donated, and in each later call `rest` and what was changed in the state since the last; a step
+    inside a `jax.jit` of your own is proved, and not compared.
+
+    Args:
+      fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
+        rank. `batch`: a tree of arrays, split over ranks on their first dim. `rest`: the same on
+        every rank (a key, a temperature, a teacher's parameters), by position or keyword; one that
+        a call leaves out keeps its default, as a part of the program. `metrics`: a tree; float
+        scalars are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
+      axis_name: the data axis of the mesh: a name, or a tuple of names.
+      weight: `weight(batch) -> []`, how much this rank's rows count, for instance
+        `lambda batch: batch["mask"].sum()`. Gradients, accumulation, metrics and
+        `jdp.mean_over_ranks` are then sum(w * x) / sum(w); weight 0 contributes nothing, even NaN.
+        Finite and >= 0: a constant that is not is refused, other values are an error soon after.
+        A `lax.psum` or `lax.all_gather` that is differentiated is refused: JAX transposes it
+        without weights.
+      donate: reuse the memory of the state that goes in for the one that comes out. Ctrl-C is then
+        put off until the call has returned the new state.
+
+    Returns:
+      `step(state, batch, *rest) -> (state, metrics)`, which takes global batches and returns
+      without waiting for the devices. `step.lower(...)` gives the program.
+
+    Raises:
+      ValueError: from the first call with new shapes, if the program is not the same training
+        on every rank, or another one on another process; if rows do not divide by the ranks; if a
+        buffer was donated before.
+      RuntimeError: if a step failed while it ran, an earlier one got another `rest` or changed
+        state on another process (on every process, naming the leaf), or a weight was negative, NaN
+        or infinite (naming the rank).
+      TypeError: if the value of an argument is asked for while the step is traced, as `if` does.
+
+    >>> import jax, jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> state = jdp.TrainState.create({"w": jnp.zeros(())}, jdp.replicated(optax.sgd(0.1)))
+    >>> @jdp.train_step
+    ... def step(state, batch):
+    ...     loss_fn = lambda params: jnp.mean((params["w"] - batch) ** 2)
+    ...     loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    ...     return state.apply_gradients(grads), {"loss": loss}
+    >>> state, metrics = step(state, jnp.array([1.0, 2.0, 3.0, 6.0]))
+    >>> float(state.params["w"]), float(metrics["loss"])
+    (0.6000000238418579, 12.5)
+    """
+    return _decorated(fn, axis_name, weight, donate=donate, returns_state=True)
+
+
+def eval_step(
+    fn: Callable[..., Any] | None = None,
+    *,
+    axis_name: AxisName = "data",
+    weight: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Run an evaluation step on every rank of the mesh, each on its own rows of the batch.
+
+    Args:
+      fn: `fn(state, batch, *rest) -> metrics`, as for `train_step`; nothing is donated.
+      axis_name: the data axis of the mesh: a name, or a tuple of names.
+      weight: `weight(batch) -> []`, how much this rank's rows count.
+
+    Returns:
+      `step(state, batch, *rest) -> metrics`; `jdp.evaluate` runs it over a whole set.
+
+    Raises:
+      ValueError: as from `train_step`.
+
+    >>> import jax.numpy as jnp, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> @jdp.eval_step
+    ... def measure(params, batch):
+    ...     return {"mean": batch.mean() * params, "doubled": jdp.rows(2 * batch)}
+    >>> metrics = measure(jnp.float32(10.0), jnp.arange(4.0))
+    >>> float(metrics["mean"]), metrics["doubled"].tolist()
+    (15.0, [0.0, 2.0, 4.0, 6.0])
+    """
+    return _decorated(fn, axis_name, weight, donate=False, returns_state=False)
+
+
+def _decorated(fn: Any, axis_name: AxisName, weight: Any, **options: Any) -> Any:
+    def decorate(fn: Callable[..., Any]) -> Step:
+        return Step(StepSpec(fn, axis.names(axis_name), weight, **options))
+
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            f"weight= must be a function of the batch, got {weight!r}. For example "
+            'weight=lambda batch: batch["mask"].sum().'
+        )
+    if fn is None:
+        return decorate
+    if isinstance(fn, Step):
+        raise TypeError(
+            f"`{fn.__name__}` is decorated with jdp.train_step or jdp.eval_step already. Leave one "
+            "of the two decorators out; a step that calls another one calls the undecorated "
+            "function."
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"the decorator got {fn!r}, which is not a function. Write @jdp.train_step above "
+            "def step(state, batch); options are given by name, as in "
+            '@jdp.train_step(axis_name="data").'
+        )
+    return decorate(fn)

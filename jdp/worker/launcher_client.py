@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdp.worker import bytecode, fork_server, source_digest
+from jdp.worker import SWITCHED_ON, build_info, bytecode, fork_server
 from jdp.worker.fork_server import ForkServer
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
-from jdp.worker.switches import SWITCHED_ON
 
 VARIABLE = "JDP_LAUNCHER"
 
@@ -197,8 +196,8 @@ class LauncherClient:
 def invitation(**where: int) -> dict[str, str]:
     """Write the environment in which `current` finds its launcher."""
     build = {
-        "protocol": source_digest.of_bytes(source_digest.PROTOCOL),
-        "package": str(source_digest.PACKAGE),
+        "protocol": build_info.source_digest(build_info.PROTOCOL),
+        "package": str(build_info.PACKAGE),
     }
     return {VARIABLE: json.dumps({**where, **build})}
 
@@ -217,7 +216,7 @@ def current() -> LauncherClient | None:
     fds = json.loads(description)
     if not _is_socket(fds["socket"]):
         return None  # inherited from a process of the run, without the descriptors
-    if not source_digest.is_build_of(fds.get("protocol"), fds.get("package")):
+    if not build_info.is_build_of(fds.get("protocol"), fds.get("package")):
         raise RuntimeError(
             f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
             "to each other. Start both from one environment: python -m jdp run ..."

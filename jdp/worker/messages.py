@@ -22,7 +22,7 @@ From a host to a process:
 
 From a host to the leader:
   join    id, proof, ...           the host, the proof that it knows the token, and the past of the
-                                   run as it knows it (`jdp/worker/run_history.py`)
+                                   run as it knows it (`jdp/worker/run_progress.py`)
   ready   generation               a change would be quick: its standbys wait, or it has none
   told    process_id, what, ...    a message of one of its processes
   exited  process_id, ...          a process ended by itself
@@ -32,14 +32,14 @@ From a host to the leader:
   beat    at, standbys, ...        its time, how many standbys wait, the statuses of its processes,
                                    times of their steps
   nccl    report                   the report of NCCL's RAS service, or why there is none
-On a second connection, where several hosts may lead (`jdp/launch/transport/lifeline.py`):
+On a second connection, where several hosts may lead (`jdp/launch/connection.py`):
   lifeline  id, source, proof      from a host: this connection shows its death, and the leader's;
                                    its own end
   attached  proof, is_direct       from the leader: from now on it does, unless through a proxy
   farewell                         from both: the connection ends, and the launcher lives
 From the leader to a host:
   challenge  nonce, protocol, ...  asks for a proof that the host knows the token; with the claim
-                                   of the leader, see `jdp/launch/claim.py`
+                                   of the leader, see `jdp/launch/election.py`
   welcome    proof, is_running,    the host has joined; the leader's proof; a generation lives;
              leader                id of the leader's launcher
   refused    why, is_final         the host may not join, for now or at all

@@ -10,13 +10,12 @@ import threading
 import time
 from typing import Any, Protocol
 
-from jdp.worker import phases
+from jdp.worker import process_status
+from jdp.worker.hang_detector import is_debugged
 from jdp.worker.live_line import LiveLine
-from jdp.worker.own_progress import own
+from jdp.worker.progress import own
 from jdp.worker.progress_board import phase_name
-from jdp.worker.run_progress import RunProgress
-from jdp.worker.run_summary import RunSummary
-from jdp.worker.watchdog import is_debugged
+from jdp.worker.run_progress import RunProgress, RunSummary
 
 # Interval in seconds between lines where there is no terminal, as of `jdp run`.
 PLAIN_S = 30.0
@@ -83,7 +82,7 @@ class ProgressLine:
     def _update(self, now: float) -> None:
         status = own.slot.read()
         for phase, since_ns in [*own.phases]:  # an evaluation calls steps, which are phases, too
-            if (name := phase_name(phase)) not in phases.QUIET:
+            if (name := phase_name(phase)) not in process_status.QUIET:
                 status = status._replace(phase=name, since_s=since_ns / 1e9)
                 break
         has_stepped = status.steps != self._num_steps

@@ -1,14 +1,145 @@
-"""How far a run is, added up from the statuses of its processes, over all its generations."""
+"""How far a run is, added up from its processes, over all its generations; and in words."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jdp.worker import phases
-from jdp.worker.process_status import ProcessStatus
-from jdp.worker.run_counts import RunCounts
-from jdp.worker.run_history import RunHistory
-from jdp.worker.run_summary import RunSummary
+from jdp.worker import process_status
+from jdp.worker.process_status import ProcessStatus, RunCounts
+
+
+class RunHistory(NamedTuple):
+    """The failures and lost time of a run. Times are those of `time.monotonic`, in seconds.
+
+    Attributes:
+      failures: time, step if it is known, and error of each one that the restart budget counts.
+      began: when all processes had made the first step; None before that.
+      lost_s: since then, in which the run did not come further.
+      recoveries: number of them, by the error code of the first failure of each.
+
+    >>> RunHistory([(90.0, 7, "")], began=10.0).moved(-100.0).facts()
+    {'failures': [[-10.0, 7, '']], 'began': -90.0, 'lost_s': 0.0, 'recoveries': {}}
+    """
+
+    failures: list[tuple[float, int | None, str]] = []  # noqa: RUF012
+    began: float | None = None
+    lost_s: float = 0.0
+    recoveries: dict[str, int] = {}  # noqa: RUF012
+
+    @property
+    def num_recoveries(self) -> int:
+        """The number of recoveries from failures."""
+        return sum(self.recoveries.values())
+
+    def moved(self, by_s: float) -> "RunHistory":
+        """Return it on another clock, which shows `by_s` more.
+
+        Between hosts it is sent on a clock that shows 0 at that moment.
+        """
+        failures = [(at + by_s, step, error) for at, step, error in self.failures]
+        began = None if self.began is None else self.began + by_s
+        return self._replace(failures=failures, began=began)
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as JSON; `RunHistory(**facts)` reads it."""
+        return self._asdict() | {"failures": [[*each] for each in self.failures]}
+
+
+class LeaderLoss(NamedTuple):
+    """The loss of a leader, as a host that followed it has seen it.
+
+    Attributes:
+      why: in words.
+      at: time.monotonic() when it was noticed.
+      silent_s: seconds for which nothing was heard of it before that.
+      step: the last that all processes of this host called; None if it is not known.
+    """
+
+    why: str
+    at: float
+    silent_s: float
+    step: int | None = None
+
+    def moved(self, by_s: float) -> "LeaderLoss":
+        """Return it on another clock, which shows `by_s` more."""
+        return self._replace(at=self.at + by_s)
+
+
+class RunSummary(NamedTuple):
+    """How far a run is, as the leader sees it.
+
+    Attributes:
+      step: the last step that all processes have called, counted over all lives of the run; None
+        before the first.
+      loss: the last one that `jdp.log` has written; None if there is none.
+      steps_per_s: lately; None until two steps were seen.
+      rows_per_s: examples in these steps; None if jdp did not hand out their batches.
+      data_share: of the same time, that the process waits for data which waits longest; None
+        likewise.
+      commit: step of the last commit that all hosts have; None if there is none.
+      checkpoint: step of the last checkpoint; None if there is none.
+      recoveries: from failures.
+      ettr: effective training time ratio: the share of the time since the first step of the run in
+        which it came further. Recoveries do not count, nor do steps that are made again. None
+        without a launcher.
+      learning_rate, gradient_norm: likewise.
+      activity: what a process has been doing for more than two seconds, such as "compiling for
+        7 s"; None if it trains.
+      target: step at which the loop over `jdp.batches` ends; None if it is not known.
+
+    >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
+    >>> print(summary)
+    step 340, loss 3.438, 2,500 examples/s, data wait 3 %, ETTR 97.2 %, 1 recovery, \
+commit 340, checkpoint 300
+    """
+
+    step: int | None
+    loss: float | None
+    steps_per_s: float | None
+    rows_per_s: float | None
+    data_share: float | None
+    commit: int | None
+    checkpoint: int | None
+    recoveries: int
+    ettr: float | None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    activity: str | None = None
+    target: int | None = None
+
+    def parts(self) -> list[str]:
+        """Return the numbers that are known, each in words, the least important ones last."""
+        found = [] if self.step is None else [f"step {self.step}"]
+        if found and self.target is not None and self.target > 0:
+            found = [f"step {self.step} of {self.target}"]
+        steps_per_s = self.steps_per_s if self.rows_per_s is None else None
+        recovered = "recovery" if self.recoveries == 1 else "recoveries"
+        for value, text in (
+            (self.activity, "{}"),
+            (self.loss, "loss {:.4g}"),
+            (_rate(self.rows_per_s), "{} examples/s"),
+            (_rate(steps_per_s), "{} steps/s"),
+            (self.data_share, "data wait {:.0%}"),
+            (self.learning_rate, "lr {:.3g}"),
+            (self.gradient_norm, "grad norm {:.3g}"),
+            (self.ettr, "ETTR {:.1%}"),
+            (self.recoveries or None, f"{{}} {recovered}"),
+            (self.commit, "commit {}"),
+            (self.checkpoint, "checkpoint {}"),
+        ):
+            if value is not None:
+                found.append(text.format(value).replace("%", " %"))
+        return found
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts())
+
+
+def _rate(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
 
 # Rates are those of the last seconds, or of the last two steps if these took longer.
 WINDOW_S = 30.0
@@ -29,7 +160,7 @@ class RunProgress:
     Args:
       has_launcher: whether processes are replaced, so that time may be lost.
 
-    >>> from jdp.worker.run_counts import RunCounts
+    >>> from jdp.worker.process_status import RunCounts
     >>> progress = RunProgress()
     >>> progress.begin_generation(100.0, size=1, restored={})
     >>> for i in range(3):
@@ -104,7 +235,9 @@ class RunProgress:
 
     def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
         """Record statuses of processes of the generation, of some of them or of all."""
-        self._activity = phases.activity(now, self._with_evaluations(now, statuses.values()))
+        self._activity = process_status.activity(
+            now, self._with_evaluations(now, statuses.values())
+        )
         self._statuses |= {**statuses, **self._ended}
         if not self._size or len(self._statuses) < self._size:
             return
@@ -135,7 +268,9 @@ class RunProgress:
             return statuses
         since_s = self._evaluates_since = self._evaluates_since or now
         return [
-            it._replace(phase=phases.EVALUATING, since_s=since_s) if it.counts.is_evaluating else it
+            it._replace(phase=process_status.EVALUATING, since_s=since_s)
+            if it.counts.is_evaluating
+            else it
             for it in statuses
         ]
 
@@ -193,5 +328,5 @@ class RunProgress:
 
 def _waited_s(now: float, status: ProcessStatus) -> float:
     """Return for how many seconds a process has waited for data, with a wait that lasts."""
-    lasting_s = max(0.0, now - status.since_s) if status.phase == phases.DATA else 0.0
+    lasting_s = max(0.0, now - status.since_s) if status.phase == process_status.DATA else 0.0
     return status.counts.data_s + lasting_s

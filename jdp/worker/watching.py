@@ -7,19 +7,17 @@ import os
 import time
 from typing import Any
 
-from jdp.worker import launcher_client, phases
-from jdp.worker.own_progress import own
+from jdp.worker import launcher_client, process_status
+from jdp.worker.hang_detector import SelfWatch, show_stacks_when_asked
 from jdp.worker.process_status import ENDED
-from jdp.worker.progress import STARTING
+from jdp.worker.progress import STARTING, StepClock, own
 from jdp.worker.progress_board import record
 from jdp.worker.progress_line import ProgressLine
-from jdp.worker.step_clock import StepClock
-from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
 
 def record_joining() -> None:
     """Record that this process waits for the others, until `begin_watching`."""
-    own.phases[0] = record(phases.JOINING), time.monotonic_ns()
+    own.phases[0] = record(process_status.JOINING), time.monotonic_ns()
     own.slot.enter(*own.phases[-1])
     show_stacks_when_asked()
 
@@ -51,15 +49,15 @@ def begin_watching(
     require_limit(timeout_s)
     _stop_watch()
     limit_s = math.inf if timeout_s is None else timeout_s
-    own.longest_wait_s = limit_s * phases.PATIENCE
+    own.longest_wait_s = limit_s * process_status.PATIENCE
     launcher = launcher_client.current()
     is_alone = launcher is None and num_processes == 1
     # No other process waits for user code here, which may take days.
     own_limit_s = math.inf if is_alone else 0.0
-    own.between = record(phases.BETWEEN, own_limit_s), 0
+    own.between = record(process_status.BETWEEN, own_limit_s), 0
     # The entire step is user code here and may include compilation.
-    own.between_own = record(phases.BETWEEN, own_limit_s or own.longest_wait_s), 0
-    own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
+    own.between_own = record(process_status.BETWEEN, own_limit_s or own.longest_wait_s), 0
+    own.unstepped = record(process_status.UNSTEPPED, own_limit_s), 0
     own.phases[0] = STARTING, time.monotonic_ns()
     own.num_steps = own.num_counted = own.num_own_steps = 0
     own.restored, own.closed_steps = {}, 0

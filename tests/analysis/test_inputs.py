@@ -30,7 +30,7 @@ from support.analysed import (
 )
 
 from jdp.analysis import find_shard_maps, jaxprs
-from jdp.analysis.liveness import used_inputs
+from jdp.analysis.dataflow import used_inputs
 
 
 def test_captured_arrays_stand_in_front_of_the_arguments():

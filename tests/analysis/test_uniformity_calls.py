@@ -20,9 +20,9 @@ from support.analysed import (
 )
 
 import jdp
-from jdp.analysis import jaxprs, partitioned
+from jdp.analysis import interpreter, jaxprs
 from jdp.analysis.interpreter import Interpreter
-from jdp.distributed.checks import program as program_check
+from jdp.distributed.checks import startup
 
 DEPTH = 20
 
@@ -219,14 +219,14 @@ def test_a_step_with_gradients_of_their_own_weight_is_proved(num_opened):
 
 def test_a_branch_is_searched_for_shifts_once(num_opened):
     jaxpr = jax.make_jaxpr(nested(jnp.sin))(X)
-    assert partitioned.first_shift(jaxpr.jaxpr, None, 1) is None
+    assert interpreter.first_shift(jaxpr.jaxpr, None, 1) is None
     assert 0 < num_opened[0] < 1000
 
 
 def test_what_nested_calls_capture_is_compared_once():
     table = np.arange(16.0)
     traced = jax.jit(nested(lambda x: jnp.sin(x) + table)).trace(X)
-    program = program_check.ProgramText.of_trace("step", traced, traced.lower())
+    program = startup.ProgramText.of_trace("step", traced, traced.lower())
     assert len(program.constants) == 1
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from support.analysed import local, pmean, psum, report, table
 
 from jdp.analysis import analyse
-from jdp.analysis.source_lines import source
+from jdp.analysis.diagnostics import source_of
 
 
 def line_of(function, text):
@@ -102,5 +102,5 @@ LINES = {
 def test_the_line_named_is_the_innermost_of_the_author_s(program):
     file_names, want = program
     info = SimpleNamespace(traceback=Traceback(*file_names))
-    assert source(SimpleNamespace(source_info=info)) == want
-    assert source(SimpleNamespace(source_info=SimpleNamespace(traceback=None))) == ""
+    assert source_of(SimpleNamespace(source_info=info)) == want
+    assert source_of(SimpleNamespace(source_info=SimpleNamespace(traceback=None))) == ""

@@ -14,7 +14,7 @@ from jax import lax
 
 import jdp
 from jdp.analysis import step_refusals
-from jdp.analysis.explanation import NEVER_AVERAGED
+from jdp.analysis.provenance import NEVER_AVERAGED
 
 pytestmark = pytest.mark.all_sets
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.distributed.checks import traced_programs
+from jdp.distributed.checks import startup
 
 # The first life commits 3 steps, writes another setting, and dies.
 SCRIPT = """
@@ -91,7 +91,7 @@ class Run:
 
     def live(self, advance, rate=0.25, *, rows=8, ranks=2):
         """Return the warnings. `advance(number, states, batch)` makes a step of each state."""
-        self._patch.setattr(traced_programs, "current", traced_programs.TracedPrograms())
+        self._patch.setattr(startup, "traced", startup.TracedPrograms())
         self._log.clear()
         mesh = self._make_mesh(ranks)
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

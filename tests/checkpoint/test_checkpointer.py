@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.launched import Launcher
 
 import jdp
-from jdp.checkpoint import commit_memory, directory_lock
+from jdp.checkpoint import commit_memory, directory
 from jdp.worker import progress
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
@@ -376,7 +376,7 @@ def test_a_step_before_restore_or_after_close_is_refused(tmp_path):
 
 
 def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory._TIMEOUT_S", 0.1)
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.restore({"n": 0})
         with pytest.raises(RuntimeError, match=f"{tmp_path} .*process {os.getpid()} "):
@@ -752,7 +752,7 @@ def test_a_rule_for_another_number_of_ranks_may_change_and_keep_what_was_saved(t
 def patience(path):
     jdp.init()
     waits = []
-    directory_lock._lock = lambda file, path, timeout_s: waits.append(timeout_s)
+    directory._lock = lambda file, path, timeout_s: waits.append(timeout_s)
     jdp.Checkpointer(path, resume=True).restore({"n": 0})
     return waits
 

@@ -16,14 +16,13 @@ from support.launched import Launcher
 from support.states import bits, committed, mixed_state, needs_library, random_bits
 
 import jdp
-from jdp.checkpoint import native_copy
+from jdp.checkpoint import snapshot
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.commit_snapshot import CommitSnapshots
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.pieces import Finder, on_devices
 from jdp.checkpoint.saved_leaves import describe, leaves_of, padded_bytes, unpack
-from jdp.checkpoint.shares import Share
+from jdp.checkpoint.snapshot import CommitSnapshots
 from jdp.checkpoint.state_writer import commit_writer
+from jdp.checkpoint.write_plan import Finder, Share, on_devices
 
 HERE = "test_commit_snapshot"
 
@@ -46,7 +45,7 @@ def commit(memory, snapshots, state):
 @pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_library), False])
 def test_a_commit_has_the_bits_of_every_leaf(mesh, memory, commits, monkeypatch, is_native):
     if not is_native:
-        monkeypatch.setattr(native_copy, "takes", lambda x: False)
+        monkeypatch.setattr(snapshot, "takes", lambda x: False)
     state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(commits)
     expected = bits(state)
     for _ in range(3):  # into either half of the memory
@@ -76,7 +75,7 @@ def test_a_commit_is_taken_under_the_mesh_of_the_script(
     make_mesh, memory, commits, monkeypatch, is_native
 ):
     if not is_native:
-        monkeypatch.setattr(native_copy, "takes", lambda x: False)
+        monkeypatch.setattr(snapshot, "takes", lambda x: False)
     mesh, snapshots = make_mesh(4), CommitSnapshots(commits)
     split = jax.device_put(
         np.arange(16, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data"))
@@ -148,7 +147,7 @@ def test_memory_is_reserved_for_both_commits_before_the_first(mesh, memory, comm
 
 
 def test_memory_of_device_copies_is_used_again(memory, commits, monkeypatch):
-    monkeypatch.setattr(native_copy, "takes", lambda x: False)
+    monkeypatch.setattr(snapshot, "takes", lambda x: False)
     snapshots = CommitSnapshots(commits)
     state = {"w": jnp.zeros(50_000), "n": 3}
     reserve = snapshots.reservation(state, (), here=True)
@@ -186,9 +185,9 @@ def test_more_arrays_than_a_call_takes_are_copied(memory, commits):
 @needs_library
 def test_a_program_that_copies_holds_no_address():
     def text(target):
-        words = native_copy.CopyOut([native_copy.TargetBox(0, x.nbytes, ())])._calls
+        words = snapshot.CopyOut([snapshot.TargetBox(0, x.nbytes, ())])._calls
         moved = [np.where(is_offset, w + target, w).view(np.uint32) for _, w, is_offset in words]
-        return native_copy._copy_out.lower(moved, [[x]]).as_text()
+        return snapshot._copy_out.lower(moved, [[x]]).as_text()
 
     x = jnp.ones(5)
     assert text(1 << 40) == text(3 << 40)

@@ -9,12 +9,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.states import bits, committed, mixed_state
 
 import jdp
-from jdp.checkpoint import device_copies, native_copy
-from jdp.checkpoint.commit_snapshot import CommitSnapshots
-from jdp.checkpoint.device_copies import DeviceCopies
+from jdp.checkpoint import snapshot
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.pieces import Finder, StatePiece
-from jdp.checkpoint.shares import Share
+from jdp.checkpoint.snapshot import CommitSnapshots, DeviceCopies
+from jdp.checkpoint.write_plan import Finder, Share, StatePiece
 
 # Numbers of float32, primes; the last two are less than 1 MiB.
 SIZES = (300_007, 700_001, 262_147, 1_000_003, 400_009, 262_139, 5)
@@ -134,13 +132,13 @@ def test_commits_and_checkpoints_have_the_bits_of_states_that_are_copied_on_seve
     where = NamedSharding(jdp.init(devices=jax.devices()[:3]), PartitionSpec())
     state = mixed_state(where)
     expected = bits(state)
-    monkeypatch.setattr(device_copies, "LARGE_BYTES", 1)
-    monkeypatch.setattr(native_copy, "takes", lambda x: False)
+    monkeypatch.setattr(snapshot, "LARGE_BYTES", 1)
+    monkeypatch.setattr(snapshot, "takes", lambda x: False)
     commits = HostCommits(file, Share(0, 1))
     snapshots = CommitSnapshots(commits)
     for _ in range(3):
-        snapshot = snapshots.take_snapshot(state)
-        commits.shared.finish(snapshot.fetch(), {"leaves": snapshot.leaves})
+        taken = snapshots.take_snapshot(state)
+        commits.shared.finish(taken.fetch(), {"leaves": taken.leaves})
         assert committed(commits.shared) == expected
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.step(ckpt.restore(state))

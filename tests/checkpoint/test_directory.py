@@ -365,7 +365,7 @@ time.sleep(60)
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory._TIMEOUT_S", 0.1)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         env=environment(),
@@ -398,7 +398,7 @@ time.sleep(60)
 
 
 def test_a_forked_child_that_outlives_the_run_does_not_keep_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("jdp.checkpoint.directory._TIMEOUT_S", 0.5)
     forker = subprocess.Popen(
         [sys.executable, "-c", FORKER, str(tmp_path)],
         env=environment(),
@@ -419,7 +419,7 @@ def test_a_forked_child_that_outlives_the_run_does_not_keep_its_lock(tmp_path, m
 
 
 def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.0)
+    monkeypatch.setattr("jdp.checkpoint.directory._TIMEOUT_S", 0.0)
     timer = threading.Timer(0.3, folder.unlock)
     timer.start()
     other = Folder(folder.path)
@@ -429,7 +429,7 @@ def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
 
 
 def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory._TIMEOUT_S", 0.1)
     with pytest.raises(RuntimeError, match=f"{folder.path} .*process {os.getpid()} "):
         Folder(folder.path).lock()
     folder.unlock()

@@ -21,7 +21,7 @@ import jdp
 from jdp.checkpoint import directory, manifest, orbax_files
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.manifest import TornError
-from jdp.checkpoint.sources import Key, Sources
+from jdp.checkpoint.restore_candidates import Key, Sources
 
 NUM_ACTIONS = 16
 FOREIGN_NAMES = [

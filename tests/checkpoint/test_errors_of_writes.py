@@ -17,15 +17,14 @@ from support.launched import Launcher
 from support.states import committed
 
 import jdp
-from jdp.checkpoint.commit_marks import ENDED, CommitMarks
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.host_commits import HostCommits
+from jdp.checkpoint.host_commits import ENDED, CommitMarks, HostCommits
 from jdp.checkpoint.saved_leaves import leaves_of, unpack
 from jdp.checkpoint.session import Session
-from jdp.checkpoint.shares import Share
 from jdp.checkpoint.snapshot import Snapshots
 from jdp.checkpoint.state_writer import StateWriter, checkpoint_writer, commit_writer
+from jdp.checkpoint.write_plan import Share
 from jdp.distributed import metrics_log
 
 HERE = "test_errors_of_writes"

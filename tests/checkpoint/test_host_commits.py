@@ -22,13 +22,12 @@ from support.processes import environment
 from support.states import bits, committed, mixed_state, needs_library
 
 import jdp
-from jdp.checkpoint import commit_marks, host_commits, native_copy, shares
-from jdp.checkpoint.commit_marks import WRITTEN, CommitMark, CommitMarks
+from jdp.checkpoint import host_commits, snapshot, write_plan
 from jdp.checkpoint.commit_memory import MARKS, CommitMemory
-from jdp.checkpoint.commit_snapshot import CommitSnapshots
-from jdp.checkpoint.host_commits import HostCommits
+from jdp.checkpoint.host_commits import WRITTEN, CommitMark, CommitMarks, HostCommits
 from jdp.checkpoint.saved_leaves import SavedLeaf
-from jdp.checkpoint.shares import Share
+from jdp.checkpoint.snapshot import CommitSnapshots
+from jdp.checkpoint.write_plan import Share
 
 HERE = "test_host_commits"
 
@@ -48,7 +47,9 @@ def test_each_row_belongs_to_one_share_and_shares_are_equal_but_for_a_row(num):
     for _ in range(200):
         leaves = random_leaves(rng)
         is_shared = [rng.random() < 0.9 for _ in leaves]
-        found = [shares.rows(leaves, is_shared, Share(number, num)) for number in range(num)]
+        found = [
+            write_plan.shared_rows(leaves, is_shared, Share(number, num)) for number in range(num)
+        ]
         sizes = np.zeros(num)
         for i, leaf in enumerate(leaves):
             num_rows = leaf.shape[0] if leaf.shape else 1
@@ -86,9 +87,9 @@ def write_together(file, num, state, facts):
 @pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_library), False])
 @pytest.mark.parametrize("num", [2, 3, 8])
 def test_shares_make_up_the_bits_of_every_leaf(file, make_mesh, monkeypatch, num, is_native):
-    monkeypatch.setattr(shares, "holds_everywhere", lambda x: isinstance(x, jax.Array))
+    monkeypatch.setattr(write_plan, "holds_everywhere", lambda x: isinstance(x, jax.Array))
     if not is_native:
-        monkeypatch.setattr(native_copy, "takes", lambda x: False)
+        monkeypatch.setattr(snapshot, "takes", lambda x: False)
     state = mixed_state(NamedSharding(make_mesh(2), PartitionSpec()))
     expected, memory = bits(state), CommitMemory(file)
     for life in ("a0", "b1"):
@@ -98,8 +99,8 @@ def test_shares_make_up_the_bits_of_every_leaf(file, make_mesh, monkeypatch, num
 
 
 def test_a_share_holds_and_copies_about_its_part_of_the_state(file, make_mesh, monkeypatch):
-    monkeypatch.setattr(shares, "holds_everywhere", lambda x: isinstance(x, jax.Array))
-    monkeypatch.setattr(native_copy, "takes", lambda x: False)
+    monkeypatch.setattr(write_plan, "holds_everywhere", lambda x: isinstance(x, jax.Array))
+    monkeypatch.setattr(snapshot, "takes", lambda x: False)
     where = NamedSharding(make_mesh(2), PartitionSpec())
     state = [jax.device_put(np.zeros(shape, np.float32), where) for shape in ((8009, 31), (997,))]
     sizes = []
@@ -275,7 +276,7 @@ def test_a_process_that_waits_for_one_that_has_ended_goes_on_without_a_word(file
 
 def test_a_mark_that_is_half_written_is_none(file):
     first, second = CommitMarks(file, 0), CommitMarks(file, 1)
-    marks, size = [], commit_marks._MARK_BYTES
+    marks, size = [], host_commits._MARK_BYTES
     for step in (1, 2):
         second.write(CommitMark(5, WRITTEN, step, 5, step, step))
         assert first.read(1).step == step
@@ -326,7 +327,7 @@ def test_a_mark_of_an_earlier_life_does_not_count(file):
 WRITER = """
 import random, sys, time
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.shares import Share
+from jdp.checkpoint.write_plan import Share
 file, number, num, step, life = map(int, sys.argv[1:])
 commits, rng = HostCommits(file, Share(number, num)), random.Random(100 * life + number)
 commits.begin_life(f"{life:x}")

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from jdp.checkpoint import find
+from jdp.checkpoint import restore_candidates
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.last_commit import save_last_commit
@@ -80,6 +80,6 @@ def test_a_directory_that_is_on_another_host_is_not_made(memory, tmp_path):
 def test_a_directory_without_a_step_of_the_processes_before_is_named(tmp_path, caplog):
     # Another Checkpointer of theirs may have kept one: of a model that is trained before.
     offer = {"keys": [], "resumes": True, "is_later": True}
-    assert find.latest({0: offer}, str(tmp_path)) is None
+    assert restore_candidates.latest({0: offer}, str(tmp_path)) is None
     (line,) = caplog.messages
     assert str(tmp_path) in line and "begins at step 0" in line

@@ -13,7 +13,7 @@ import pytest
 
 import jdp
 from jdp.checkpoint.load import parse
-from jdp.distributed.checks import known_leaves
+from jdp.distributed.checks import state
 
 PARAMS = {
     "layer": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)},
@@ -168,7 +168,7 @@ def test_missing_leaves_keep_what_is_given_when_that_is_asked_for(make_mesh, tmp
     assert ".model_state['ema']" in line and ".opt_state[0].mu" in line and "step 3" in line
     # All processes have the saved leaves from one place; the others may differ between them.
     kept = [id(found.model_state["ema"])]
-    assert not {id(ref()) for ref in known_leaves._vouched} & {*kept}
+    assert not {id(ref()) for ref in state._vouched} & {*kept}
 
 
 def test_what_is_there_is_restored_without_a_word(tmp_path, caplog):

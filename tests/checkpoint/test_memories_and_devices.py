@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
-from jdp.checkpoint.pieces import Finder
+from jdp.checkpoint.write_plan import Finder
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
 

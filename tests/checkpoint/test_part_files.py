@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp.checkpoint import part_files
+from jdp.checkpoint import orbax_files
 
 ARRAYS = {
     "0['w']@0,12": np.arange(60, dtype=np.float32).reshape(5, 12),
@@ -23,17 +23,17 @@ def bits(arrays):
 
 @pytest.mark.parametrize("batch_bytes", [1, 64 << 20])
 def test_arrays_come_back_with_their_bits(tmp_path, monkeypatch, batch_bytes):
-    monkeypatch.setattr(part_files, "_BATCH_BYTES", batch_bytes)
-    part_files.write(tmp_path / "state-1", iter(ARRAYS.items()))
-    assert bits(part_files.read(tmp_path / "state-1", [*ARRAYS])) == bits(ARRAYS)
+    monkeypatch.setattr(orbax_files, "_BATCH_BYTES", batch_bytes)
+    orbax_files.write_parts(tmp_path / "state-1", iter(ARRAYS.items()))
+    assert bits(orbax_files.read_parts(tmp_path / "state-1", [*ARRAYS])) == bits(ARRAYS)
     some = [*ARRAYS][1:3]
-    assert [*part_files.read(tmp_path / "state-1", some)] == some
+    assert [*orbax_files.read_parts(tmp_path / "state-1", some)] == some
 
 
 def test_an_array_whose_files_are_gone_is_an_error(tmp_path):
-    part_files.write(tmp_path / "state-1", ARRAYS.items())
+    orbax_files.write_parts(tmp_path / "state-1", ARRAYS.items())
     for path in (tmp_path / "state-1").rglob("*"):
         if path.parent.name == "d":
             path.unlink()
     with pytest.raises(ValueError, match="NOT_FOUND|DATA_LOSS"):
-        part_files.read(tmp_path / "state-1", [*ARRAYS])
+        orbax_files.read_parts(tmp_path / "state-1", [*ARRAYS])

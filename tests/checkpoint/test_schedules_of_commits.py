@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jdp.checkpoint import commit_marks, commit_memory, host_commits
+from jdp.checkpoint import commit_memory, host_commits
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.shares import Share
+from jdp.checkpoint.write_plan import Share
 
 NUM_BYTES = 6 * 4096 + 61
 NUM_STEPS = 12
@@ -171,7 +171,7 @@ def test_no_schedule_mixes_two_steps_or_leaves_a_process_waiting(monkeypatch, se
     monkeypatch.setattr(host_commits, "_PATIENCE_S", 1.0)
     monkeypatch.setattr(host_commits, "_LAST_S", 0.05)
     die, results = random.Random(seed), Counter()
-    for module in (commit_marks, commit_memory):
+    for module in (host_commits, commit_memory):
         monkeypatch.setattr(module, "os", Pausing(die))
     for first_life in range(0, 60, 3):
         file, step = os.memfd_create("test"), 0

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from jdp.checkpoint import part_files
+from jdp.checkpoint import orbax_files
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.state_writer import checkpoint_writer
 from jdp.distributed import agree, kv_store
@@ -21,8 +21,8 @@ VALUES = np.arange(24, dtype=np.float32)
 
 
 def faulty(path, failing, slow, lost):
-    """`part_files.write`, which fails on one process while another one still writes."""
-    write, me = part_files.write, jax.process_index()
+    """`orbax_files.write_parts`, which fails on one process while another one still writes."""
+    write, me = orbax_files.write_parts, jax.process_index()
 
     def faulty(state, arrays):
         if me == failing:
@@ -53,9 +53,9 @@ def attempts(path, failing, slow):
     if me == 0:
         folder.lock()
     kv_store.wait_for_all(f"locked {path}", timeout_s=20.0)
-    writer, write = checkpoint_writer(folder, keep=3, is_here=me == 0), part_files.write
+    writer, write = checkpoint_writer(folder, keep=3, is_here=me == 0), orbax_files.write_parts
     for do in (faulty(path, failing, slow, lost), write):
-        part_files.write = do
+        orbax_files.write_parts = do
         writer.begin_write(state, {"life": 1, "step": 7, "tag": str(path)})
         try:
             writer.wait()
@@ -82,7 +82,7 @@ def comes_late(path):
     """Process 1 writes until the second attempt has begun: it is given up before."""
     mesh, me = jdp.init(), jax.process_index()
     state = {"x": jax.device_put(VALUES, NamedSharding(mesh, PartitionSpec("data")))}
-    folder, write, errors = Folder(path), part_files.write, []
+    folder, write, errors = Folder(path), orbax_files.write_parts, []
     if me == 0:
         folder.lock()
     kv_store.wait_for_all(f"locked {path}", timeout_s=20.0)
@@ -95,7 +95,7 @@ def comes_late(path):
                 state.mkdir(parents=True, exist_ok=True)  # as TensorStore does
                 (state / "more").touch()
 
-    part_files.write = late
+    orbax_files.write_parts = late
     writer = checkpoint_writer(folder, keep=3, is_here=me == 0)
     before = agree.timeout_s()
     for timeout_s in (1.0, before):
@@ -105,7 +105,7 @@ def comes_late(path):
             writer.wait()
         except OSError as failure:
             errors.append(str(failure))
-    part_files.write = write
+    orbax_files.write_parts = write
     writer.end_thread()
     folder.unlock()
     return errors

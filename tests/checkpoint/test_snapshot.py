@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import pytrees
-from jdp.checkpoint.load_into import fill
+from jdp.checkpoint.load import fill
 from jdp.checkpoint.saved_leaves import (
     describe,
     pack,

@@ -10,9 +10,9 @@ from support.training import batch, loss_fn, ranks, state
 
 import jdp
 from jdp.collectives import call_order, native
-from jdp.collectives.call_chains import why_unordered
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.reduction import scheduling_barrier
+from jdp.collectives.hazards import why_unordered
+from jdp.reduction import wait_order
 
 pytestmark = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
@@ -60,14 +60,14 @@ def differentiated(x):
 
 def waiting(x):
     """The next call waits for a value, and so does another value for the token of the last one."""
-    (later,) = scheduling_barrier.after([x], [call_order.first_token()])
-    scheduling_barrier.next_call_after([x])
+    (later,) = wait_order.after([x], [call_order.first_token()])
+    wait_order.next_call_after([x])
     return total(later)
 
 
 def of_a_token_and_its_copy(x):
     x, token = total(x), call_order.first_token()
-    (copy,) = scheduling_barrier.after([token], [x])
+    (copy,) = wait_order.after([token], [x])
     both = [call_order.threaded(total)(each, x)[1] for each in (token, copy)]
     return both[0] + both[1]
 

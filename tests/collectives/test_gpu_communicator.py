@@ -23,7 +23,6 @@ from jdp.collectives import native
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.gpu import communicator as gpu_communicator
 from jdp.collectives.gpu import runtime as gpu_runtime
-from jdp.collectives.gpu import self_test
 from jdp.collectives.shared_library import Loaded
 from jdp.collectives.xla import xla
 
@@ -31,7 +30,7 @@ native_module = sys.modules["jdp.collectives.native"]
 
 STAGES = ["topology", "open", "export", "import", "probe_write", "probe_read"]
 BLOB_BYTES = 16
-DIFFERENCE = self_test.difference  # which most tests replace
+DIFFERENCE = gpu_communicator.self_test_difference  # which most tests replace
 
 
 class Notes:
@@ -89,7 +88,7 @@ def use(notes, patch):
 @pytest.fixture
 def notes(monkeypatch):
     gpu_communicator.communicator.cache_clear()
-    monkeypatch.setattr(self_test, "difference", lambda mesh, axes, key: "")
+    monkeypatch.setattr(gpu_communicator, "self_test_difference", lambda mesh, axes, key: "")
     yield use(Notes(), monkeypatch)
     gpu_communicator.communicator.cache_clear()
 
@@ -196,7 +195,9 @@ def test_memory_that_others_may_still_write_is_kept_and_logged_once(num_kept, no
 
 
 def test_numbers_that_come_out_wrong_are_the_reason(notes, monkeypatch):
-    monkeypatch.setattr(self_test, "difference", lambda *args: "3 of 7 sums are wrong")
+    monkeypatch.setattr(
+        gpu_communicator, "self_test_difference", lambda *args: "3 of 7 sums are wrong"
+    )
     made = gpu_communicator.communicator(mesh_of((2,), ("data",)), ("data",))
     assert made.why_not == "3 of 7 sums are wrong."
     assert len(notes.named("close")) == 2
@@ -258,22 +259,22 @@ def test_leaves_begin_at_16_bytes_and_buckets_at_256(sizes, dtype, room):
 
 
 def compare(monkeypatch, mesh, reduce, wrong_product=0):
-    monkeypatch.setattr(self_test, "TRIED", (("bfloat16", 9), ("float32", 300)))
+    monkeypatch.setattr(gpu_communicator, "TRIED", (("bfloat16", 9), ("float32", 300)))
 
     def stand_in(buckets, axes, *, scale, numbers, communicator, between):
         assert communicator == 5 and len(set(numbers)) == len(buckets)
         with pytest.MonkeyPatch.context() as patch:
             barrier = jax.lax.optimization_barrier
             patch.setattr(
-                self_test.lax,
+                gpu_communicator.lax,
                 "optimization_barrier",
                 lambda xs: barrier((xs[0] + wrong_product, xs[1])),
             )
             between([jnp.zeros(1) for _ in buckets])
         return reduce(xla(buckets, axes, scale=scale))
 
-    monkeypatch.setattr(self_test, "pairs", stand_in)
-    return self_test.difference(mesh, ("data",), 5)
+    monkeypatch.setattr(gpu_communicator, "pairs", stand_in)
+    return gpu_communicator.self_test_difference(mesh, ("data",), 5)
 
 
 def test_right_sums_are_found_right(mesh, monkeypatch):
@@ -297,8 +298,8 @@ def test_a_wrong_product_beside_the_sums_is_found(make_mesh, monkeypatch):
 
 
 def test_a_matmul_stands_between_all_starts_and_all_dones(make_mesh, monkeypatch):
-    monkeypatch.setattr(self_test, "TRIED", (("bfloat16", 9), ("float32", 300)))
-    text = self_test.comparison(make_mesh(2), ("data",), 5).lower().as_text()
+    monkeypatch.setattr(gpu_communicator, "TRIED", (("bfloat16", 9), ("float32", 300)))
+    text = gpu_communicator.comparison(make_mesh(2), ("data",), 5).lower().as_text()
     found = re.findall(r"dot_general|@jdp_ring_(?:start|done)", text)
     assert found == [*["@jdp_ring_start"] * 2, "dot_general", *["@jdp_ring_done"] * 2]
 
@@ -340,7 +341,7 @@ def as_gpus(notes, monkeypatch):
 def test_a_step_calls_its_communicator_and_has_room_for_its_gradients(
     as_gpus, make_mesh, monkeypatch
 ):
-    monkeypatch.setattr(self_test, "TRIED", ())
+    monkeypatch.setattr(gpu_communicator, "TRIED", ())
     mesh = make_mesh(2)
     text = lowered(mesh, bucket_bytes=1).as_text()
     made = gpu_communicator.communicator(mesh, ("data",))
@@ -359,12 +360,12 @@ def test_the_first_use_is_tried_while_a_step_is_traced(as_gpus, make_mesh, monke
 
     def difference(*args):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self_test, "TRIED", (("float32", 300),))
-            patch.setattr(self_test, "pairs", stand_in)
+            patch.setattr(gpu_communicator, "TRIED", (("float32", 300),))
+            patch.setattr(gpu_communicator, "pairs", stand_in)
             found.append(DIFFERENCE(*args))
         return found[-1]
 
-    monkeypatch.setattr(self_test, "difference", difference)
+    monkeypatch.setattr(gpu_communicator, "self_test_difference", difference)
     lowered(mesh)
     assert found == [""]
 
@@ -376,7 +377,7 @@ def test_native_raises_the_reason_why_it_cannot_run(as_gpus, make_mesh):
 
 
 def test_native_raises_when_there_is_no_room(as_gpus, make_mesh, monkeypatch):
-    monkeypatch.setattr(self_test, "TRIED", ())
+    monkeypatch.setattr(gpu_communicator, "TRIED", ())
     as_gpus.failing = "reserve"
     with pytest.raises(ValueError, match="jdp: reserve went wrong"):
         lowered(make_mesh(2))
@@ -414,7 +415,7 @@ def open_in_a_process(failing):
     mesh = Mesh(np.array(devices).reshape(2, 2), ("data", f"other_{failing}"))
     with pytest.MonkeyPatch.context() as patch:
         notes = use(Notes(failing if jax.process_index() == 1 else None), patch)
-        patch.setattr(self_test, "difference", lambda *args: "")
+        patch.setattr(gpu_communicator, "self_test_difference", lambda *args: "")
         made = gpu_communicator.communicator(mesh, ("data",))
         return made.why_not, made.key, notes.calls
 
@@ -523,8 +524,8 @@ def test_a_step_with_native_compiles_for_8_h200s(h200s, loaded):
 
 @pytest.mark.thorough
 def test_what_is_tried_before_the_first_use_compiles_for_8_h200s(h200s, loaded):
-    num_tried = len(self_test.TRIED)
-    lowered = self_test.comparison(h200s, ("data",), 5).lower()
+    num_tried = len(gpu_communicator.TRIED)
+    lowered = gpu_communicator.comparison(h200s, ("data",), 5).lower()
     assert num_rings(lowered) == [num_tried, num_tried]
 
 

@@ -18,7 +18,7 @@ from support.training import assert_close, batch, loss_fn, plain_step, ranks, sg
 from support.transforms import each_transform
 
 import jdp
-from jdp.collectives import call_chains, native, xla
+from jdp.collectives import hazards, native, xla
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 pytestmark = pytest.mark.skipif(
@@ -357,9 +357,7 @@ def test_a_body_that_is_called_twice_at_each_depth_is_looked_through_once(make_m
         jax.jit(reduce), mesh=make_mesh(2), in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
     jaxpr = jax.jit(mapped).trace(jnp.ones(4)).jaxpr
-    looked_at, bodies = [], call_chains.jaxprs.bodies
-    monkeypatch.setattr(
-        call_chains.jaxprs, "bodies", lambda x: [looked_at.append(x), *bodies(x)][1:]
-    )
-    assert "JAX" in call_chains.why_unordered(jaxpr)
+    looked_at, bodies = [], hazards.jaxprs.bodies
+    monkeypatch.setattr(hazards.jaxprs, "bodies", lambda x: [looked_at.append(x), *bodies(x)][1:])
+    assert "JAX" in hazards.why_unordered(jaxpr)
     assert depth < len(looked_at) == len(set(map(id, looked_at)))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jdp.collectives import row_exchange
+from jdp.collectives import split_rows
 from jdp.collectives.split_rows import add_rows, take_rows
 
 NUM_IDS = 211  # a prime; enough for several rounds on 3 and 8 ranks
@@ -92,7 +92,7 @@ def test_columns_that_are_split_are_exchanged_exactly(mesh, kind):
 
 
 def test_one_owner_needs_several_rounds():
-    assert row_exchange.round_size(NUM_IDS, 257, 8) * 3 < NUM_IDS
+    assert split_rows.round_size(NUM_IDS, 257, 8) * 3 < NUM_IDS
 
 
 @pytest.mark.parametrize("num_ranks", [3, 8])

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from support.training import assert_close, batch, fetched, loss_fn, plain_step, ranks, state
 
 import jdp
-from jdp.collectives import native, native_shards, shards, xla_shards
+from jdp.collectives import native, shards
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.collectives.xla_interleaving import loses_order, runs_beside, why_not
+from jdp.collectives.hazards import loses_order, runs_beside, why_not_beside
 
 pytestmark = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
@@ -32,15 +32,15 @@ def total(x):
 
 
 def cut(x):
-    return native_shards.reduce_scatter([[x]], [[0]], "data")[0][0]
+    return shards.native_reduce_scatter([[x]], [[0]], "data")[0][0]
 
 
 def sent(x):
-    return native_shards.all_to_all([[x]], [[(0, 0)]], "data")[0][0]
+    return shards.native_all_to_all([[x]], [[(0, 0)]], "data")[0][0]
 
 
 def joined(x):
-    return native_shards.all_gather([[x]], [[0]], "data")[0][0]
+    return shards.native_all_gather([[x]], [[0]], "data")[0][0]
 
 
 def largest(x):
@@ -67,7 +67,7 @@ PAIRS = {
     ),
     "a slice": lambda x: (cut(x), lax.psum(x, "data")),
     "what was sent": lambda x: (sent(x), largest(x)),
-    "a whole": lambda x: (joined(x), xla_shards.all_gather([[x]], [[0]], "data")[0][0]),
+    "a whole": lambda x: (joined(x), shards.xla_all_gather([[x]], [[0]], "data")[0][0]),
 }  # fmt: skip
 NO_PAIRS = {
     "no collective of XLA": lambda x: (total(x), total(x + 1)),
@@ -136,12 +136,12 @@ def test_what_depends_on_each_other_is_no_pair(make_mesh, name):
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_native_calls_are_refused_in_a_loop_that_xla_does_not_wait_for(make_mesh, name):
-    assert why_not(traced(make_mesh, UNORDERED[name]))
+    assert why_not_beside(traced(make_mesh, UNORDERED[name]))
 
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_native_calls_may_run_in_a_loop_that_xla_waits_for(make_mesh, name):
-    assert why_not(traced(make_mesh, ORDERED[name])) is None
+    assert why_not_beside(traced(make_mesh, ORDERED[name])) is None
 
 
 def with_xla_alone(monkeypatch, fn):
@@ -171,7 +171,7 @@ def mixed(s, batch):
 
 
 def test_a_step_that_asks_for_native_calls_in_such_a_loop_is_refused(make_mesh):
-    reason = why_not(traced(make_mesh, next(iter(UNORDERED.values()))))
+    reason = why_not_beside(traced(make_mesh, next(iter(UNORDERED.values()))))
     with pytest.raises(ValueError, match=re.escape(str(reason))):
         lowered(mixed)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.data.first_batch_check import FirstBatch, require_agreement, why_repeated
+from jdp.data.batch_checks import FirstBatch, require_agreement, why_repeated
 
 USUAL = FirstBatch("3f2a", 2, "['x'] float32[4, 8]")
 

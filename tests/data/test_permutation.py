@@ -7,8 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from jdp.data.permutation import NUM_ROUNDS, permuted
-from jdp.data.sampler import Sampler
+from jdp.data.sampler import NUM_ROUNDS, Sampler, permuted
 
 
 def keys_of(*seeds):

@@ -8,8 +8,8 @@ import traceback
 import pytest
 from support.threads import running, wait_until, wait_until_none_runs
 
-from jdp.data import active_iterator
-from jdp.data.prefetch import prefetch
+from jdp.data import prefetcher
+from jdp.data.prefetcher import prefetch
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def test_garbage_collection_in_its_own_thread_ends_it():
 
 
 def test_close_does_not_wait_for_ever_for_an_item(monkeypatch):
-    monkeypatch.setattr(active_iterator, "JOIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(prefetcher, "JOIN_TIMEOUT_S", 0.01)
     asked, answer = threading.Event(), threading.Event()
 
     def items():
@@ -180,14 +180,14 @@ def test_all_loops_are_asked_to_end_before_the_program_waits_for_one():
         yield 0
         began.wait(10)
         found.append(
-            all(producer._is_asked.wait(2) for producer in list(active_iterator.current.readers))
+            all(producer._is_asked.wait(2) for producer in list(prefetcher.active_loops.readers))
         )
 
     loops = [prefetch(items(), 1) for _ in range(2)]
     for loop in loops:
         next(loop)
     began.wait(10)
-    active_iterator.current.end_readers()
+    prefetcher.active_loops.end_readers()
     assert found == [True, True] and not running()
 
 

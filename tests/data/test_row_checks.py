@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support.threads import wait_until_none_runs
 
-from jdp.data import row_checks
+from jdp.data import batch_checks
 from jdp.data.batches import batches
 
 NUM_ROWS, BATCH = 40, 8
@@ -105,8 +105,8 @@ def edited_late(num_batches):
     """After how many batches a loop compares rows that are edited after 12 of them."""
     dataset, compared, found = Edited(), [], 0
     mesh = jax.sharding.Mesh(jax.devices(), "data")
-    original, row_checks.MIN_BATCHES = row_checks.require_equal, num_batches
-    row_checks.require_equal = lambda *args: (compared.append(found), original(*args))
+    original, batch_checks.MIN_BATCHES = batch_checks.require_equal, num_batches
+    batch_checks.require_equal = lambda *args: (compared.append(found), original(*args))
     loop = batches(dataset, BATCH, num_steps=40, shuffle=False, prefetch=0, mesh=mesh)
     try:
         with pytest.raises(ValueError, match="of the dataset differs between processes 1"):
@@ -114,7 +114,7 @@ def edited_late(num_batches):
                 found += 1
                 dataset.is_edited = found >= 12
     finally:
-        row_checks.require_equal = original
+        batch_checks.require_equal = original
     return compared
 
 

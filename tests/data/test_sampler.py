@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.data.epoch_plan import EpochPlan
+from jdp.data.loops import EpochPlan
 from jdp.data.sampler import Sampler
 
 sizes = st.integers(1, 12)

@@ -16,8 +16,8 @@ from support.threads import wait_until
 
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data import active_iterator, uneven_data
-from jdp.data.loop_ends import LoopEnd, problem_of
+from jdp.data import prefetcher, uneven_data
+from jdp.data.uneven_data import LoopEnd, problem_of
 from jdp.distributed import agree, in_flight, kv_store, this_process
 
 # Far below the deadlines of all-reduces (300 s) and of gloo.
@@ -75,7 +75,7 @@ def raised_by(fn):
     else:
         found = None
     wait_until(lambda: not threads())
-    active_iterator.current.compared.clear()
+    prefetcher.active_loops.compared.clear()
     this_process.current.why_over = None
     in_flight._calls.clear()
     if cpu_runtime.why_missing() is None:

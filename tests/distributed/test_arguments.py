@@ -11,7 +11,7 @@ from support import training
 from support.training import loss_fn, state
 
 import jdp
-from jdp.distributed.checks import arguments, checksums, hashes
+from jdp.distributed.checks import arguments, hashes
 from jdp.step_spec import StepSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
@@ -318,9 +318,11 @@ def test_two_kinds_of_ranks_are_seen_by_every_rank():
         for num_odd in (1, num_ranks // 2, num_ranks - 1):
             a, b = np.float32([1, 2, 3, 255]), np.float32([1, 2, 4, 255])
             sums = (num_ranks - num_odd) * a + num_odd * b
-            assert checksums.differ(jnp.asarray(a), jnp.asarray(sums), num_ranks).all()
-            assert checksums.differ(jnp.asarray(b), jnp.asarray(sums), num_ranks).all()
-        assert not checksums.differ(jnp.asarray(a), jnp.asarray(num_ranks * a), num_ranks).any()
+            assert hashes.checksums_differ(jnp.asarray(a), jnp.asarray(sums), num_ranks).all()
+            assert hashes.checksums_differ(jnp.asarray(b), jnp.asarray(sums), num_ranks).all()
+        assert not hashes.checksums_differ(
+            jnp.asarray(a), jnp.asarray(num_ranks * a), num_ranks
+        ).any()
 
 
 def train_on_two_axes(layout):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.distributed import broadcast
+from jdp.distributed import agree
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
 
@@ -24,14 +24,14 @@ def received(source, group):
     me = jax.process_index()
     if me not in group:
         return None
-    before, broadcast._CHUNK_BYTES = broadcast._CHUNK_BYTES, 8192
+    before, agree._CHUNK_BYTES = agree._CHUNK_BYTES, 8192
     try:
         sent = [bytes_of(size) if me == source else None for size in SIZES]
         return [
-            broadcast.broadcast(data, size, group) for data, size in zip(sent, SIZES, strict=True)
+            agree.broadcast_bytes(data, size, group) for data, size in zip(sent, SIZES, strict=True)
         ]
     finally:
-        broadcast._CHUNK_BYTES = before
+        agree._CHUNK_BYTES = before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from jax import lax
 from support.training import ranks
 
 import jdp
-from jdp.distributed import failed_run
+from jdp.distributed import in_flight
 
 TRACEBACK = """INTERNAL: CpuCallback error calling callback: Traceback (most recent call last):
   File "/lib/jax/_src/callback.py", line 829, in _wrapped_callback
@@ -33,7 +33,7 @@ def no_cpu(opcode):
     ],
 )
 def test_the_reason_has_no_status_stack_or_full_stop(text, expected):
-    assert failed_run.reason(RuntimeError(text)) == expected
+    assert in_flight.why_failed(RuntimeError(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_reason_has_no_status_stack_or_full_stop(text, expected):
     ],
 )
 def test_what_cpus_cannot_run_is_named_as_it_is_written(opcode, name):
-    reason = failed_run.reason(RuntimeError(no_cpu(opcode)))
+    reason = in_flight.why_failed(RuntimeError(no_cpu(opcode)))
     assert name in reason and "Thunk" not in reason
 
 

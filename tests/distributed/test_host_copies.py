@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from jdp.distributed.host_copies import LARGE_BYTES, copied
+from jdp.distributed.placement import LARGE_BYTES, copied_from_host
 
 LARGE = LARGE_BYTES // 4 + 7
 
@@ -43,7 +43,7 @@ def array_at(offset, shape, dtype=np.float32):
 def test_the_array_may_change_after_it_was_copied(make_mesh, num_ranks, offset, shape, spec):
     value = array_at(offset, shape)
     right = value.copy()
-    found = copied(value, NamedSharding(make_mesh(num_ranks), spec))
+    found = copied_from_host(value, NamedSharding(make_mesh(num_ranks), spec))
     value[...] = -1.0
     assert len(found.addressable_shards) == num_ranks
     for shard in found.addressable_shards:
@@ -54,7 +54,7 @@ def test_the_array_may_change_after_it_was_copied(make_mesh, num_ranks, offset, 
 def test_a_large_array_of_any_dtype_is_copied(make_mesh, dtype):
     value = array_at(16, (2 * LARGE_BYTES,), np.int8) % 2 != 0
     value = value.astype(dtype)
-    found = copied(value, NamedSharding(make_mesh(2), PartitionSpec()))
+    found = copied_from_host(value, NamedSharding(make_mesh(2), PartitionSpec()))
     assert found.dtype == value.dtype
     np.testing.assert_array_equal(np.asarray(found), value)
 
@@ -62,7 +62,7 @@ def test_a_large_array_of_any_dtype_is_copied(make_mesh, dtype):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_copy_of_a_large_array_that_is_not_aligned_can_be_donated(make_mesh, num_ranks):
     where = NamedSharding(make_mesh(num_ranks), PartitionSpec())
-    found = copied(array_at(16, (LARGE,)), where)
+    found = copied_from_host(array_at(16, (LARGE,)), where)
     places = {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards}
     assert len(places) == num_ranks
     changed = jax.jit(lambda x: x + 1, donate_argnums=0)(found)
@@ -91,6 +91,6 @@ def test_numbers_of_64_bits_are_placed_as_jax_holds_them_without_a_warning(value
     sharding = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = copied(np.asarray(value), sharding)
+        got = copied_from_host(np.asarray(value), sharding)
     want = jnp.asarray(value)
     assert got.dtype == want.dtype and np.array_equal(got, want)

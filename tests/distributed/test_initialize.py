@@ -30,8 +30,8 @@ FOREIGN += ("http_proxy", "https_proxy", "grpc_proxy", "no_proxy", "no_grpc_prox
 PROGRAM = """
 import json, sys, time
 import jax, jdp
-from jdp.distributed import initialize
-initialize.HEARTBEAT_TIMEOUT_S = 5
+from jdp.distributed import mesh
+mesh.HEARTBEAT_TIMEOUT_S = 5
 {before}
 mesh = jdp.init()
 me = jax.process_index()

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 import jdp
-from jdp.distributed import metrics_log, metrics_ownership, this_process
+from jdp.distributed import metrics_file, metrics_log, this_process
 from jdp.worker import launcher_client
 from jdp.worker.launcher_client import Assignment
 
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_ownership, "_claimed", set())
+    monkeypatch.setattr(metrics_file, "_claimed", set())
     monkeypatch.setattr(this_process, "current", this_process.ThisProcess())
     monkeypatch.delenv("JDP_RESUME", raising=False)
     yield tmp_path / "metrics.jsonl"
@@ -29,7 +29,7 @@ def life(path, monkeypatch):
         assigned = Assignment(generation, 0, 1, 0, 1, "a:1", resumes, None, run_id)
         member = None if run_id is None else SimpleNamespace(assignment=assigned)
         monkeypatch.setattr(launcher_client, "current", lambda: member)
-        metrics_ownership._claimed.clear()
+        metrics_file._claimed.clear()
         try:
             for step in steps:
                 jdp.log({"loss": 1.0}, step, file=path)
@@ -93,7 +93,7 @@ def test_a_run_whose_checkpointer_has_restored_continues(life):
 
 def test_a_process_opens_its_file_again(life, path):
     assert life("a", 0, 1) == [1]
-    metrics_ownership._claimed.add(path)
+    metrics_file._claimed.add(path)
     jdp.log({"loss": 1.0}, 2, file=path)
     metrics_log.end()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jdp
 from jdp.distributed import metrics_log
-from jdp.worker.own_progress import own
+from jdp.worker.progress import own
 
 ROWS = np.random.default_rng(0).normal(size=(264, 9)).astype("float32")
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)

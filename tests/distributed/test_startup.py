@@ -15,7 +15,7 @@ from support.training import loss_fn, plain_step, state
 
 import jdp
 from jdp.distributed import agree
-from jdp.distributed.checks import program, startup
+from jdp.distributed.checks import startup
 
 FACTS = {"JAX": "0.12.0", "native library": "6c0f", "mesh": "{'data': 4} over the devices [0, 1]"}
 
@@ -391,14 +391,14 @@ def swapped(text, first, second):
 def test_names_and_computing_are_no_part_of_the_schedule_of_collectives():
     renamed = SCHEDULE.replace(".2", ".37").replace("%add", "%region_0")
     moved = swapped(renamed, "fusion(", "parameter(0)")
-    want = program.schedule(SCHEDULE)
+    want = startup.schedule_of(SCHEDULE)
     assert want == [
         "all-gather f32[8]{0} replica_groups={{0,1}}",
         "all-reduce-start f32[8]{0} replica_groups={{0,1}}",
         "all-reduce-done f32[8]{0}",
         "jdp_ring_start f32[1]{0} {b = 1}",
     ]
-    assert program.schedule(moved) == want
+    assert startup.schedule_of(moved) == want
 
 
 @pytest.mark.parametrize(
@@ -412,13 +412,13 @@ def test_names_and_computing_are_no_part_of_the_schedule_of_collectives():
     ids=["order", "groups", "bucket", "asynchronous"],
 )
 def test_another_order_or_kind_of_collectives_is_another_schedule(other):
-    assert program.schedule(other) != program.schedule(SCHEDULE)
+    assert startup.schedule_of(other) != startup.schedule_of(SCHEDULE)
 
 
 def compare_schedules(mine, other):
     text = other if me() else mine
     group = agree.peers(jdp.init())
-    return refusal(program.require_schedule, group, "step", text)
+    return refusal(startup.require_schedule, group, "step", text)
 
 
 def test_another_schedule_is_refused_on_every_process(processes):

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jdp.distributed import fail_fast
-from jdp.distributed.checks.stuck_step import Overdue
-from jdp.distributed.step_call import StepCall
+from jdp.distributed.in_flight import Overdue, StepCall
 
 
 def calls(*numbers, asked):

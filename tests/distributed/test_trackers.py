@@ -14,7 +14,7 @@ from support.processes import environment
 
 import jdp
 from jdp.distributed import metrics_log, trackers
-from jdp.distributed.tracker_kinds import RunNote, beside
+from jdp.distributed.trackers import RunNote, beside
 
 STEPS = 6
 

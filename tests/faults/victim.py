@@ -25,7 +25,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jdp
-from jdp.checkpoint.native_copy import CopyOut
+from jdp.checkpoint.snapshot import CopyOut
 
 # 10 rows do not divide by 3 ranks, and not into 64: batches are padded, and epochs end inside them.
 NUM_ROWS = 64

@@ -10,8 +10,8 @@ import pytest
 
 import jdp
 from jdp.inspect import batch_size
+from jdp.inspect.batch_size import Search
 from jdp.inspect.compiled import TooLargeError
-from jdp.inspect.row_search import Search
 
 DIM = 32
 

@@ -10,7 +10,7 @@ import pytest
 from support.calibrations import FOUND
 
 from jdp.__main__ import main
-from jdp.collectives import native_shards
+from jdp.collectives import shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.inspect import calibration, known_values
 from jdp.inspect.bench import collectives, output
@@ -81,7 +81,7 @@ def test_an_algorithm_that_is_none_is_refused_with_those_that_are(capsys):
 
 @NEEDS_LIBRARY
 def test_a_wrong_result_ends_the_bench_with_rank_element_and_size(capsys, monkeypatch):
-    right = native_shards.all_to_all
+    right = shards.native_all_to_all
 
     def wrong(buckets, dims, axis_name, *, mesh=None):
         from jax import lax
@@ -89,7 +89,7 @@ def test_a_wrong_result_ends_the_bench_with_rank_element_and_size(capsys, monkey
         [[leaf]] = right(buckets, dims, axis_name, mesh=mesh)
         return [[leaf.at[0, 5].add((lax.axis_index(axis_name) == 6).astype(leaf.dtype))]]
 
-    monkeypatch.setattr(native_shards, "all_to_all", wrong)
+    monkeypatch.setattr(shards, "native_all_to_all", wrong)
     assert main(["bench", "all-to-all", *QUICK]) == 1
     printed = capsys.readouterr().err
     assert "all-to-all (native)" in printed and "on rank 6 in round 1" in printed
@@ -149,7 +149,7 @@ def rows_of_processes():
 def error_of_processes():
     from jax import lax
 
-    from jdp.collectives.cpu.calls import Calls
+    from jdp.collectives.cpu.primitives import Calls
 
     right = Calls.summed
 
@@ -197,17 +197,17 @@ def test_processes_agree_on_times_and_on_wrong_results(processes):
 def test_a_calibration_has_every_collective_and_keeps_those_of_other_numbers_of_ranks(
     tmp_path, monkeypatch, make_mesh
 ):
-    from jdp.inspect.bench import calibrate, compute, training_steps
+    from jdp.inspect.bench import calibrate
 
-    small = training_steps.models.mlp(width=8, num_layers=2, num_rows=5)
-    trainings = [training_steps.Training(small)]
-    monkeypatch.setattr(training_steps, "_trainings", lambda platform: trainings)
-    monkeypatch.setattr(training_steps, "_BUDGET_S", 0.0)
+    small = calibrate.models.mlp(width=8, num_layers=2, num_rows=5)
+    trainings = [calibrate.Training(small)]
+    monkeypatch.setattr(calibrate, "_trainings", lambda platform: trainings)
+    monkeypatch.setattr(calibrate, "_BUDGET_S", 0.0)
     monkeypatch.setattr(calibrate, "_BYTES", (64, 256))
     monkeypatch.setattr(known_values, "OPERATIONS", ("all-reduce", "all-gather"))
     monkeypatch.setattr(calibrate, "_SETTING", collectives.Setting(num_rounds=1, in_place=True))
-    monkeypatch.setattr(compute, "_WIDTH", {"cpu": 64})
-    monkeypatch.setattr(compute, "_ELEMENTS", 1000)
+    monkeypatch.setattr(calibrate, "_WIDTH", {"cpu": 64})
+    monkeypatch.setattr(calibrate, "_ELEMENTS", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines = []
     found = calibrate.calibrate(make_mesh(3), lines.append)
@@ -259,14 +259,14 @@ def test_processes_add_laws_to_a_calibration_and_keep_its_computation(processes,
 
 
 def calibrated_anew_by_processes(cache):
-    from jdp.inspect.bench import compute, training_steps
+    from jdp.inspect.bench import calibrate
 
-    small = training_steps.Training(training_steps.models.mlp(width=8, num_layers=2, num_rows=5))
+    small = calibrate.Training(calibrate.models.mlp(width=8, num_layers=2, num_rows=5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_steps, "_trainings", lambda platform: [small])
-        patch.setattr(training_steps, "_BUDGET_S", 0.0)
-        patch.setattr(compute, "_WIDTH", {"cpu": 64})
-        patch.setattr(compute, "_ELEMENTS", 1000)
+        patch.setattr(calibrate, "_trainings", lambda platform: [small])
+        patch.setattr(calibrate, "_BUDGET_S", 0.0)
+        patch.setattr(calibrate, "_WIDTH", {"cpu": 64})
+        patch.setattr(calibrate, "_ELEMENTS", 1000)
         return calibrated_by_processes(cache)
 
 

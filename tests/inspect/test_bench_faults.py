@@ -13,10 +13,10 @@ from support.processes import environment
 
 from jdp.__main__ import main
 from jdp.data.sampler import Sampler
-from jdp.inspect.bench import fault_costs, faults, faulty_launch, faulty_run
-from jdp.inspect.bench.fault_costs import Fault
+from jdp.inspect.bench import faults, faulty_run
+from jdp.inspect.bench.faults import Fault
 from jdp.inspect.bench.faulty_run import BATCH_SIZE, NUM_ROWS, TrainingPlan
-from jdp.inspect.exact import WrongResultError
+from jdp.inspect.known_values import WrongResultError
 
 
 # SGD on one device, without jdp: batches in the order of the sampler.
@@ -52,7 +52,7 @@ def test_a_final_state_that_is_missing_wrong_or_different_is_an_error(finals, na
         text = json.dumps({"rank": rank, "wrong": wrong, "digest": digest})
         (tmp_path / f"final.{rank}.json").write_text(text)
     with pytest.raises(WrongResultError, match=named):
-        faulty_launch.require_exact(tmp_path, 2)
+        faults.require_exact(tmp_path, 2)
 
 
 def step(number, generation, begin, end, trace_s=0.0, load_s=0.0):
@@ -74,7 +74,7 @@ RECORD = {"at": 18.0, "generation": 1, "end_s": 1.0, "form_s": 2.0, "restore_s":
 
 
 def test_every_second_of_a_run_is_productive_repeated_committing_or_down():
-    found = fault_costs.summary(STEPS, {1: [STEPS[3]]}, [Fault(9.0, RECORD)])
+    found = faults.fault_summary(STEPS, {1: [STEPS[3]]}, [Fault(9.0, RECORD)])
     assert found["wall_s"] == 16.5  # from 4 to 20.5
     assert found["ettr"] == pytest.approx(6 / 16.5)  # steps 2, 3 and 4
     assert found["repeated"] == pytest.approx(2 / 16.5)
@@ -85,15 +85,15 @@ def test_every_second_of_a_run_is_productive_repeated_committing_or_down():
 
 def test_the_parts_of_a_recovery_add_up_to_it():
     slower = {**STEPS[3], "trace_s": 0.75}
-    found = fault_costs.parts(Fault(9.0, RECORD), [STEPS[3], slower])
+    found = faults.fault_parts(Fault(9.0, RECORD), [STEPS[3], slower])
     assert found["detection"] == pytest.approx(0.5)  # what the launcher did not see
     assert (found["re_forming"], found["restoring"]) == (3.0, 1.5)
     assert (found["tracing"], found["loading"], found["first_step"]) == (0.75, 0.25, 3.0)
-    assert sum(found[name] for name in fault_costs.PARTS) == pytest.approx(found["recovery"])
+    assert sum(found[name] for name in faults.PARTS) == pytest.approx(found["recovery"])
 
 
 def test_without_a_fault_there_are_no_parts():
-    found = fault_costs.summary(STEPS[:3], {}, [])
+    found = faults.fault_summary(STEPS[:3], {}, [])
     assert found["recovery_s"] is None and found["down"] == pytest.approx(0.0)
 
 
@@ -118,7 +118,7 @@ def test_a_killed_process_is_replaced_and_the_bits_are_right(tmp_path, monkeypat
     [row] = json.loads(path.read_text())["rows"]
     assert (row["faults"], row["processes"], row["state_bytes"]) == (1, 2, 8192)
     assert row["commit_every"] == 7 and 0 < row["ettr"] < 1
-    assert row["recovery_s"] == pytest.approx(sum(row[f"{it}_s"] for it in fault_costs.PARTS))
+    assert row["recovery_s"] == pytest.approx(sum(row[f"{it}_s"] for it in faults.PARTS))
     events = (tmp_path / folders[0].name / "logs" / "events.jsonl").read_text().splitlines()
     [recovered] = [it for it in map(json.loads, events) if it["event"] == "recovered"]
     assert recovered["restored_step"] % 7 == 0 < recovered["restored_step"]
@@ -150,6 +150,6 @@ def test_a_killed_benchmark_leaves_no_process(tmp_path):
 
 
 def test_a_run_that_does_not_start_is_an_error_with_its_last_output(capsys, monkeypatch):
-    monkeypatch.setattr(faulty_launch, "_PROGRAM", "jdp.inspect.no_such_program")
+    monkeypatch.setattr(faults, "_PROGRAM", "jdp.inspect.no_such_program")
     assert main(["bench", "faults", "--state", "8K"]) == 1
     assert "no_such_program" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import jdp
 from jdp import collectives
 from jdp.__main__ import main
-from jdp.inspect.bench import step, step_command
+from jdp.inspect.bench import step
 from jdp.inspect.bench.step import StepSetting
 
 # Whole numbers: every gradient is exact, so states on any number of ranks are equal.
@@ -49,7 +49,7 @@ def test_a_step_of_a_script_is_timed_and_equals_one_device(tmp_path, capsys):
 
 def test_a_built_in_model_is_as_on_one_device_up_to_rounding():
     setting = StepSetting(rows=2, num_steps=1, num_rounds=1)
-    [_, row] = step.measure(step_command.found_model("mlp"), [2], setting)
+    [_, row] = step.measure(step.found_model("mlp"), [2], setting)
     assert 0 < row["difference"] < step.TOLERANCE
 
 
@@ -65,7 +65,7 @@ def test_a_step_that_forgets_to_reduce_ends_the_bench(tmp_path, capsys, monkeypa
 def test_the_step_without_communication_is_checked_on_every_rank(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    make = step_command.found_model(f"{path}:make")
+    make = step.found_model(f"{path}:make")
     setting = StepSetting(rows=2, num_steps=1, num_rounds=1)
     contestant = step._Contestant(make, 3, setting, all_reduces=False)
     assert contestant.clock() > 0
@@ -81,7 +81,7 @@ def test_the_step_without_communication_is_checked_on_every_rank(tmp_path):
 # Fusions and copies of the step on two ranks.
 def operations(all_reduce):
     jdp.init(devices=jax.devices()[:2])
-    train, state, batch = step_command.found_model("transformer")(8, all_reduce)
+    train, state, batch = step.found_model("transformer")(8, all_reduce)
     text = train.lower(state, batch).compile().as_text()
     entry = text[text.index("\nENTRY ") :]
     return entry.count(" fusion("), entry.count(" copy(")
@@ -98,8 +98,8 @@ def rows_of_processes(script, forgets):
     setting = StepSetting(rows=2, num_steps=2, num_rounds=1)
     right, collectives.auto = collectives.auto, step._none if forgets else collectives.auto
     try:
-        return step.measure(step_command.found_model(script), [1, 2, 4, 6], setting)
-    except step.exact.WrongResultError as error:
+        return step.measure(step.found_model(script), [1, 2, 4, 6], setting)
+    except step.known_values.WrongResultError as error:
         return str(error)
     finally:
         collectives.auto = right
@@ -131,10 +131,10 @@ def test_three_processes_time_ranks_of_one_two_and_three(tmp_path, processes):
 )
 def test_numbers_of_ranks_are_of_one_process_or_of_whole_ones(text, num_devices, num_local, right):
     if isinstance(right, list):
-        assert step_command._numbers(text, num_devices, num_local) == right
+        assert step._numbers(text, num_devices, num_local) == right
     else:
         with pytest.raises(ValueError, match=right):
-            step_command._numbers(text, num_devices, num_local)
+            step._numbers(text, num_devices, num_local)
 
 
 @pytest.mark.parametrize(

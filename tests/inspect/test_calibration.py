@@ -8,8 +8,8 @@ import pytest
 from support.calibrations import ALONE, FOUND, LAW, TOGETHER
 
 from jdp.inspect import calibration
-from jdp.inspect.alpha_beta_fit import fitted
 from jdp.inspect.bench import calibrate, output
+from jdp.inspect.calibration import fit_alpha_beta
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
 FIRST = SAVED["computation"][0]
@@ -114,12 +114,12 @@ def test_a_host_whose_cache_is_below_a_file_has_no_calibration(monkeypatch):
     ],
 )
 def test_the_law_has_the_alpha_and_the_beta_of_its_points(points, law):
-    assert fitted(points) == pytest.approx(law, rel=1e-5, abs=1e-9)
+    assert fit_alpha_beta(points) == pytest.approx(law, rel=1e-5, abs=1e-9)
 
 
 def test_points_of_one_size_fix_no_law():
     with pytest.raises(ValueError, match="2 points"):
-        fitted([(8, 1.0), (8, 2.0)])
+        fit_alpha_beta([(8, 1.0), (8, 2.0)])
 
 
 def test_processes_that_may_share_a_gpu_are_not_measured():

@@ -11,11 +11,10 @@ import pytest
 
 import jdp
 from jdp.inspect import timeline
-from jdp.inspect.bench import compute, training_steps
-from jdp.inspect.calibration import CACHED_BYTES
-from jdp.inspect.compute_rates import ComputeRates, Slowness
-from jdp.inspect.exact import WrongResultError
+from jdp.inspect.bench import calibrate
+from jdp.inspect.calibration import CACHED_BYTES, ComputeRates, Slowness
 from jdp.inspect.hlo import HloProgram
+from jdp.inspect.known_values import WrongResultError
 
 MIB = 2**20
 
@@ -43,7 +42,7 @@ def programs(monkeypatch):
         found.append(HloProgram(run.lower(x, other).compile().as_text()))
         return 1.0
 
-    monkeypatch.setattr(compute, "_seconds", seconds)
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
     return found
 
 
@@ -59,7 +58,7 @@ def counted(program):
 
 
 def test_the_chain_of_tiny_operations_has_as_many_as_its_time_is_divided_by(mesh, programs):
-    rate = compute.operation_start_s(mesh)
+    rate = calibrate.operation_start_s(mesh)
     seconds, works = counted(programs[0])
     assert seconds == len(works) and 1 / rate == 512
     # One more where XLA copies the argument.
@@ -68,24 +67,24 @@ def test_the_chain_of_tiny_operations_has_as_many_as_its_time_is_divided_by(mesh
 
 
 def test_an_operation_of_the_cached_loop_reads_and_writes_what_its_rate_says(mesh, programs):
-    compute.loop_s(mesh, lambda x: x + 1, CACHED_BYTES // 8, 64.0)
+    calibrate.loop_s(mesh, lambda x: x + 1, CACHED_BYTES // 8, 64.0)
     large = [work for work in counted(programs[0])[1] if work.num_bytes >= MIB]
     assert large and {work.num_bytes for work in large} == {CACHED_BYTES}
     assert {(work.transcendentals, *work.flops) for work in large} == {(0,)}
 
 
 def test_an_operation_of_the_loop_of_tangents_has_one_for_each_element(mesh, programs):
-    compute.loop_s(mesh, jnp.tanh, MIB, 0.0)
+    calibrate.loop_s(mesh, jnp.tanh, MIB, 0.0)
     works = [work for work in counted(programs[0])[1] if work.transcendentals]
     assert {work.transcendentals for work in works} == {MIB}
 
 
 def test_each_rate_is_its_work_over_its_seconds(mesh, programs, monkeypatch):
     slowness = Slowness(1.0, 1.0, 1.0, 1.0, 0.0)
-    monkeypatch.setattr(training_steps, "slowness", lambda mesh, rates: slowness)
-    monkeypatch.setitem(compute._WIDTH, "cpu", 4)
-    monkeypatch.setattr(compute, "_ELEMENTS", 256)
-    assert compute.rates(mesh, 3) == ComputeRates(
+    monkeypatch.setattr(calibrate, "measured_slowness", lambda mesh, rates: slowness)
+    monkeypatch.setitem(calibrate._WIDTH, "cpu", 4)
+    monkeypatch.setattr(calibrate, "_ELEMENTS", 256)
+    assert calibrate.compute_rates(mesh, 3) == ComputeRates(
         num_ranks=3,
         matmul_flops_per_s=dict.fromkeys(("float32", "bfloat16"), 2 * 4**3),
         memory_bytes_per_s=2 * 4 * 256,
@@ -99,7 +98,7 @@ def test_each_rate_is_its_work_over_its_seconds(mesh, programs, monkeypatch):
 
 @pytest.mark.parametrize("right", [64.0, 63.0, np.nan])
 def test_a_loop_whose_result_is_wrong_has_no_rate(right, make_mesh):
-    run = lambda: compute.loop_s(make_mesh(3), lambda x: x + 1, 5, right)  # noqa: E731
+    run = lambda: calibrate.loop_s(make_mesh(3), lambda x: x + 1, 5, right)  # noqa: E731
     if right == 64.0:
         assert run() > 0
         return

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jdp.inspect import convolutions
-from jdp.inspect.computation import Instruction
-from jdp.inspect.convolutions import _KernelWindow
-from jdp.inspect.costs import Costs
-from jdp.inspect.hlo import HloProgram
+from jdp.inspect import costs
+from jdp.inspect.costs import Costs, _KernelWindow
+from jdp.inspect.hlo import HloProgram, Instruction
 
 PLAIN = dict(window_strides=(1, 1), padding="SAME")
 UNEVEN = dict(window_strides=(1, 2), padding=((1, 0), (3, 2)), rhs_dilation=(2, 1))
@@ -88,7 +86,7 @@ def test_a_library_does_the_operations_of_the_convolution_that_it_differentiates
     one = Instruction(
         "c", f"({ARRAYS[result]}, u8[0]{{0}})", "custom-call", CALL.format(operands, way)
     )
-    assert convolutions.flops(one, ARRAYS) == 2 * 9 * 4 * 7 * (3 * 2) * 6
+    assert costs.convolution_flops(one, ARRAYS) == 2 * 9 * 4 * 7 * (3 * 2) * 6
 
 
 # As a TPU multiplies 8 pairs of matrices, [8, 4, 5] [8, 5, 6].
@@ -96,4 +94,4 @@ def test_a_batch_of_products_that_is_a_convolution_counts_each_once():
     shapes = {"a": "f32[8,4,5]{2,1,0}", "b": "f32[8,5,6]{2,1,0}"}
     rest = "%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
     one = Instruction("c", "f32[8,4,6]{2,1,0}", "convolution", rest)
-    assert convolutions.flops(one, shapes) == 2 * 8 * 4 * 5 * 6
+    assert costs.convolution_flops(one, shapes) == 2 * 8 * 4 * 5 * 6

@@ -4,9 +4,8 @@ import pytest
 from support import gpu_profile
 
 from jdp.inspect.profiling import device_operations
-from jdp.inspect.profiling.breakdown import Activity, parts_of
-from jdp.inspect.profiling.collectives import Collective, by_order
-from jdp.inspect.profiling.spans import union
+from jdp.inspect.profiling.device_operations import Collective, by_order
+from jdp.inspect.profiling.summary import Activity, span_union, step_parts
 
 US = 1000
 
@@ -45,9 +44,9 @@ def test_the_slower_gpu_computes_longer_and_the_other_one_waits_in_the_collectiv
     window = gpu_profile.START_NS + 550 * US, gpu_profile.START_NS + 1550 * US
     parts = {}
     for device, ran in found.items():
-        sent = union((x.begin, x.end) for x in ran if x.looks_like_communication())
-        computing = union((x.begin, x.end) for x in ran if not x.looks_like_communication())
-        parts[device] = parts_of(Activity(computing, sent, [], []), window)
+        sent = span_union((x.begin, x.end) for x in ran if x.looks_like_communication())
+        computing = span_union((x.begin, x.end) for x in ran if not x.looks_like_communication())
+        parts[device] = step_parts(Activity(computing, sent, [], []), window)
     # 100 us of each collective are hidden; the copy takes 10.
     assert parts[0] == (0, 260 * US, 200 * US, 540 * US)
     assert parts[1] == (0, 360 * US, 100 * US, 540 * US)

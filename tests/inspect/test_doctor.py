@@ -8,9 +8,8 @@ import pytest
 import jdp
 from jdp.__main__ import main
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.collectives.cpu.calls import Calls
-from jdp.collectives.cpu.primitive import all_reduce_p
-from jdp.inspect.doctor import command, devices, limits, sums
+from jdp.collectives.cpu.primitives import Calls, all_reduce_p
+from jdp.inspect.doctor import command, devices, limits
 from jdp.inspect.doctor.diagnosis import Diagnosis, checked, is_healthy, text
 
 NEEDS_LIBRARY = pytest.mark.skipif(
@@ -124,7 +123,7 @@ def of_processes():
     from jdp.inspect.doctor.command import _of_hosts
 
     mesh = init()
-    found = [*_of_hosts(agree.peers(mesh)), sums._tested(mesh, "all processes", "all-reduce")]
+    found = [*_of_hosts(agree.peers(mesh)), devices._tested(mesh, "all processes", "all-reduce")]
     return [(it.check, it.level) for it in found]
 
 

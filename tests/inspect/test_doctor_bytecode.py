@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jdp.inspect.doctor import bytecode
+from jdp.inspect.doctor import versions
 from jdp.worker.bytecode import Uncompiled, sources
 
 PACKAGES = str(Path(__file__).parents[2])
 EXAMINES = """
 import json, sys
-from jdp.inspect.doctor.bytecode import bytecode
+from jdp.inspect.doctor.versions import bytecode
 sys.path.insert(0, sys.argv[1])
 import package.one, package.two
 print(json.dumps([vars(bytecode(least_s)) for least_s in (0.0, 60.0)]))
@@ -84,16 +84,16 @@ def test_a_package_that_uv_has_installed_is_one_for_an_option_of_uv(examine, sit
 @pytest.mark.parametrize(("seconds", "shown"), [(0.7, "0.5"), (0.8, "1"), (3.4, "3.5"), (12, "12")])
 def test_processes_that_measure_nearly_the_same_have_one_line(monkeypatch, seconds, shown):
     found = Uncompiled(900, seconds, 100, "", "python -m compileall")
-    monkeypatch.setattr(bytecode.modules, "without_bytecode", lambda: [None] * 900)
-    monkeypatch.setattr(bytecode.modules, "examine", lambda missing, budget_s: found)
-    monkeypatch.setattr(bytecode, "_do", lambda command, missing: command)
-    line = bytecode.bytecode()
+    monkeypatch.setattr(versions.bytecode, "without_bytecode", lambda: [None] * 900)
+    monkeypatch.setattr(versions.bytecode, "examine", lambda missing, budget_s: found)
+    monkeypatch.setattr(versions, "_do", lambda command, missing: command)
+    line = versions.bytecode()
     assert f"about {shown} s" in line.found
     assert line.facts["compile_s"] == seconds and line.facts["measured"] == 100
 
 
 def test_a_long_compile_is_measured_by_a_part_of_it(monkeypatch):
-    monkeypatch.setattr(bytecode, "_BUDGET_S", 0.0)
-    monkeypatch.setattr(bytecode.modules, "without_bytecode", lambda: sources()[:50])
-    facts = bytecode.bytecode().facts
+    monkeypatch.setattr(versions, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(versions.bytecode, "without_bytecode", lambda: sources()[:50])
+    facts = versions.bytecode().facts
     assert (facts["without"], facts["measured"]) == (50, 1)

@@ -113,12 +113,10 @@ def test_a_script_that_is_not_there_is_an_error(capsys):
 
 @pytest.mark.parametrize(("on", "extra"), [("8xH200", "explain-gpu"), ("v5e:2x4", "explain-tpu")])
 def test_what_is_missing_is_named_in_one_line(on, extra, script, monkeypatch):
-    from jdp.inspect import described_gpus, targets
+    from jdp.inspect import targets
 
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        described_gpus.MissingPluginError, match=re.escape(f"jdp[{extra}]")
-    ) as raised:
+    with pytest.raises(targets.MissingPluginError, match=re.escape(f"jdp[{extra}]")) as raised:
         targets.target(on, ("data",))
     assert "\n" not in str(raised.value)
 

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from jdp.inspect import kernels, planned, timeline
-from jdp.inspect.computation import Instruction
-from jdp.inspect.hlo import HloProgram
-from jdp.inspect.kernels import Kernel
+from jdp.inspect import costs, planned, timeline
+from jdp.inspect.costs import Kernel
+from jdp.inspect.hlo import HloProgram, Instruction
 
 SHAPE = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 COST = pl.CostEstimate(flops=1000, transcendentals=30, bytes_accessed=2000)
@@ -63,7 +62,7 @@ KERNELS = [UNNAMED, ADD, ADD_ROWS, LARGE]
     ],
 )
 def test_a_kernel_is_found_by_its_whole_name_and_the_shapes_of_its_results(one, kernel, order):
-    assert kernels.find(one, KERNELS[::order]) is kernel
+    assert costs.find_kernel(one, KERNELS[::order]) is kernel
 
 
 PROGRAM = """HloModule it

@@ -8,7 +8,7 @@ from jax import ShapeDtypeStruct
 from support.training import step_of
 
 import jdp
-from jdp.inspect import liveness
+from jdp.inspect import memory as step_memory
 from jdp.inspect.hlo import HloProgram
 
 DIM, ROWS = 256, 64  # rows of a rank
@@ -51,7 +51,9 @@ def test_gradients_that_travel_with_the_loss_are_not_results_of_the_step(ranks):
 
 
 def live(body, *, others=""):
-    return liveness.fullest(HloProgram(f"HloModule step\n\n{others}ENTRY %main {{\n{body}\n}}\n"))
+    return step_memory.fullest(
+        HloProgram(f"HloModule step\n\n{others}ENTRY %main {{\n{body}\n}}\n")
+    )
 
 
 def test_a_result_leaves_alone_what_is_reduced_with_it():

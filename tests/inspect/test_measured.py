@@ -12,11 +12,10 @@ from support.calibrations import ALONE, FOUND, TOGETHER
 
 import jdp
 from jdp.collectives.cpu import runtime
-from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
-from jdp.inspect.compute_rates import Slowness, of_ranks
+from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw, Slowness, of_ranks
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rates import UNITS, Rate
-from jdp.inspect.speeds import Work
+from jdp.inspect.timeline import Work
 
 ALL_REDUCE = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0)),

@@ -166,7 +166,7 @@ def test_a_picture_does_not_replace_the_script_that_is_explained(capsys):
 
 MODEL = """\
 import os
-from jdp.inspect.bench.step_command import found_model
+from jdp.inspect.bench.step import found_model
 def make(num_rows, all_reduce):
     return found_model("mlp")(num_rows, all_reduce)
 os.chdir("/")

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.inspect.plan.failures import Failures
-from jdp.inspect.plan.stragglers import EXPONENTIAL, LOGNORMAL, NONE, Stragglers
+from jdp.inspect.plan.prediction import EXPONENTIAL, LOGNORMAL, NONE, Failures, Stragglers
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 1000, 16384])

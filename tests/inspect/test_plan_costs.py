@@ -14,10 +14,16 @@ from support.training import ranks, step_of
 import jdp
 from jdp.inspect.memory import allocated_bytes
 from jdp.inspect.plan import assumptions
-from jdp.inspect.plan.fabric import Fabric, Group
-from jdp.inspect.plan.memory import rank_memory, state_bytes_of_host
-from jdp.inspect.plan.schedule import METHODS, Deployment
-from jdp.inspect.plan.workload import ModelLeaf, Workload, uniform
+from jdp.inspect.plan.prediction import rank_memory, state_bytes_of_host
+from jdp.inspect.plan.schedule import (
+    METHODS,
+    Deployment,
+    Fabric,
+    Group,
+    ModelLeaf,
+    Workload,
+    uniform,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
 BYTES = Fabric(1.0, 0.0, 1.0, 0.0)

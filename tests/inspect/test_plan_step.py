@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.inspect.plan import assumptions, report
-from jdp.inspect.plan.fabric import ALGORITHMS, Fabric
-from jdp.inspect.plan.prediction import PlanOptions, predict
+from jdp.inspect.plan import assumptions, command
+from jdp.inspect.plan.prediction import NONE, PlanOptions, predict
 from jdp.inspect.plan.question import Model
-from jdp.inspect.plan.schedule import COMPUTE, METHODS, Deployment, program_of
-from jdp.inspect.plan.stragglers import NONE
-from jdp.inspect.plan.workload import ModelLeaf, Workload, uniform
+from jdp.inspect.plan.schedule import (
+    ALGORITHMS,
+    COMPUTE,
+    METHODS,
+    Deployment,
+    Fabric,
+    ModelLeaf,
+    Workload,
+    program_of,
+    uniform,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 FREE = Fabric(float("inf"), 0.0, float("inf"), 0.0)
@@ -192,7 +199,7 @@ def test_a_picture_shows_efficiencies_above_that_of_one_gpu(monkeypatch):
     # Hardly any rows: the update, of which each rank does an eighth, is most of a step.
     options = PlanOptions(Model(params=1e10, layers=1, tokens=1.0))
     row = predict(options, known, "stage1", 1)
-    report.draw([row], "plan.png")
+    command.draw([row], "plan.png")
     assert row.efficiency > 1.1
     for panel in figures[0].axes:
         assert panel.get_ylim()[1] > 100 * row.efficiency_high

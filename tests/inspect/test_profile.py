@@ -17,7 +17,7 @@ from jdp import jax_compat
 from jdp.inspect.profiling import trace_file
 from jdp.inspect.profiling.summary import summarize
 from jdp.worker import progress
-from jdp.worker.own_progress import own
+from jdp.worker.progress import own
 from jdp.worker.progress_board import Slot
 
 MS = 1_000_000

@@ -11,12 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp import collectives
-from jdp.inspect import described_gpus, replica_groups, targets, timeline
+from jdp.inspect import targets, timeline, transfers
 from jdp.inspect.calibration import CollectiveLaw
-from jdp.inspect.computation import Instruction
-from jdp.inspect.hlo import HloProgram
+from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.prediction import Likely
-from jdp.inspect.rate import Rate, given
+from jdp.inspect.rate import Rate, given_rate
 from jdp.inspect.rates import UNITS, given_rates, rates_of
 from jdp.inspect.targets import TargetDevices
 
@@ -107,8 +106,8 @@ def test_a_given_rate_that_no_operation_takes_says_so():
 
 
 TWO_HOSTS = [0, 0, 0, 0, 1, 1, 1, 1]
-NO_STARTS = dict.fromkeys(("reduction_start_s", "host_reduction_start_s"), given(0.0, "s"))
-ONES = dict.fromkeys(UNITS, given(1.0, "")) | NO_STARTS
+NO_STARTS = dict.fromkeys(("reduction_start_s", "host_reduction_start_s"), given_rate(0.0, "s"))
+ONES = dict.fromkeys(UNITS, given_rate(1.0, "")) | NO_STARTS
 
 
 PAIRS = [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -116,7 +115,10 @@ PAIRS = [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 # 100 bytes a second within a host, 10 between hosts.
 def seconds_of(kind, groups, hosts=TWO_HOSTS, num_ranks=8):
-    rates = ONES | {"link_bytes_per_s": given(100.0, ""), "host_link_bytes_per_s": given(10.0, "")}
+    rates = ONES | {
+        "link_bytes_per_s": given_rate(100.0, ""),
+        "host_link_bytes_per_s": given_rate(10.0, ""),
+    }
     return Likely(rates, num_ranks, hosts).transfer_s(kind, "xla", 800.0, groups)
 
 
@@ -186,12 +188,12 @@ def test_each_kind_sends_its_bytes_out_of_the_host(kind, groups, seconds):
 )
 def test_groups_are_read_in_every_notation(attribute, groups):
     rest = f"%x), channel_id=1, replica_groups={attribute}, use_global_device_ids=true"
-    assert replica_groups.groups(Instruction("r", "f32[8]", "all-reduce", rest)) == groups
+    assert transfers.replica_groups(Instruction("r", "f32[8]", "all-reduce", rest)) == groups
 
 
 def test_the_groups_of_a_permutation_are_its_pairs():
     rest = "%x), channel_id=1, source_target_pairs={{0,1},{1,0},{2,3}}"
-    pairs = replica_groups.groups(Instruction("r", "f32[8]", "collective-permute", rest))
+    pairs = transfers.replica_groups(Instruction("r", "f32[8]", "collective-permute", rest))
     assert pairs == [(0, 1), (1, 0), (2, 3)]
 
 
@@ -226,7 +228,7 @@ def test_gpus_of_a_mesh_are_described_as_those_of_their_name(monkeypatch):
     assert targets._of_mesh(fake, ("data",)).description == "its text" and asked == [H100]
 
     def missing(name):
-        raise described_gpus.MissingPluginError
+        raise targets.MissingPluginError
 
     monkeypatch.setattr(targets, "gpu_description", missing)
     assert targets._of_mesh(fake, ("data",)).description == ""
@@ -238,7 +240,10 @@ def test_gpus_of_a_mesh_are_described_as_those_of_their_name(monkeypatch):
     [("triton one-shot", 3 + 7 * 800 / 100), ("triton two-shot", 3 + 2 * 7 / 8 * 800 / 100)],
 )
 def test_kernels_of_xla_have_a_start_of_their_own_but_the_law_that_was_measured(algorithm, seconds):
-    rates = ONES | {"link_bytes_per_s": given(100.0, ""), "kernel_reduction_start_s": given(3, "")}
+    rates = ONES | {
+        "link_bytes_per_s": given_rate(100.0, ""),
+        "kernel_reduction_start_s": given_rate(3, ""),
+    }
     kernel = Likely(rates, 8, [0] * 8)
     assert kernel.transfer_s("all-reduce", algorithm, 800.0) == pytest.approx(seconds)
     points = ((1, 5.0), (9, 5.1))

@@ -10,10 +10,9 @@ from support import profiled
 from support.profiled import bucket, computes, phase, process, step
 
 from jdp.__main__ import main
-from jdp.inspect.profiling import spans, trace_file
-from jdp.inspect.profiling.breakdown import Activity, parts_of
-from jdp.inspect.profiling.summary import summarize
-from jdp.worker import phases
+from jdp.inspect.profiling import summary, trace_file
+from jdp.inspect.profiling.summary import Activity, step_parts, summarize
+from jdp.worker import process_status
 
 MS = 1_000_000
 
@@ -41,7 +40,7 @@ def test_parts_are_those_of_each_nanosecond_and_add_up_to_the_step(seed):
         else:
             part = 0 if t in waiting else 3
         expected[part] += 1
-    found = parts_of(Activity(*map(spans.union, given)), (0, size))
+    found = step_parts(Activity(*map(summary.span_union, given)), (0, size))
     assert list(found) == expected
     assert sum(found) == size
 
@@ -49,7 +48,7 @@ def test_parts_are_those_of_each_nanosecond_and_add_up_to_the_step(seed):
 def two_ranks(begin=0, process_number=0, ranks=(0, 1), **facts):
     """Rank 1 computes 6 ms of a step of 10, and rank 0 waits for it for 4 of them."""
     first, second = ranks
-    slices = [phase(phases.DATA, begin, begin + 1 * MS)]
+    slices = [phase(process_status.DATA, begin, begin + 1 * MS)]
     for number in (3, 4):
         at = begin + (number - 3) * 10 * MS
         slices += [

@@ -11,11 +11,10 @@ from support import profiled
 from support.profiled import bucket, process, step
 
 from jdp.__main__ import main
-from jdp.inspect import replica_groups
+from jdp.inspect import transfers
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.profiling import trace_file
-from jdp.inspect.profiling.clocks import shifts
-from jdp.inspect.profiling.summary import summarize
+from jdp.inspect.profiling.summary import clock_shifts, summarize
 
 MS = 1_000_000
 
@@ -42,7 +41,7 @@ def two_hosts(skew, lag=50_000, seed=0, num_steps=20):
 @pytest.mark.parametrize("skew", [0, 1, 3_700_000, -250 * MS])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_known_skew_of_two_hosts_is_found_within_the_error_that_is_stated(skew, seed):
-    same, shift = shifts(two_hosts(skew, seed=seed))
+    same, shift = clock_shifts(two_hosts(skew, seed=seed))
     assert (same.ns, same.within) == (0, 0)
     assert abs(shift.ns + skew) <= shift.within
     assert shift.within <= 50_000  # no more than ranks take to leave a collective
@@ -56,7 +55,7 @@ def test_processes_of_another_host_are_shifted_alike():
     late = [bucket("b", 10 * MS, 11 * MS, 2), step(1, 9 * MS, 15 * MS, 2)]
     traces = process(0, slices), process(1, early, clock="two"), process(2, late, clock="two")
     # Process 1 may be 4 ms early and 1 ms late, process 2 1 ms early and 4 ms late.
-    assert shifts(traces) == [(0, 0), (0, MS), (0, MS)]
+    assert clock_shifts(traces) == [(0, 0), (0, MS), (0, MS)]
 
 
 # As the gathers of a state that is split within each host: they would bound the clocks wrongly.
@@ -74,7 +73,7 @@ def test_collectives_of_groups_of_ranks_do_not_compare_clocks():
         )
         for trace in (same, shift)
     ]
-    assert shifts(grouped)[1] == (0, None)
+    assert clock_shifts(grouped)[1] == (0, None)
 
 
 @pytest.mark.parametrize(("axes", "groups"), [("a", 3), ("b", 2), (("a", "b"), 1)])
@@ -87,7 +86,7 @@ def test_the_groups_of_a_collective_are_read_from_its_program(axes, groups, befo
     text = jax.jit(summed).lower(np.ones((2, 3), np.float32)).compile().as_text()
     program = HloProgram(text)
     [found] = [one for one in program.computations[program.entry] if one.op == "all-reduce"]
-    assert len(replica_groups.groups(found)) == groups
+    assert len(transfers.replica_groups(found)) == groups
 
 
 def test_clocks_of_hosts_that_were_not_compared_are_not_called_those_of_one_host(tmp_path, capsys):
@@ -101,7 +100,7 @@ def test_clocks_of_hosts_that_were_not_compared_are_not_called_those_of_one_host
 def test_processes_of_one_host_are_not_shifted():
     first, second = two_hosts(0)
     facts = {**second.facts, "clock": "one"}
-    found = shifts([first, trace_file.ProcessTrace(facts, second.slices)])
+    found = clock_shifts([first, trace_file.ProcessTrace(facts, second.slices)])
     assert [(each.ns, each.within) for each in found] == [(0, 0), (0, 0)]
 
 
@@ -118,4 +117,4 @@ def test_a_clock_that_cannot_be_compared_is_not_shifted_and_said(tmp_path):
                step(1, 9 * MS, 10 * MS, 1)]  # fmt: skip
     met = [bucket("b", 0, 1, 0), step(0, 0, 2, 0), bucket("b", 3, 4, 0), step(1, 2, 5, 0)]
     traces = process(0, met), process(1, jumping, clock="two")
-    assert shifts(traces)[1] == (0, None)
+    assert clock_shifts(traces)[1] == (0, None)

@@ -3,7 +3,7 @@
 import pytest
 
 from jdp.inspect import hlo
-from jdp.inspect.trip_counts import TripCounts
+from jdp.inspect.timeline import TripCounts
 
 STATE = "(s32[]{:T(128)}, f32[8]{0}, s32[])"
 ENTER = (

@@ -12,10 +12,10 @@ import pytest
 from support.launcher import PACKAGES
 from support.screen import Screen
 
+from jdp.launch.flags import STDOUT
 from jdp.launch.host.console import Console
-from jdp.launch.options.flag_types import STDOUT
-from jdp.launch.options.options import Options
-from jdp.worker.run_summary import RunSummary
+from jdp.launch.options import Options
+from jdp.worker.run_progress import RunSummary
 
 SUMMARY = RunSummary(7, None, None, None, None, None, None, 0, 1.0)
 

@@ -14,19 +14,15 @@ from types import SimpleNamespace
 import pytest
 from support import launcher
 
-from jdp.launch import rendezvous
-from jdp.launch.claim import claim_of
-from jdp.launch.electorate import Electorate
-from jdp.launch.host import leader_search
-from jdp.launch.host.leader_lifeline import LeaderLifeline
-from jdp.launch.host.leader_search import LeaderSearch
-from jdp.launch.leader.event_log import Events
+from jdp.launch import election
+from jdp.launch.connection import Channel, Lifeline
+from jdp.launch.election import LeaderSearch, Rendezvous, claim_of
+from jdp.launch.host.leader_connection import LeaderLifeline
 from jdp.launch.leader.membership import Membership
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.options.options import parse
-from jdp.launch.rendezvous import Rendezvous
-from jdp.launch.transport.connection import Channel
-from jdp.launch.transport.lifeline import Lifeline
+from jdp.launch.leader.run_report import Events
+from jdp.launch.options import parse
+from jdp.launch.quorum import Electorate
 from jdp.worker.messages import decode, encode
 
 TOKEN = {"JDP_TOKEN": "a secret"}
@@ -401,7 +397,7 @@ def test_the_end_of_a_proxy_is_not_taken_for_the_death_of_the_leader(jdp_run):
     first.until("host joined")
     with proxy(port) as between:
         through = f"""
-from jdp.launch.transport import connection
+from jdp.launch import connection
 connect = connection.connect
 async def through(address, timeout_s):
     name, port = address
@@ -477,7 +473,7 @@ def test_a_name_that_cannot_be_found_is_that_of_another_host(monkeypatch):
     async def place(*names):
         listed = ",".join(f"{name}:{launcher.free_port()}" for name in names)
         flags = "--nnodes=1:2", f"--rdzv-endpoint={listed}"
-        found = rendezvous.find(parse([*flags, "train.py"], TOKEN))
+        found = election.find(parse([*flags, "train.py"], TOKEN))
         found.release()
         return found.own
 
@@ -495,7 +491,7 @@ def search(monkeypatch):
         made = LeaderSearch(Rendezvous(addresses, own), 5.0, lambda: generation, lambda: None)
         made.clock = [100.0]
         clock = SimpleNamespace(monotonic=lambda: made.clock[0])
-        monkeypatch.setattr(leader_search, "time", clock)
+        monkeypatch.setattr(election, "time", clock)
         return made
 
     return search

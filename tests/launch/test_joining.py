@@ -11,13 +11,13 @@ import time
 
 import pytest
 
+from jdp.launch import connection
+from jdp.launch.election import LeaderSearch
 from jdp.launch.host.leader_connection import LeaderConnection
-from jdp.launch.host.leader_search import LeaderSearch
-from jdp.launch.leader.admission import Admission
 from jdp.launch.leader.leader import Leader
-from jdp.launch.options.options import parse
-from jdp.launch.transport import token_auth
-from jdp.worker import source_digest
+from jdp.launch.leader.membership import Admission
+from jdp.launch.options import parse
+from jdp.worker import build_info
 from jdp.worker.messages import decode, encode
 
 
@@ -42,7 +42,7 @@ def silent():
         yield silent.getsockname()
 
 
-CODE = source_digest.of_code(source_digest.PROTOCOL)
+CODE = build_info.code_digest(build_info.PROTOCOL)
 
 
 # What a leader of another jdp may say, and what anybody else may.
@@ -199,7 +199,7 @@ def _join_and_go(nnodes, folder, *, is_reset):
         with socket.create_connection(listener.getsockname()) as host:
             host.setblocking(False)
             nonce = decode(await loop.sock_recv(host, 9999))[1]["nonce"]
-            facts["proof"] = token_auth.proof("token", "host", nonce, "2")
+            facts["proof"] = connection.token_proof("token", "host", nonce, "2")
             host.sendall(encode("join", facts))
             if is_reset:
                 host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

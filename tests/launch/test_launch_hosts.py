@@ -11,7 +11,7 @@ import pytest
 from support import launcher
 from support.terminal import AFTER, OFTEN, TRAINS
 
-from jdp.worker import source_digest
+from jdp.worker import build_info
 from jdp.worker.messages import encode
 
 TOKEN = {"JDP_TOKEN": "a secret"}
@@ -51,7 +51,7 @@ def test_hosts_are_one_run(hosts):
 # The process of the second host computes for all of its steps, in which the other waits 5 of 25 ms.
 STEPS = """
 from jdp.worker.progress_board import Board
-from jdp.worker.step_times import NUM_RECORDS, StepRecord
+from jdp.worker.progress_board import NUM_RECORDS, StepRecord
 slot = Board.attach(launcher.board_file).slot(launcher.slot)
 slot.claim(a.generation, 600.0)
 for _ in range(NUM_RECORDS):
@@ -328,7 +328,7 @@ def test_who_does_not_know_the_token_is_no_leader(hosts):
             connection.sendall(
                 encode(
                     "challenge",
-                    {"nonce": "1", "protocol": source_digest.of_bytes(source_digest.PROTOCOL)},
+                    {"nonce": "1", "protocol": build_info.source_digest(build_info.PROTOCOL)},
                 )
             )
             assert b"a secret" not in connection.recv(9999)

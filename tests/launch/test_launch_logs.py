@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from jdp.launch.host.output import OutputMux
-from jdp.launch.host.worker_output import TAIL_LINES
-from jdp.launch.options.options import parse
+from jdp.launch.host.output import TAIL_LINES, OutputMux
+from jdp.launch.options import parse
 
 TIMEOUT_S = 10.0
 
@@ -381,7 +380,7 @@ def test_a_terminal_sees_ranks_in_colour():
     program = """
 import os
 from jdp.launch.host.output import OutputMux
-from jdp.launch.options.options import parse
+from jdp.launch.options import parse
 logs = OutputMux(parse(["--nproc-per-node", "2", "x"], {}))
 os.write(1, repr([logs.prefix("process 0", 0), logs.prefix("process 1", 1)]).encode())
 os._exit(0)

@@ -14,22 +14,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdp.launch import connection
+from jdp.launch.connection import Channel
 from jdp.launch.host import spawn
-from jdp.launch.host.gpu_slots import SHARE, gpus_of_slots, memory_of_shared
-from jdp.launch.host.oom_kills import num_oom_kills
+from jdp.launch.host.local_generation import num_oom_kills
 from jdp.launch.host.standby_pool import Standbys
+from jdp.launch.host.worker_process import SHARE, gpus_of_slots, memory_of_shared
 from jdp.launch.leader import failure as failures
 from jdp.launch.leader import rank_assignment
 from jdp.launch.leader import remote_host as remotes
-from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.rank_assignment import Part
+from jdp.launch.leader.recovery import RestartBudget
 from jdp.launch.leader.remote_host import HostSlot, RemoteHost
-from jdp.launch.leader.restart_budget import RestartBudget
-from jdp.launch.leader.run_report import RunReport
-from jdp.launch.options.options import parse
-from jdp.launch.transport import token_auth
-from jdp.launch.transport.connection import Channel
+from jdp.launch.leader.run_report import Events, RunReport
+from jdp.launch.options import parse
 from jdp.worker.exit_codes import exit_code, in_words
 from jdp.worker.launcher_client import VARIABLE, Assignment, LauncherClient, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
@@ -304,13 +303,13 @@ def test_processes_share_gpus_and_their_memory_where_nccl_is_told_so():
 
 def test_a_proof_is_of_one_part_one_token_and_one_connection():
     good = ("token", "host", "1", "2")
-    proof = token_auth.proof(*good)
-    assert token_auth.is_proof(proof, *good)
+    proof = connection.token_proof(*good)
+    assert connection.is_token_proof(proof, *good)
     assert "token" not in proof
     for i in range(4):
-        assert not token_auth.is_proof(proof, *good[:i], "other", *good[i + 1 :])
-    assert not token_auth.is_proof(None, *good)
-    assert not token_auth.is_proof("\ud800", *good[:3], "\ud800")  # which JSON can hold
+        assert not connection.is_token_proof(proof, *good[:i], "other", *good[i + 1 :])
+    assert not connection.is_token_proof(None, *good)
+    assert not connection.is_token_proof("\ud800", *good[:3], "\ud800")  # which JSON can hold
 
 
 @pytest.mark.parametrize("line", [b"", b"7", b"[]", b"{}", b'{"kind": 1}', b"\xff", b"[" * 9999])

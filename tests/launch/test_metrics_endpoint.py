@@ -29,9 +29,8 @@ from jdp.launch.leader.metrics_endpoint import (
     RunCollector,
     RunMetrics,
 )
-from jdp.launch.leader.slow_processes import Slow
-from jdp.worker.run_history import RunHistory
-from jdp.worker.run_summary import RunSummary
+from jdp.launch.leader.progress_watch import Slow
+from jdp.worker.run_progress import RunHistory, RunSummary
 
 BEGINS = RunMetrics(-1, 0, (), RunHistory(), None)
 TRAINS_ON = RunMetrics(
@@ -230,7 +229,7 @@ def test_an_error_ends_the_scrape_and_not_the_run(capfd):
 
 # Process 1 computes for all of its steps, in which the other waits 5 of 25 ms.
 TRAINED = """
-from jdp.worker.step_times import NUM_RECORDS, StepRecord
+from jdp.worker.progress_board import NUM_RECORDS, StepRecord
 go(30, rows=25)
 progress.own.slot.counter.write_commit(10 * a.generation + 30)
 for _ in range(NUM_RECORDS):

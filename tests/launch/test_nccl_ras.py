@@ -9,7 +9,7 @@ import threading
 import pytest
 from support.launcher import free_port
 
-from jdp.launch.host import nccl_ras
+from jdp.launch.host import local_generation
 
 REPORT = "Communicators... (1 with 2 ranks)\n  rank 1: MISMATCH, AllReduce 41 of 42\n"
 
@@ -73,7 +73,7 @@ class Service:
 
 def asked(address, monkeypatch):
     monkeypatch.setenv("NCCL_RAS_ADDR", address)
-    return asyncio.run(asyncio.wait_for(nccl_ras.ask(), 60.0))
+    return asyncio.run(asyncio.wait_for(local_generation.ask(), 60.0))
 
 
 def test_the_report_of_the_service_is_returned(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from jdp.__main__ import main
-from jdp.launch.options.program import misplaced_flags, require_program
+from jdp.launch.options import misplaced_flags, require_program
 
 
 @pytest.mark.parametrize("python", ["python", "python3", "/usr/bin/python3.12"])

@@ -5,12 +5,9 @@ import math
 
 import pytest
 
-from jdp.launch.leader.event_log import Events
-from jdp.worker.phases import DATA
-from jdp.worker.process_status import ProcessStatus
-from jdp.worker.run_counts import RunCounts
-from jdp.worker.run_progress import WINDOW_S, RunProgress
-from jdp.worker.run_summary import RunSummary
+from jdp.launch.leader.run_report import Events
+from jdp.worker.process_status import DATA, ProcessStatus, RunCounts
+from jdp.worker.run_progress import WINDOW_S, RunProgress, RunSummary
 
 
 def status(steps, phase="", since_s=0.0, **counts):

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from jdp.launch.leader.progress_watch import ProgressWatch
-from jdp.launch.leader.slow_processes import PARTS, SEVERAL, Comparison, SlowProcesses
-from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
+from jdp.launch.leader.progress_watch import (
+    PARTS,
+    SEVERAL,
+    Comparison,
+    ProgressWatch,
+    SlowProcesses,
+)
+from jdp.worker.progress_board import NUM_RECORDS, StepRecord, window_of
 
 US, MS = 1000, 1_000_000
 

@@ -16,7 +16,7 @@ from jdp.inspect import calibration
 from jdp.launch.host import spawn
 from jdp.launch.host.reaper import MARK, Guardian
 from jdp.launch.host.worker_process import HostResources, Process
-from jdp.launch.options.options import parse
+from jdp.launch.options import parse
 
 TIMEOUT_S = 10.0
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.analysis import jaxprs
-from jdp.reduction.overlap.ready_order import order_of_gradients
+from jdp.reduction.bucket_order import order_of_gradients
 
 pytestmark = pytest.mark.optimized
 

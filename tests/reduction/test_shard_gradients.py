@@ -13,11 +13,11 @@ from support.losses import DIM, NUM_ROWS, batch, count, dense, masked, params
 from support.training import assert_close, fetched, ranks, step_of
 
 import jdp
-from jdp.analysis.liveness import used_inputs
+from jdp.analysis.dataflow import used_inputs
 from jdp.collectives import shards
 from jdp.collectives.cpu import runtime
 from jdp.jax_compat import opened
-from jdp.reduction import scheduling_barrier, shard_registry, whole_gradients
+from jdp.reduction import shard_registry, sharded_update, wait_order
 
 # A loss here need not read all parameters.
 pytestmark = pytest.mark.filterwarnings("ignore:the loss does not depend on")
@@ -263,7 +263,7 @@ def test_integer_parameters_are_refused_as_by_jax():
 
 
 def test_what_a_gather_only_waits_for_counts_as_unread():
-    program = jax.make_jaxpr(lambda x, y: scheduling_barrier.after([x], [y]))(1.0, 2.0)
+    program = jax.make_jaxpr(lambda x, y: wait_order.after([x], [y]))(1.0, 2.0)
     assert used_inputs(opened(program)) == (True, False)
 
 
@@ -316,7 +316,7 @@ def test_whole_gradients_are_logged_once_with_their_bytes(caplog, monkeypatch):
 
         return step
 
-    monkeypatch.setattr(whole_gradients, "_logged", set())
+    monkeypatch.setattr(sharded_update, "_logged", set())
     with caplog.at_level(logging.WARNING, logger="jdp"):
         run(step_with(jdp.value_and_grad))
         assert not caplog.records

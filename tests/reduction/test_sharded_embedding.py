@@ -14,7 +14,7 @@ from support import training
 from support.training import assert_close, fetched, step_of
 
 import jdp
-from jdp.collectives import native_rows
+from jdp.collectives import split_rows
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.reduction import shard_registry, sharded_embedding
 
@@ -318,7 +318,7 @@ def test_native_lookups_give_every_rank_the_bits_of_xla(monkeypatch, rounds, n):
     mine, text = trained_by_rows(num_rows, kind, n)
     assert f"@{cpu_runtime.ALL_TO_ALL}" in text and "stablehlo.all_to_all" not in text
     assert "stablehlo.while" in text or rounds == "one round"
-    monkeypatch.setattr(native_rows, "exchanged", lambda *args: None)
+    monkeypatch.setattr(split_rows, "exchanged", lambda *args: None)
     by_xla, text = trained_by_rows(num_rows, kind, n)
     assert cpu_runtime.ALL_TO_ALL not in text and "stablehlo.all_to_all" in text
     assert [x.tobytes() for x in mine] == [x.tobytes() for x in by_xla]

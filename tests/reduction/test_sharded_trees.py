@@ -8,7 +8,7 @@ from support.training import assert_close, fetched, ranks
 
 import jdp
 from jdp.reduction import sharded_update
-from jdp.reduction.tree_arrays import TreeArrays
+from jdp.reduction.sharded_update import TreeArrays
 
 
 def _lookahead(stage):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.reduction.overlap import wait_order
+from jdp.reduction import wait_order
 
 pytestmark = pytest.mark.optimized
 

@@ -36,7 +36,7 @@ ROOMS = {
         ),
         Mutation(
             "a gradient that stays whole is sent as a slice of another",
-            "reduction/reduce_scatter_gradients.py",
+            "reduction/sharded_update.py",
             "found = zip(chosen, parts, dims, strict=True)",
             "found = zip(chosen, parts[::-1], dims, strict=True)",
             "reduction/test_reduce_scatter_gradients.py::test_weighted_means_go_along_too",
@@ -66,7 +66,7 @@ ROOMS = {
     "training": [
         Mutation(
             "Ctrl-C in a step leaves the caller with a donated state alone",
-            "training/interrupts.py",
+            "training/step.py",
             "if pytrees.any_deleted(self._donated):",
             "if False:",
             "training/test_interrupts.py::"
@@ -82,7 +82,7 @@ ROOMS = {
         ),
         Mutation(
             "tied weights of nnx are trained as two copies",
-            "training/shared_variables.py",
+            "training/parameters.py",
             "if first != place:",
             "if False:",
             "training/test_shared_variables.py::test_a_variable_at_two_places_is_refused_with_both",
@@ -120,7 +120,7 @@ ROOMS = {
         ),
         Mutation(
             "a native call may block a thread that a collective of XLA's needs",
-            "collectives/xla_interleaving.py",
+            "collectives/hazards.py",
             "return found.is_unknown or any(_pairs(found.native, found.xla))",
             "return False",
             "collectives/test_xla_interleaving.py::"
@@ -128,14 +128,14 @@ ROOMS = {
         ),
         Mutation(
             "ranks take each other's slices",
-            "collectives/cpu/calls.py",
+            "collectives/cpu/primitives.py",
             "self._rank, self._group = lax.axis_index(axes), _group(axes)",
             "self._rank, self._group = axis.size(axes) - 1 - lax.axis_index(axes), _group(axes)",
             "collectives/test_shards.py::test_every_rank_gets_its_slice_of_the_sum",
         ),
         Mutation(
             "a native call in a cond under vmap has a token for each row",
-            "collectives/cpu/operands.py",
+            "collectives/cpu/primitives.py",
             "x if place is None else lax.index_in_dim(x, 0, place, keepdims=False) for",
             "x for",
             "collectives/test_native_control_flow.py::test_native_calls_give_the_bits_of_xlas",
@@ -152,7 +152,7 @@ ROOMS = {
         ),
         Mutation(
             "a forked process keeps the directory of a dead run locked",
-            "checkpoint/directory_lock.py",
+            "checkpoint/directory.py",
             "os.register_at_fork(after_in_child=_close_in_child)",
             "",
             "checkpoint/test_directory.py::"
@@ -176,7 +176,7 @@ ROOMS = {
         ),
         Mutation(
             "a commit under jax.set_mesh fails",
-            "checkpoint/single_device.py",
+            "checkpoint/snapshot.py",
             "jax.set_mesh(Mesh(np.empty((), object), ())), ",
             "",
             "checkpoint/test_commit_snapshot.py::"
@@ -194,7 +194,7 @@ ROOMS = {
         ),
         Mutation(
             "gather_dtype has no effect in a second loss",
-            "analysis/lint_unscaled_precision.py",
+            "analysis/lints.py",
             "    if not found:\n",
             "    if True:\n",
             "training/test_mixed_precision_refused.py::"
@@ -216,7 +216,7 @@ ROOMS = {
         ),
         Mutation(
             "numbers that each rank draws by its own key count as equal",
-            "analysis/lint_shared_rng.py",
+            "analysis/lints.py",
             'return [name == "axis_index"] * len(eqn.outvars)',
             "return [False] * len(eqn.outvars)",
             "training/test_check_step.py::test_says_what_the_analysis_cannot_see",
@@ -246,7 +246,7 @@ ROOMS = {
         ),
         Mutation(
             "each loader that hangs delays the end by 5 s",
-            "data/active_iterator.py",
+            "data/prefetcher.py",
             "waiting = [reader for reader in list(self.readers) if reader.ask_to_end()]",
             "waiting = (reader for reader in list(self.readers) if reader.ask_to_end())",
             "data/test_prefetch.py::"
@@ -263,14 +263,14 @@ ROOMS = {
     "worker": [
         Mutation(
             "builds that differ in comments refuse each other",
-            "worker/source_digest.py",
-            "return package is not None and of_code(PROTOCOL, Path(package)) == of_code(PROTOCOL)",
-            "return False",
+            "worker/build_info.py",
+            "code_digest(PROTOCOL, Path(package)) == code_digest(PROTOCOL)",
+            "False",
             "worker/test_source_digest.py::test_a_process_takes_a_launcher_with_other_comments_and_no_other_one",
         ),
         Mutation(
             "with a phase in every step no step is timed",
-            "worker/step_clock.py",
+            "worker/progress.py",
             "is_counted = self.is_usual or not self._was_usual",
             "is_counted = self.is_usual",
             "worker/test_step_times.py::"
@@ -303,14 +303,14 @@ ROOMS = {
     "launch": [
         Mutation(
             "what hosts know of electors grows with each loss",
-            "launch/electorate.py",
+            "launch/quorum.py",
             "for name, group in groups.items() if _number(name) > superseded}",
             "for name, group in groups.items()}",
             "launch/test_elections.py::test_electors_that_were_superseded_are_forgotten",
         ),
         Mutation(
             "a host that leaves while its lifeline opens counts as dead",
-            "launch/host/leader_lifeline.py",
+            "launch/host/leader_connection.py",
             '                    channel.send("farewell")\n',
             "",
             "launch/test_elections.py::"
@@ -326,14 +326,14 @@ ROOMS = {
         ),
         Mutation(
             "a signal to a run that has finished is its exit code",
-            "launch/leader/run_end.py",
+            "launch/leader/leader.py",
             "elif signal is not None and not generation.is_finished:",
             "elif signal is not None:",
             "launch/test_launch.py::test_a_signal_to_a_run_that_has_finished_changes_nothing",
         ),
         Mutation(
             "a loss of NaN is no JSON in the events",
-            "launch/leader/event_log.py",
+            "launch/leader/run_report.py",
             "return str(value) if isinstance(value, float) and not math.isfinite(value) else value",
             "return value",
             "launch/test_run_progress.py::test_a_loss_that_json_lacks_is_a_text_among_the_events",
@@ -367,7 +367,7 @@ ROOMS = {
         ),
         Mutation(
             "a run that begins later continues the metrics of another one",
-            "distributed/metrics_ownership.py",
+            "distributed/metrics_file.py",
             "return assigned.resumes or this_process",
             "return is_later or assigned.resumes or this_process",
             "distributed/test_metrics_ownership.py::"
@@ -375,7 +375,7 @@ ROOMS = {
         ),
         Mutation(
             "two steps of a Slurm job have one port",
-            "distributed/slurm_step.py",
+            "distributed/cluster_env.py",
             "(job + _JOBS_BETWEEN_STEPS * step)",
             "job",
             "distributed/test_initialize.py::test_steps_and_jobs_of_slurm_have_ports_of_their_own",
@@ -384,14 +384,14 @@ ROOMS = {
     "inspect": [
         Mutation(
             "a plan counts a second group of a model that has one",
-            "inspect/plan/memory.py",
+            "inspect/plan/prediction.py",
             "pair = min(2 * group, whole)",
             "pair = 2 * group",
             "inspect/test_plan_costs.py::test_a_model_of_one_group_gathers_no_second_one",
         ),
         Mutation(
             "clocks are compared by collectives of groups of ranks",
-            "inspect/profiling/clocks.py",
+            "inspect/profiling/summary.py",
             "if is_of_groups or each",
             "if each",
             "inspect/test_timeline_clocks.py::"
@@ -414,7 +414,7 @@ ROOMS = {
         ),
         Mutation(
             "a loop for TPUs counts once",
-            "inspect/trip_counts.py",
+            "inspect/timeline.py",
             "count = self._derived(one, computation)",
             "count = 1",
             "inspect/test_trip_counts.py::test_a_loop_runs_until_its_counter_reaches_the_bound",

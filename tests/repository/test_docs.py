@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.launcher import free_port
 
-from jdp.launch.options import flags, options
+from jdp.launch import flags, options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,7 @@ import yaml
 from support.launcher import free_port
 
 from jdp.distributed.cluster_env import find
-from jdp.launch.options.options import parse
+from jdp.launch.options import parse
 from jdp.worker.exit_codes import SAVED
 
 ROOT = Path(__file__).parents[2]

@@ -154,7 +154,7 @@ SMALL_TABLE = {"training": {"reduction", "collectives"}, "reduction": {"collecti
         ("reduction/gradients.py", "def f():\n    from jdp.data import batches"),
         ("reduction/gradients.py", "import jdp"),
         ("reduction/gradients.py", "from jdp import train_step"),
-        ("reduction/overlap/ready_order.py", "from ...training import step"),
+        ("reduction/partition/rules.py", "from ...training import step"),
         ("new.py", ""),
     ],
 )

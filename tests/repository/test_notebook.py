@@ -45,7 +45,7 @@ BEHIND = {
 import time
 
 from jdp.distributed import in_flight
-from jdp.training.interrupts import SHIELD
+from jdp.training.step import SHIELD
 
 add = in_flight.add
 

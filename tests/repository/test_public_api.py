@@ -15,11 +15,11 @@ from pathlib import Path
 import jdp
 from jdp.__main__ import main
 from jdp.data.loops import Batches
-from jdp.launch.options import flags
+from jdp.launch import flags
 from jdp.rank_state import PerRank
 from jdp.reduction.optimizer import Replicated
+from jdp.training.check_step import StepDifference
 from jdp.training.step import Step
-from jdp.training.step_differences import StepDifference
 from jdp.worker.progress import Phase
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.gpu import topology
-from jdp.inspect.bench import compute
+from jdp.inspect.bench import calibrate
 from jdp.inspect.calibration import CACHED_BYTES
 from jdp.inspect.hlo import HloProgram
 
@@ -37,8 +37,8 @@ def kernels(monkeypatch):
         where = NamedSharding(mesh, P(mesh.axis_names[0]))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    monkeypatch.setattr(compute, "_seconds", seconds)
-    monkeypatch.setattr(compute, "_placed", placed)
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
+    monkeypatch.setattr(calibrate, "_placed", placed)
 
     def kernels(fn):
         fn(mesh)
@@ -49,19 +49,19 @@ def kernels(monkeypatch):
 
 
 def test_a_loop_over_an_array_is_a_kernel_for_each_iteration_and_no_copy(kernels):
-    assert kernels(compute.memory_bytes_per_s) == {"fusion": 64}
+    assert kernels(calibrate.memory_bytes_per_s) == {"fusion": 64}
     size = CACHED_BYTES // 8
     for operation in (lambda x: x + 1, jnp.tanh):
-        assert kernels(lambda mesh, f=operation: compute.loop_s(mesh, f, size, 0.0)) == {
+        assert kernels(lambda mesh, f=operation: calibrate.loop_s(mesh, f, size, 0.0)) == {
             "fusion": 64
         }
 
 
 def test_a_chain_of_operations_is_a_kernel_for_each(kernels):
-    assert kernels(compute.operation_start_s) == {"fusion": 512}
+    assert kernels(calibrate.operation_start_s) == {"fusion": 512}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_matmul_is_one_kernel(dtype, kernels):
-    found = kernels(lambda mesh: compute.matmul_flops_per_s(mesh, dtype))
+    found = kernels(lambda mesh: calibrate.matmul_flops_per_s(mesh, dtype))
     assert sum(found.values()) == 1

@@ -21,8 +21,8 @@ from support.training import step_of
 import jdp
 from benchmarks.gpu import programs
 from jdp import collectives
-from jdp.inspect import described_gpus, targets
-from jdp.inspect.gpus import GPUS
+from jdp.inspect import targets
+from jdp.inspect.rate import GPUS
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, ROWS = 1024, 4, 8 * 2048
@@ -35,13 +35,13 @@ def h200s():
     if DESCRIBED:
         text = Path(DESCRIBED).read_text()
         with pytest.MonkeyPatch.context() as patch:
-            for module in (targets, described_gpus):
+            for module in (targets, targets):
                 patch.setattr(module, "gpu_description", lambda name: text)
             yield "8xH200"
         return
     try:
-        described_gpus.gpu_description(GPUS["H200"].xla_name)
-    except described_gpus.MissingPluginError as reason:
+        targets.gpu_description(GPUS["H200"].xla_name)
+    except targets.MissingPluginError as reason:
         pytest.skip(str(reason))
     yield "8xH200"
 
@@ -217,7 +217,7 @@ def test_a_mesh_of_gpus_is_explained_as_the_name_of_its_gpus_is(h200s):
 def test_every_gpu_of_the_list_is_described(kind, h200s):
     if DESCRIBED:
         pytest.skip("one description stands for all")
-    text = described_gpus.gpu_description(GPUS[kind].xla_name)
+    text = targets.gpu_description(GPUS[kind].xla_name)
     assert text.startswith("gpu_device_info {") and text.count("gpu_device_info {") == 1
     assert text.endswith(f'device_description_str: "{GPUS[kind].xla_name}"')
 

@@ -3,7 +3,7 @@
 import re
 
 from jdp.inspect import hlo
-from jdp.inspect.trip_counts import TripCounts
+from jdp.inspect.timeline import TripCounts
 
 
 def bytes_in_flight(text):

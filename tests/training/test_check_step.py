@@ -12,7 +12,7 @@ from support.per_rank import planted
 from support.training import batch, loss_fn, plain_step, predict, ranks, state
 
 import jdp
-from jdp.training import step_differences
+from jdp.training import check_step
 
 
 def test_a_right_step_passes_and_changes_nothing(capsys):
@@ -346,10 +346,10 @@ def test_each_rank_is_compared(make_mesh, odd):
     mesh = make_mesh(3)
     x = np.arange(4, dtype=np.float32)
     many = {"w": planted(mesh, x, x + np.float32([0, 0, 5, 0]), {odd})}
-    (found,) = step_differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)
+    (found,) = check_step.compare("state", {"w": x}, {"w": x}, many, 1e-5)
     assert (found.difference, found.rank, found.change_all) == (5.0, odd, 5.0)
     whole = {"w": planted(mesh, x, x, ())}
-    (found,) = step_differences.compare("state", {"w": x}, {"w": x}, whole, 1e-5)
+    (found,) = check_step.compare("state", {"w": x}, {"w": x}, whole, 1e-5)
     assert (found.difference, found.rank) == (0.0, None)
 
 
@@ -405,8 +405,8 @@ def test_the_digits_of_parameters_of_16_bits_are_no_difference(dtype):
 def test_digits_do_not_explain_ranks_that_differ(make_mesh):
     mesh, x = make_mesh(2), jnp.ones(2, jnp.bfloat16)
     many = {"w": planted(mesh, x, x + jnp.array([0, 0.0078125], jnp.bfloat16), {1})}
-    (found,) = step_differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)
-    assert step_differences.beyond([found]) and found.rank == 1
+    (found,) = check_step.compare("state", {"w": x}, {"w": x}, many, 1e-5)
+    assert check_step.beyond([found]) and found.rank == 1
 
 
 def test_arithmetic_of_16_bits_is_named_where_differences_are_small():

@@ -14,7 +14,7 @@ from support.training import ranks
 import jdp
 from jdp import pytrees
 from jdp.distributed import in_flight
-from jdp.training import interrupts
+from jdp.training import step
 from jdp.training.step import Step
 from jdp.worker import progress
 
@@ -45,7 +45,7 @@ class InterruptAt:
     def __call__(self, frame, event, arg):
         if event != "call":
             return
-        if frame.f_code in (Step.run.__code__, interrupts.Shield.end.__code__):
+        if frame.f_code in (Step.run.__code__, step.Shield.end.__code__):
             self.is_inside = frame.f_code is Step.run.__code__
         if self.is_inside:
             self.left -= 1
@@ -112,14 +112,14 @@ def test_a_state_that_was_read_before_it_was_donated_counts_as_donated():
 
 def test_an_interrupt_that_was_put_off_comes_before_the_next_step_donates(monkeypatch):
     ranks(2)
-    step, state = counting(), {"n": jnp.zeros(())}
-    state, _ = step(state, BATCH)
+    count, state = counting(), {"n": jnp.zeros(())}
+    state, _ = count(state, BATCH)
     add = in_flight.add
     monkeypatch.setattr(in_flight, "add", lambda call: (interrupt(), add(call)))
-    monkeypatch.setattr(interrupts, "_DELAY_S", 60)
+    monkeypatch.setattr(step, "_DELAY_S", 60)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(2):
-            state, _ = step(state, BATCH)
+            state, _ = count(state, BATCH)
     assert float(state["n"]) == 2
 
 

@@ -11,7 +11,7 @@ from support.sharded_training import optimizer, params
 from support.training import ranks
 
 import jdp
-from jdp.training import new_state, shard_layout
+from jdp.training import shard_layout, state
 
 
 def with_init(init):
@@ -45,14 +45,14 @@ def reads_a_placement(tree):
 def test_an_init_that_cannot_be_traced_is_run_and_logged_once(
     stage, level, init, caplog, monkeypatch
 ):
-    monkeypatch.setattr(new_state, "_logged", set())
+    monkeypatch.setattr(state, "_logged", set())
     created(stage, init, caplog)
-    state, (record,) = created(stage, init, caplog)
+    made, (record,) = created(stage, init, caplog)
     want = init(jax.tree.map(jnp.asarray, params()))
     if init is reads_a_placement:
         want = {"w": np.full((24, 48), 2, "f")}
-    jax.tree.map(np.testing.assert_array_equal, state, want)
-    share = state["w"].addressable_shards[0].data.size / state["w"].size
+    jax.tree.map(np.testing.assert_array_equal, made, want)
+    share = made["w"].addressable_shards[0].data.size / made["w"].size
     assert share == (1 if stage == 0 else 0.5)
     assert record.levelno == level
 

@@ -7,8 +7,8 @@ import pytest
 from support.training import ranks
 
 import jdp
-from jdp.analysis.traced import TraceFindings
-from jdp.reduction.scope import Choices
+from jdp.analysis.diagnostics import TraceFindings
+from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
 from jdp.training import passes
 from jdp.training.rank_program import RankProgram

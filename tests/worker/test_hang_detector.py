@@ -5,8 +5,19 @@ import re
 import pytest
 
 from jdp.worker.hang_detector import HangDetector
-from jdp.worker.phases import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, UNSTEPPED, WAITING
-from jdp.worker.process_status import BEFORE, ENDED, ProcessStatus
+from jdp.worker.process_status import (
+    BEFORE,
+    BETWEEN,
+    DATA,
+    ENDED,
+    FIRST,
+    JOINING,
+    STARTING,
+    STEP,
+    UNSTEPPED,
+    WAITING,
+    ProcessStatus,
+)
 
 
 def at(phase, steps=10, since_s=0.0, **facts):

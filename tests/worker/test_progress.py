@@ -15,7 +15,7 @@ from support.processes import environment
 
 import jdp
 from jdp.distributed import agree
-from jdp.worker import phases, progress, watching
+from jdp.worker import process_status, progress, watching
 from jdp.worker.progress_board import NATIVE
 
 
@@ -33,20 +33,20 @@ def alone():
 
 
 def test_a_process_starts_and_is_between_steps_once_it_made_one(alone):
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
     step, state = jdp.train_step(training.plain_step), training.state()
     training.ranks(2)
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
     for i in range(1, 4):
         state, _ = step(state, training.batch())
-        assert (now_in(), where().steps) == (phases.BETWEEN, i)
+        assert (now_in(), where().steps) == (process_status.BETWEEN, i)
 
 
 def test_a_loop_of_ones_own_makes_a_step_with_each_step_of_its_checkpointer():
     watching.begin_watching(600.0, process=0, num_processes=2)
     for i in range(1, 4):
         progress.count_step()
-        assert (now_in(), where().steps, where().limit_s) == (phases.BETWEEN, i, 3600.0)
+        assert (now_in(), where().steps, where().limit_s) == (process_status.BETWEEN, i, 3600.0)
         assert not progress.own.is_first_step
 
 
@@ -64,9 +64,9 @@ def test_a_process_is_watched_from_its_first_batch_on():
     watching.begin_watching(600.0, process=0, num_processes=2)
     with jdp.phase("of the author's"):
         pass
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
     for _ in jdp.batches(np.zeros(8), 8, num_steps=2):
-        assert now_in() == phases.UNSTEPPED
+        assert now_in() == process_status.UNSTEPPED
 
 
 def test_all_reduces_are_progress(alone):
@@ -93,14 +93,14 @@ def test_phases_nest_and_the_outer_one_goes_on_since_it_began(alone):
             raise KeyError
         assert where()[4:7] == outer[4:7]
         assert where().progress_s > outer.progress_s
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
 
 
 def test_a_phase_may_be_entered_again_and_within_itself(alone):
     same = jdp.phase("again")
     with same, jdp.phase("other"), same:
         assert now_in() == "again"
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
 
 
 def test_phases_of_several_threads_may_overlap_in_any_order(alone):
@@ -112,7 +112,7 @@ def test_phases_of_several_threads_may_overlap_in_any_order(alone):
     first.__exit__()
     assert now_in() == "second"
     second.__exit__()
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
@@ -137,7 +137,7 @@ def test_who_waits_to_be_told_something_is_seen_to_wait(alone, monkeypatch):
     with jdp.phase("saving"):
         assert agree.all_gather((0, 1), "mine", what="a test") == {0: "0", 1: "1"}
         assert now_in() == "saving"
-    assert seen == [phases.WAITING] * 2
+    assert seen == [process_status.WAITING] * 2
 
 
 def test_a_phase_without_a_name_is_an_error():
@@ -157,7 +157,7 @@ def test_a_step_is_compiled_while_it_is_traced_and_never_after():
     state = training.state()
     for num_rows in (24, 24, 12, 24):
         state, _ = step(state, training.batch(num_rows=num_rows))
-        assert now_in() == phases.BETWEEN
+        assert now_in() == process_status.BETWEEN
         seen.append(num_rows)
     traces = seen.index(24)
     assert seen == [*["compiling"] * traces, 24, 24, *["compiling"] * traces, 12, 24]
@@ -174,7 +174,7 @@ def test_a_step_that_is_refused_leaves_its_phases():
     for call in (step, step.lower):
         with pytest.raises(KeyError):
             call(training.state(), training.batch())
-        assert now_in() == phases.STARTING
+        assert now_in() == process_status.STARTING
     assert where().steps == before
 
 
@@ -182,7 +182,7 @@ def test_a_step_inside_the_authors_jit_is_not_counted(alone):
     training.ranks(2)
     step = jdp.train_step(training.plain_step)
     jax.jit(step)(training.state(), training.batch())
-    assert (now_in(), where().steps) == (phases.STARTING, 0)
+    assert (now_in(), where().steps) == (process_status.STARTING, 0)
 
 
 def test_evaluating_is_a_phase_in_which_each_batch_is_progress_and_no_step(alone):
@@ -202,7 +202,7 @@ def test_evaluating_is_a_phase_in_which_each_batch_is_progress_and_no_step(alone
     assert [(it.phase, it.steps) for it in seen] == [("evaluating", 0)] * 3
     assert seen[0].since_s == seen[2].since_s
     assert seen[0].progress_s < seen[1].progress_s < seen[2].progress_s
-    assert now_in() == phases.STARTING
+    assert now_in() == process_status.STARTING
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -229,9 +229,9 @@ def test_a_loop_that_waits_for_a_batch_says_so(prefetch, alone):
     looker = threading.Thread(target=look)
     looker.start()
     for _ in jdp.shard_batches(loader(), prefetch=prefetch):
-        assert now_in() == phases.UNSTEPPED
+        assert now_in() == process_status.UNSTEPPED
     looker.join()
-    assert seen == [phases.DATA]
+    assert seen == [process_status.DATA]
 
 
 def test_what_a_process_forks_off_does_not_speak_for_it(alone):

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from jdp.worker.hang_detector import HangDetector
-from jdp.worker.phases import STEP
-from jdp.worker.process_status import BEFORE, ProcessStatus
+from jdp.worker.process_status import BEFORE, STEP, ProcessStatus
 from jdp.worker.progress_board import Board, record
 
 

@@ -86,7 +86,7 @@ def test_what_is_logged_is_in_the_line(terminal):
 
 def test_a_phase_that_takes_long_is_named_before_the_first_step_and_later(terminal):
     found = terminal(
-        "from jdp.worker import phases\nphases._LONG_S = 0.1\n"
+        "from jdp.worker import process_status\nprocess_status._LONG_S = 0.1\n"
         "with progress.phase('downloading'): time.sleep(1.0)\n"
         "go(30)\n"
         "with progress.EVALUATING:\n"

@@ -9,7 +9,7 @@ import pytest
 
 import jdp
 from jdp.distributed import metrics_log
-from jdp.worker.own_progress import own
+from jdp.worker.progress import own
 
 ROWS = {"x": np.arange(10, dtype="float32")}
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from jdp.worker import source_digest
+from jdp.worker import build_info
+from jdp.worker.build_info import PACKAGE, PROTOCOL
 from jdp.worker.launcher_client import VARIABLE, invitation
-from jdp.worker.source_digest import PACKAGE, PROTOCOL
 
 SOURCE = '"""A room."""\n\n# why\ndef f(x):\n    """Return it."""\n    return "text", x\n'
 
@@ -34,9 +34,9 @@ def test_comments_and_docstrings_do_not_count(tmp_path, old, new, is_same):
     for package, source in zip(packages, [SOURCE, SOURCE.replace(old, new)], strict=True):
         (package / "launch").mkdir(parents=True)
         (package / "launch" / "room.py").write_text(source)
-    one, other = (source_digest.of_code(PROTOCOL, package) for package in packages)
+    one, other = (build_info.code_digest(PROTOCOL, package) for package in packages)
     assert (one == other) == is_same
-    one, other = (source_digest.of_bytes(PROTOCOL, package) for package in packages)
+    one, other = (build_info.source_digest(PROTOCOL, package) for package in packages)
     assert one != other
 
 
@@ -45,7 +45,7 @@ def test_another_name_of_a_file_counts(tmp_path):
         (tmp_path / name / "launch").mkdir(parents=True)
         (tmp_path / name / "launch" / f"{name}.py").write_text(SOURCE)
     packages = [tmp_path / "one", tmp_path / "other"]
-    assert len({source_digest.of_code(PROTOCOL, package) for package in packages}) == 2
+    assert len({build_info.code_digest(PROTOCOL, package) for package in packages}) == 2
 
 
 @pytest.mark.parametrize(

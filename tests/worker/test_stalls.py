@@ -16,7 +16,7 @@ from support.processes import environment
 from jdp.worker.hang_detector import HangDetector
 from jdp.worker.launcher_client import Assignment, invitation
 from jdp.worker.messages import decode, encode
-from jdp.worker.phases import BETWEEN, DATA
+from jdp.worker.process_status import BETWEEN, DATA
 from jdp.worker.progress_board import Board
 
 STALLING = str(Path(__file__).parents[1] / "support" / "stalling.py")

@@ -2,10 +2,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from jdp.worker import step_times
-from jdp.worker.progress_board import Board
-from jdp.worker.step_clock import DispatchedStep, HostWaits, StepClock
-from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
+from jdp.worker import progress_board
+from jdp.worker.progress import DispatchedStep, HostWaits, StepClock
+from jdp.worker.progress_board import NUM_RECORDS, Board, StepRecord, window_of
 
 MS = 1_000_000
 
@@ -35,7 +34,7 @@ def test_records_that_are_overwritten_while_they_are_read_are_left_out(monkeypat
     times = Board.create(1).slot(0).times
     for i in range(40):
         times.write(StepRecord(1, i))
-    place, has_written = step_times._place, []
+    place, has_written = progress_board._place, []
 
     def slow_place(number):
         if not has_written:
@@ -44,7 +43,7 @@ def test_records_that_are_overwritten_while_they_are_read_are_left_out(monkeypat
                 times.write(StepRecord(1, i))
         return place(number)
 
-    monkeypatch.setattr(step_times, "_place", slow_place)
+    monkeypatch.setattr(progress_board, "_place", slow_place)
     seen = [it.step_ns for it in times.latest()]
     assert seen == [*range(19, 40)]  # 15 to 17 are gone, and 18 may be half written
 

@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from jdp.worker.version import version
+from jdp.worker.build_info import version
 
 
 def test_sources_that_were_built_and_not_installed_have_their_version(tmp_path, monkeypatch):

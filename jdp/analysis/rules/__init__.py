@@ -1,14 +1,14 @@
 """The rule of each primitive: the class of its results for the classes of its operands."""
 
 from jdp.analysis.interpreter import Rule
-from jdp.analysis.rules import collectives, control_flow, local, nonlinear, refs
+from jdp.analysis.rules import collectives, control_flow, local
 
 RULES: dict[str, Rule] = {
     **local.RULES,
-    **nonlinear.RULES,
+    **local.NONLINEAR_RULES,
     **collectives.RULES,
     **control_flow.RULES,
-    **refs.RULES,
+    **control_flow.REF_RULES,
 }
 # The rule of primitives without a rule of their own.
 UNKNOWN = control_flow.unknown

@@ -4,22 +4,72 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.analysis import eqn_axes, jaxprs
+import jax.numpy as jnp
+
+from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter
 from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARD, SHARE, SUMMED
-from jdp.analysis.rules import sums
+
+
+def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: int) -> int:
+    """Return the class of the sum over `axes` of one operand of a collective."""
+    atom = eqn.invars[position]
+    if interp.lattice.is_constant(value):
+        times = 0 if jaxprs.is_literal(atom) else interp.divisions.get(atom, 0)
+        interp.divisions[eqn.outvars[position - len(eqn.invars)]] = times - 1
+        if times > 1:  # the sum undoes one of the divisions
+            return value
+    return undivided(interp, eqn, interp.lattice.all_reduce(value, axes), value, position, axes)
+
+
+def undivided(
+    interp: Interpreter, eqn: Any, total: int, value: int, position: int, axes: int
+) -> int:
+    """Return the class of a sum over `axes`, with the bits "undivided" and "duplicated".
+
+    Sums of integers are counts. JAX itself sums cotangents that are equal on every rank. Neither
+    gets the bits.
+    """
+    lattice = interp.lattice
+    is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)
+    if not is_inexact or not lattice.is_data(value):
+        return total
+    axes &= ~lattice.at(value, "divided")
+    differed, same = value & axes, axes & ~value
+    total |= lattice.over("undivided", differed & ~lattice.at(value, "total"))
+    if same and not jaxprs.is_transposed(eqn):
+        total |= lattice.over("duplicated", same)
+    return total
+
+
+def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
+    """Record the result of a gather: the class of each rank's part, the axes, and their dim."""
+    if "all_gather_dimension" in eqn.params:
+        interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
+
+
+def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
+    """Return the class of a sum over the gathered parts of all ranks, None for any other sum."""
+    (atom,) = eqn.invars
+    gathered = None if jaxprs.is_literal(atom) else interp.gathered.get(atom)
+    if gathered is None or gathered[2] not in eqn.params["axes"]:
+        return None
+    value, axes, _ = gathered
+    # Other terms may be divided by the number of terms, and the weights are unknown.
+    total = all_reduced(interp, eqn, value, 0, axes) | interp.lattice.bent
+    return total | interp.lattice.over("uneven", axes & value)
 
 
 def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
-    groups = eqn_axes.groups(eqn)
+    groups = jaxprs.axis_groups(eqn)
     if groups is None:
-        return [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(ins)]
+        return [all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(ins)]
     if len({len(group) for group in groups}) == 1:
         if len(groups[0]) == 1:
             return ins
         return [
-            sums.undivided(interp, eqn, interp.lattice.sum_in_groups(x, axes), x, i, axes)
+            undivided(interp, eqn, interp.lattice.sum_in_groups(x, axes), x, i, axes)
             for i, x in enumerate(ins)
         ]
     return [
@@ -30,7 +80,7 @@ def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     token, *leaves = ins[3:]  # the first three are the rank, its group and the scale
-    totals = [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(leaves, 4)]
+    totals = [all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(leaves, 4)]
     return [interp.lattice.agree(token, axes), *_native_scaled(interp, eqn, ins[2], totals)]
 
 
@@ -38,9 +88,9 @@ def _native_scatter(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     token, *leaves = ins[3:]
     totals = [
-        sums.all_reduced(interp, eqn, x, i, axes)
+        all_reduced(interp, eqn, x, i, axes)
         if dim is None
-        else sums.undivided(interp, eqn, _spread(interp, x, axes), x, i, axes)
+        else undivided(interp, eqn, _spread(interp, x, axes), x, i, axes)
         for i, (x, dim) in enumerate(zip(leaves, eqn.params["dims"], strict=True), 4)
     ]
     return [interp.lattice.agree(token, axes), *_native_scaled(interp, eqn, ins[2], totals)]
@@ -71,7 +121,7 @@ def _native_exchange(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]
 def _native_scatter_rows(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     token, rows, ids = ins[3:]
-    total = sums.undivided(interp, eqn, _spread(interp, rows | ids, axes), rows, 4, axes)
+    total = undivided(interp, eqn, _spread(interp, rows | ids, axes), rows, 4, axes)
     return [interp.lattice.agree(token, axes), total]
 
 
@@ -82,9 +132,9 @@ def _native_take(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
-    if eqn_axes.groups(eqn) is not None:
+    if jaxprs.axis_groups(eqn) is not None:
         return ins
-    sums.record_gathered(interp, eqn, ins[0], axes)
+    record_gathered(interp, eqn, ins[0], axes)
     return [interp.lattice.agree(x, axes) for x in ins]
 
 
@@ -98,8 +148,8 @@ def _exchange(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _scatter_sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    axes = interp.lattice.axes(eqn_axes.collective_axes(eqn))
-    return sums.undivided(interp, eqn, _exchange(interp, eqn, ins), ins[0], 0, axes)
+    axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
+    return undivided(interp, eqn, _exchange(interp, eqn, ins), ins[0], 0, axes)
 
 
 def _pass_on(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -107,7 +157,7 @@ def _pass_on(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return _spread(interp, 0, interp.lattice.axes(eqn_axes.collective_axes(eqn)))
+    return _spread(interp, 0, interp.lattice.axes(jaxprs.collective_axes(eqn)))
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -115,7 +165,7 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
     interp.record.add("mark", eqn, value, interp.where)
     if kind == ALL_REDUCED:
-        return sums.all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
+        return all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
     axes = lattice.axes(eqn.params["axes"])
     if kind in (AVERAGED, MEAN):
         return lattice.mean(value, axes)
@@ -141,7 +191,7 @@ def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
     A collective in groups needs only the ranks along its axes. One that sends from rank to rank is
     a single operation of all devices.
     """
-    axes = interp.lattice.axes(eqn_axes.collective_axes(eqn))
+    axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where
     if absent and axes:
         interp.record_deadlock(eqn, absent, axes)

@@ -4,11 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.analysis import eqn_axes, jaxprs, kernels
-from jdp.analysis.cells import Cell, value_of
-from jdp.analysis.forward import Forward
+from jdp.analysis import jaxprs
+from jdp.analysis.dataflow import Forward
 from jdp.analysis.interpreter import Interpreter
-from jdp.analysis.rules import averages
+from jdp.analysis.records import Cell, value_of
+from jdp.analysis.rules import local
+
+
+def _cell(interp: Interpreter, ref: int | Cell) -> Cell:
+    # A Ref from a primitive without a rule has no cell and may hold anything.
+    return ref if isinstance(ref, Cell) else Cell(interp.anything())
+
+
+def _varying(interp: Interpreter, indices: list[Any]) -> int:
+    bits = 0
+    for index in indices:
+        bits |= value_of(index)
+    return bits & interp.lattice.varying
+
+
+def _new(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
+    return Cell(value_of(ins[0]))
+
+
+def _empty(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
+    return Cell(interp.anything())
+
+
+def _read(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
+    ref, *indices = ins
+    return _cell(interp, ref).value | _varying(interp, indices)
+
+
+def _swap(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
+    ref, value, *indices = ins
+    cell, indexed = _cell(interp, ref), _varying(interp, indices)
+    before = cell.value
+    cell.value |= value | indexed | interp.where
+    return before | indexed
+
+
+def _add(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[int]:
+    ref, value, *indices = ins
+    cell = _cell(interp, ref)
+    cell.value = interp.lattice.add(cell.value, value) | _varying(interp, indices) | interp.where
+    return []
+
+
+REF_RULES = {
+    "new_ref": _new,
+    "empty_ref": _empty,
+    "get": _read,
+    "freeze": _read,
+    "swap": _swap,
+    "addupdate": _add,
+    "free_ref": lambda interp, eqn, ins: [],
+}
 
 
 def _call(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any] | Any:
@@ -70,7 +121,7 @@ def _scan(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
         outs = interp.body(body, constants + carry + xs, eqn)
         pairs = zip(carry, outs[:num_carry], strict=True)
         carry = [value_of(old) | value_of(new) for old, new in pairs]
-    averages.record_rounds(interp, eqn)
+    local.record_rounds(interp, eqn)
     return carry + outs[num_carry:]
 
 
@@ -87,8 +138,8 @@ def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     lattice = interp.lattice
-    split = [lattice.axes(eqn_axes.spec_axes(spec)) for spec in eqn.params["in_specs"]]
-    joined = [lattice.axes(eqn_axes.spec_axes(spec)) for spec in eqn.params["out_specs"]]
+    split = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["in_specs"]]
+    joined = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["out_specs"]]
     inner = []
     for value, axes in zip(ins, split, strict=True):
         if isinstance(value, Cell):
@@ -96,7 +147,7 @@ def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
         elif axes:
             value = lattice.mix(value | axes | lattice.data)
         inner.append(value)
-    with interp.manual_too(eqn_axes.manual_axes(eqn)):
+    with interp.manual_too(jaxprs.manual_axes(eqn)):
         outs = interp.body(jaxprs.mapped_body(eqn), inner, eqn)
     return [
         value_of(value) & ~axes | lattice.over("unsummed", axes)
@@ -153,7 +204,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     Each body is analysed with this join as its inputs. It is also written into every Ref.
     """
     lattice = interp.lattice
-    axes = lattice.axes(eqn_axes.named_axes(eqn)) & interp.everywhere
+    axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
     if axes and interp.where:
         interp.record_deadlock(eqn, interp.where, axes)
     value = axes | (lattice.data if axes else 0)
@@ -192,8 +243,8 @@ SOURCES = frozenset(
 )
 
 RULES = {
-    **dict.fromkeys(_JOINED | kernels.JOINED, joined),
-    **dict.fromkeys(SOURCES | kernels.SOURCES, _source),
+    **dict.fromkeys(_JOINED | jaxprs.JOINED, joined),
+    **dict.fromkeys(SOURCES | jaxprs.SOURCES, _source),
     **dict.fromkeys(jaxprs.CALLS, _call),
     "call_hi_primitive": _high_level,
     "call_hi_primitive_linearized": _closed,

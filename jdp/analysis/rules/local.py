@@ -2,14 +2,216 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import operator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdp.analysis import jaxprs
-from jdp.analysis.interpreter import Interpreter, image, mix, move
-from jdp.analysis.rules import averages, nonlinear, sums
+from jdp.analysis.interpreter import Interpreter, Quotient, image, mix, move
+from jdp.analysis.rules import collectives
+
+
+def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Join the operands, as image does, if a constant other than 1 / n may correct the result."""
+    value = image(interp, eqn, ins)
+    return value | interp.lattice.bent if value & interp.lattice.data else value
+
+
+def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    # max(n x, 0) is n max(x, 0). With another bound it may be 1 if any rank has a 1.
+    for i, atom in enumerate(eqn.invars):
+        if jaxprs.number(atom) == 0:
+            return image(interp, eqn, [ins[1 - i]])
+    return _bound(interp, eqn, ins)
+
+
+def _bound(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    lattice, value = interp.lattice, mix(interp, eqn, ins)
+    constants = [x for x in ins if lattice.is_constant(x) and x & lattice.nonzero]
+    if not constants:
+        return value
+    if not all(x & lattice.other for x in constants):
+        # The result may be 1 if any rank has a 1.
+        value &= ~lattice.over("duplicated", lattice.varying)
+    return value | lattice.capped
+
+
+def _invert(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    value = bend(interp, eqn, ins)
+    return interp.lattice.invert(value) if value & interp.lattice.data else value
+
+
+def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    if "y" not in eqn.params:
+        value, exponent = mix(interp, eqn, ins), interp.number(eqn.invars[1])
+        is_inverse = exponent is not None and exponent < 0 and value & interp.lattice.data
+        return interp.lattice.invert(value) if is_inverse else value
+    return (bend if eqn.params["y"] > 0 else _invert)(interp, eqn, ins)
+
+
+def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Return the class of a linear system's solution: the right-hand side over the matrix."""
+    lattice, (*matrix, vector) = interp.lattice, ins
+    ratio = lattice.quotient(vector, functools.reduce(operator.or_, matrix))
+    return lattice.without_scale(mix(interp, eqn, ins)) | ratio & lattice.scale
+
+
+def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    value = mix(interp, eqn, ins)
+    bases, scaled = interp.lattice.without_scale(value), _SCALED.get(eqn.primitive.name)
+    return [value if i == scaled else bases for i in range(len(eqn.outvars))]
+
+
+def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    # A factor n becomes an added term, and the exponential of the result may divide by it.
+    return interp.lattice.without_scale(bend(interp, eqn, ins))
+
+
+def _decide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.without_scale(mix(interp, eqn, ins))
+
+
+def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    value = mix(interp, eqn, ins)
+    return [value, interp.lattice.without_scale(value)]
+
+
+# Another constant than 1 / n corrects these: for a sum of elements, 1 over n times their number.
+_BEND = "cbrt cumsum reduce_window_sum sqrt square"
+
+# Booleans, signs and positions, which a factor n does not change.
+_DECIDE = """
+    and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
+    reduce_xor sign xor
+"""
+
+# Decompositions into orthogonal bases, which a factor n does not change, and the position of the
+# one result that it does change.
+_SCALED = {"eig": 0, "eigh": 1, "qr": 1, "svd": 0}
+
+NONLINEAR_RULES = {
+    **dict.fromkeys(_BEND.split(), bend),
+    **dict.fromkeys(_DECIDE.split(), _decide),
+    **dict.fromkeys(("householder_product", *_SCALED), _decompose),
+    **dict.fromkeys("approx_top_k top_k".split(), _largest),
+    **dict.fromkeys("clamp min".split(), _bound),
+    **dict.fromkeys("integer_pow pow".split(), _power),
+    **dict.fromkeys("log log1p log2".split(), _logarithm),
+    **dict.fromkeys("triangular_solve tridiagonal_solve".split(), _solve),
+    "max": _larger,
+    "rsqrt": _invert,
+}
+
+
+# Distinguish means over a rank's own elements from divisions by the number of ranks.
+#
+# A rank may have as many rows as there are ranks. In `jnp.mean` a sum precedes the division, and
+# in its gradient the divided value is copied to as many elements. A division by a number of that
+# size, without the sum or the copies, divides by the number of ranks.
+
+
+_ADD = frozenset({"add", "add_any"})
+# The number of divisors that are remembered for one value. A longer chain starts again.
+_MOST_DIVISORS = 8
+
+
+def record_sum(interp: Interpreter, eqn: Any) -> None:
+    """Record the sizes of the dims that a rank has summed over, unless it is a gradient's sum."""
+    (atom,), (total,) = eqn.invars, eqn.outvars
+    sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
+    if math.prod(sizes) == 1 and not jaxprs.is_literal(atom) and atom in interp.quotients:
+        interp.quotients[total] = interp.quotients[atom]
+    elif not jaxprs.is_transposed(eqn):
+        interp.sums[total] = sizes
+
+
+def record_rounds(interp: Interpreter, eqn: Any) -> None:
+    """Record the number of terms that a scan adds up, as over micro-batches; not in a gradient."""
+    if eqn.params["reverse"]:
+        return
+    body, num_constants, num_carry = jaxprs.scan_parts(eqn)
+    sums = {each.outvars[0]: each.invars for each in body.eqns if each.primitive.name in _ADD}
+    for i, total in enumerate(eqn.outvars[:num_carry]):
+        atom, before = body.outvars[i], body.invars[num_constants + i]
+        if not jaxprs.is_literal(atom) and before in sums.get(atom, ()):
+            interp.sums[total] = (eqn.params["length"],)
+
+
+def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
+    """Return the class of a quotient: a mean if a sum is divided by its number of terms."""
+    is_literal = jaxprs.is_literal(dividend)
+    if interp.lattice.is_constant(value):
+        times = 0 if is_literal else interp.divisions.get(dividend, 0)
+        more = interp.lattice.divisions(divisor)
+        interp.divisions[eqn.outvars[0]] = times = times + more
+        if more and not times:  # a product or a sum undoes it
+            return value & ~interp.lattice.over("divided", interp.lattice.varying)
+    before = None if is_literal else interp.quotients.get(dividend)
+    if before is None or len(before.divisors) == _MOST_DIVISORS:
+        before = Quotient(value, ())
+    interp.quotients[eqn.outvars[0]] = Quotient(before.value, (*before.divisors, divisor))
+    sizes = () if is_literal else interp.sums.get(dividend, ())
+    mean = _without_mean(interp, Quotient(value, (divisor,)), sizes) if sizes else None
+    return interp.lattice.scale_by_number(value, 1 / divisor) if mean is None else mean
+
+
+def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Return the class of copies: of a mean's gradient, if their number is the divisor."""
+    (value, *_), (atom, *_), (copies,) = ins, eqn.invars, eqn.outvars
+    if jaxprs.is_literal(atom):
+        return value
+    sizes = _copied(eqn)
+    if not sizes and atom in interp.sums:
+        interp.sums[copies] = interp.sums[atom]
+    quotient = interp.quotients.get(atom)
+    mean = None if quotient is None else _without_mean(interp, quotient, sizes)
+    if mean is None:
+        return value
+    lattice = interp.lattice
+    if not lattice.is_constant(value):
+        return mean
+    return mean | lattice.over("averaging", lattice.at(value, "divided"))
+
+
+def _copied(eqn: Any) -> tuple[int, ...]:
+    """Return the sizes of the dims along which a broadcast copies."""
+    before, after = eqn.invars[0].aval.shape, eqn.params["shape"]
+    kept = dict(zip(eqn.params["broadcast_dimensions"], before, strict=True))
+    return tuple(size for i, size in enumerate(after) if size != kept.get(i, 1))
+
+
+def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
+    """Return the class of a quotient without its division by a number of elements, None if by none.
+
+    If the value is already a sum over the ranks, the division is by the number of ranks.
+    """
+    lattice, value = interp.lattice, quotient.value
+    is_before_sums = value & lattice.varying and not value & lattice.total
+    if not lattice.is_constant(value) and not is_before_sums:
+        return None
+    counts = {
+        math.prod(chosen)
+        for num in range(1, len(sizes) + 1)
+        for chosen in itertools.combinations(sizes, num)
+    }
+    matches = [
+        (count, i)
+        for i, divisor in enumerate(quotient.divisors)
+        for count in counts
+        if count > 1 and abs(divisor - count) <= 4e-3 * count
+    ]
+    if not matches:
+        return None
+    _, mean = max(matches)  # the largest number of elements
+    for i, divisor in enumerate(quotient.divisors):
+        if i != mean:
+            value = lattice.scale_by_number(value, 1 / divisor)
+    return value
 
 
 def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -34,7 +236,7 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
         number = interp.number(atom)
         if number and not (abs(number) == 1 and _is_seed(interp, eqn, factor, value)):
-            value = averages.divided(interp, eqn, factor, value, 1 / number)
+            value = divided(interp, eqn, factor, value, 1 / number)
             is_of_ranks = interp.lattice.divisions(number) > 0 and value & interp.lattice.data
             return value | interp.lattice.by_ranks if is_of_ranks else value
         if number is not None:
@@ -57,11 +259,11 @@ def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
 
 
 def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    gathered = sums.of_gathered(interp, eqn)
+    gathered = collectives.of_gathered(interp, eqn)
     if gathered is not None:
         return gathered
-    averages.record_sum(interp, eqn)
-    return nonlinear.bend(interp, eqn, ins)
+    record_sum(interp, eqn)
+    return bend(interp, eqn, ins)
 
 
 def _weigh(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -77,7 +279,7 @@ def _mean(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     number = interp.number(eqn.invars[1])
     if number:
-        return averages.divided(interp, eqn, eqn.invars[0], ins[0], number)
+        return divided(interp, eqn, eqn.invars[0], ins[0], number)
     return interp.lattice.quotient(*ins)
 
 
@@ -192,7 +394,7 @@ RULES = {
     "dynamic_update_slice": _cut_in,
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
-    "broadcast_in_dim": averages.spread,
+    "broadcast_in_dim": spread,
     "call_exported": _exported,
     "convert_element_type": cast,
     "div": _divide,

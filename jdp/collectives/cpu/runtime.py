@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jdp.collectives.gpu import runtime as gpu_runtime
 from jdp.collectives.shared_library import LIB, Loaded, load
 from jdp.collectives.shared_library import runtime_version as _runtime_version
-from jdp.worker import own_progress
+from jdp.worker import progress
 
 TARGET = "jdp_all_reduce"
 REDUCE_SCATTER, ALL_GATHER = "jdp_reduce_scatter", "jdp_all_gather"
@@ -167,7 +167,7 @@ def _loaded() -> Loaded:
     handlers = {name: {"execute": name} for name in [*names, COPY_OUT]}
     loaded = load(_PATH, _SIGNATURES, handlers, "cpu", _runtime_version())
     if loaded.functions is not None:
-        loaded.functions.jdp_set_progress(own_progress.native_numbers())
+        loaded.functions.jdp_set_progress(progress.native_numbers())
     return loaded
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.distributed import agree, kv_store
-from jdp.distributed.hosts import own_host
+from jdp.distributed.this_process import own_host
 from jdp.worker import progress
 
 

@@ -1,8 +1,10 @@
 """Check that all processes hold the same state before they train it."""
 
 import hashlib
+import operator
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -12,10 +14,53 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jdp.distributed import agree, kv_store
-from jdp.distributed.broadcast import broadcast as broadcast_bytes
+from jdp.distributed.agree import broadcast_bytes
 from jdp.error_codes import with_code
 from jdp.pytrees import is_array, is_key, without_key
 from jdp.worker.local_devices import num_cpus
+
+Refs = list[weakref.ref]
+
+# Leaves of the last state of each step over several processes. The steps do not own the lists,
+# since processes delete a step at different times, while another step continues with its state.
+_returned: list[Refs] = []
+# Further leaves that are known to be equal on all processes.
+_vouched: Refs = []
+
+
+def vouch_for(leaves: Iterable[Any]) -> None:
+    """Record that these leaves are equal on all processes, in place of those recorded before."""
+    _vouched[:] = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
+def keep_known(own: Refs) -> None:
+    """Record a step's own list of its last state's leaves, which the step keeps up to date."""
+    if not any(refs is own for refs in _returned):
+        _returned.append(own)
+
+
+def unknown_leaves(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
+    """Return the positions of leaves that are not known to be equal on all processes.
+
+    Args:
+      own: the list that the called step passed to `keep`.
+    """
+    _returned[:] = [refs for refs in _returned if refs is own or _any_alive(refs)]
+    if any(are_known(refs, leaves) for refs in _returned):
+        return ()
+    known = {id(ref()) for refs in (*_returned, _vouched) for ref in refs}
+    return [i for i, leaf in enumerate(leaves) if id(leaf) not in known]
+
+
+def are_known(refs: Refs, leaves: Sequence[Any]) -> bool:
+    """Whether `refs` are references to `leaves`, in this order."""
+    # This runs in every call for every leaf, so avoid a Python loop.
+    return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
+
+
+def _any_alive(refs: Refs) -> bool:
+    return any(ref() is not None for ref in refs)
+
 
 # One thread takes less than a millisecond for it.
 _PIECE_BYTES = 1 << 20

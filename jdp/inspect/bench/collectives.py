@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jdp.distributed import agree
 from jdp.inspect import collective_case, paired_timing
 from jdp.inspect.collective_case import AUTO, Case, Trial
-from jdp.inspect.exact import WrongResultError
+from jdp.inspect.known_values import WrongResultError
 
 PEER = "xla"
 _MiB = 2**20

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(commands)
         print(f"jdp bench: there is no {what!r}. Write one of {known}.", file=sys.stderr)
         return 2
-    from jdp.inspect.exact import WrongResultError
+    from jdp.inspect.known_values import WrongResultError
 
     try:
         return commands[what](what, rest)
@@ -158,15 +158,15 @@ def _title(operation: str, mesh: Any, options: argparse.Namespace) -> str:
 
 
 def _step(_: str, arguments: Sequence[str]) -> int:
-    from jdp.inspect.bench import step_command
+    from jdp.inspect.bench import step
 
-    return step_command.main(arguments)
+    return step.main(arguments)
 
 
 def _faults(_: str, arguments: Sequence[str]) -> int:
-    from jdp.inspect.bench import faults_command
+    from jdp.inspect.bench import faults
 
-    return faults_command.main(arguments)
+    return faults.main(arguments)
 
 
 def _calibrate(_: str, arguments: Sequence[str]) -> int:

@@ -27,8 +27,8 @@ from jdp.data.sampler import Sampler
 from jdp.distributed.mesh import init
 from jdp.reduction.micro_batches import value_and_grad
 from jdp.reduction.optimizer import replicated
-from jdp.training.decorators import train_step
 from jdp.training.state import TrainState
+from jdp.training.step import train_step
 from jdp.worker.launcher_client import current
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 64, 8, 256

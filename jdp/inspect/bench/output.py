@@ -11,8 +11,8 @@ import jax
 import jaxlib
 
 from jdp.inspect import results
+from jdp.worker.build_info import version
 from jdp.worker.local_devices import num_cpus
-from jdp.worker.version import version
 
 COLUMNS = {
     "bytes": "{bytes}",

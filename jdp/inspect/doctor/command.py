@@ -11,7 +11,7 @@ from pathlib import Path
 from jdp.inspect import results
 from jdp.inspect.bench import flags
 from jdp.inspect.doctor.diagnosis import ERROR, Diagnosis, checked, is_healthy, text
-from jdp.worker.version import version
+from jdp.worker.build_info import version
 
 _DESCRIPTION = """\
 Can this machine train, and if not, what is wrong? Examines devices, versions,
@@ -69,7 +69,7 @@ def _examined(cpu_ranks: int | None) -> dict[int, list[Diagnosis]]:
 
 
 def _of_machine(mesh, num_processes: int) -> list[Diagnosis]:
-    from jdp.inspect.doctor import bytecode, devices, limits, versions
+    from jdp.inspect.doctor import devices, limits, versions
 
     platform = mesh.devices.flat[0].platform
     here = versions.installed(platform, num_processes)
@@ -83,7 +83,7 @@ def _of_machine(mesh, num_processes: int) -> list[Diagnosis]:
         "locked memory": limits.locked_memory,
         "memory": limits.memory,
         "proxies": limits.proxies,
-        "bytecode": bytecode.bytecode,
+        "bytecode": versions.bytecode,
     }
     made = [checked(name, examine) for name, examine in checks.items()]
     return [made[0], *versions.known_bad(here), *made[1:3], *devices.libraries(platform), *made[3:]]
@@ -121,16 +121,16 @@ def _of_sums(mesh, group: tuple[int, ...]) -> list[Diagnosis]:
     import numpy as np
     from jax.sharding import Mesh
 
-    from jdp.inspect.doctor import sums
+    from jdp.inspect.doctor import devices
 
     found = []
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if len(local) > 1 or len(group) == 1:
         axis = mesh.axis_types
         here = mesh if len(group) == 1 else Mesh(np.array(local), mesh.axis_names, axis_types=axis)
-        found += sums.self_test(here, "devices of a process")
+        found += devices.self_test(here, "devices of a process")
     if len(group) > 1:
-        found += sums.self_test(mesh, "all processes")
+        found += devices.self_test(mesh, "all processes")
     return found
 
 

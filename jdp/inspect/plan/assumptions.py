@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jdp.inspect import calibration
-from jdp.inspect.calibration_fields import BYTES_PER_S
-from jdp.inspect.gpus import GPUS, nvlink
+from jdp.inspect.calibration import BYTES_PER_S
 from jdp.inspect.json_fields import AMOUNT, COUNT, LIST, OBJECT, TEXT, Field, checked
-from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given, part_of
+from jdp.inspect.rate import (
+    ASSUMED,
+    GPUS,
+    LEAST_GIVEN,
+    MOST_GIVEN,
+    PUBLISHED,
+    Rate,
+    given_rate,
+    nvlink,
+    part_of,
+)
 from jdp.inspect.results import why_unreadable
 
 _NCCL = f"{PUBLISHED} (NCCL's tuning model, src/graph/tuning.cc: ring, simple and LL128)"
@@ -174,7 +183,7 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
             )
         if name in ("forward_share", STRAGGLER) and value >= 1:
             raise ValueError(f"--set {name}={value:g} must be below 1: it is a part of a step.")
-    return known | {name: given(value, known[name].unit) for name, value in values.items()}
+    return known | {name: given_rate(value, known[name].unit) for name, value in values.items()}
 
 
 def values(

@@ -1,17 +1,187 @@
 """Predicts one row of a plan: step, memory, efficiency and effective training time."""
 
+import math
+import random
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from jdp.inspect.plan.assumptions import STRAGGLER, Assumptions, values
-from jdp.inspect.plan.fabric import Fabric
-from jdp.inspect.plan.failures import Failures
-from jdp.inspect.plan.memory import rank_memory, state_bytes_of_host
 from jdp.inspect.plan.question import Model
-from jdp.inspect.plan.schedule import Deployment, program_of
-from jdp.inspect.plan.stragglers import Stragglers
-from jdp.inspect.plan.workload import Workload
+from jdp.inspect.plan.schedule import (
+    HSDP,
+    REPLICATED,
+    STAGE_1,
+    STAGE_2,
+    STATE_BYTES,
+    Deployment,
+    Fabric,
+    Workload,
+    grouped,
+    params_of,
+    program_of,
+)
+
+# Which share of the time a run trains, if ranks fail: the effective training time, ETTR.
+#
+# The rules: failures come at random times at a constant rate, whether the run trains or recovers.
+# Each costs a whole recovery; one that comes during another recovery is recovered from after it.
+# (If that one only begins anew, the share is higher: `highest`.) The steps since the last commit
+# are lost and repeated. A commit stops training while it is made. After a recovery the run may go
+# on with fewer hosts for some time, until a new host joins.
+
+
+class Failures(NamedTuple):
+    """Failures of a run, and what they cost.
+
+    Attributes:
+      per_s: failures in a second, >= 0.
+      recovery_s: seconds in which nobody trains after each of them, >= 0.
+      commit_s: seconds of a commit, >= 0.
+      degraded_s: seconds after each recovery in which hosts are missing, >= 0.
+      missing: share of the hosts that is missing meanwhile, 0 to 1.
+    """
+
+    per_s: float
+    recovery_s: float
+    commit_s: float = 0.0
+    degraded_s: float = 0.0
+    missing: float = 0.0
+
+    def effective(self, commit_every_s: float) -> float:
+        """Return the share of the time in which steps are made that count, with full hosts.
+
+        >>> hourly = Failures(per_s=1 / 3600, recovery_s=360)
+        >>> round(hourly.effective(commit_every_s=1.0), 4)  # a tenth of the time is recovery
+        0.8999
+        """
+        lost = self.per_s * (self.recovery_s + self.degraded_s * self.missing)
+        return max(0.0, 1 - lost) * self.kept(commit_every_s)
+
+    def highest(self, commit_every_s: float) -> float:
+        """Return the same, if a failure during a recovery only lets it begin anew."""
+        trains = math.exp(-self.per_s * self.recovery_s)
+        degraded = self.per_s * trains * self.degraded_s * self.missing
+        return max(0.0, trains - degraded) * self.kept(commit_every_s)
+
+    def kept(self, commit_every_s: float) -> float:
+        """Return the share of the training time in which steps are made that are not lost.
+
+        A stretch of training and its commit last w seconds, and are repeated until no failure hits
+        them: (exp(rate * w) - 1) / rate seconds on average (Daly 2006,
+        https://doi.org/10.1016/j.future.2004.11.016).
+        """
+        whole = commit_every_s + self.commit_s
+        if self.per_s == 0:
+            return commit_every_s / whole
+        exponent = self.per_s * whole
+        if exponent > 700:
+            return 0.0
+        return self.per_s * commit_every_s / math.expm1(exponent)
+
+    def best_interval_s(self, step_s: float) -> float:
+        """Return the seconds between commits that lose least, at least a step.
+
+        Young's rule (1974, https://doi.org/10.1145/361147.361115): the root of 2 * commit_s / rate.
+
+        >>> Failures(per_s=1 / 5000, recovery_s=0, commit_s=1.0).best_interval_s(step_s=1.0)
+        100.0
+        """
+        if self.per_s == 0:
+            return math.inf
+        return max(step_s, math.sqrt(2 * self.commit_s / self.per_s))
+
+
+NONE, LOGNORMAL, EXPONENTIAL = "none", "lognormal", "exponential"
+KINDS = (NONE, LOGNORMAL, EXPONENTIAL)
+NUM_SAMPLES = 16
+
+
+class Stragglers(NamedTuple):
+    """The distribution of a rank's slowness in a step: a factor of its computation, of mean 1.
+
+    The factors of ranks and steps are independent.
+
+    Attributes:
+      kind: "none"; "lognormal"; or "exponential", 1 - scale + an exponential of mean scale.
+      scale: standard deviation of the logarithm, or mean of the exponential; 0 to 1.
+      seed: of the samples.
+    """
+
+    kind: str = NONE
+    scale: float = 0.0
+    seed: int = 0
+
+    def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
+        """Return samples of the factor of the slowest of `num_ranks` ranks.
+
+        The largest of n is below x with the n-th power of the probability of one, so each sample
+        takes one random number, for any n. One number is drawn from each of `num_samples` equal
+        parts of [0, 1], which makes the error of a mean small.
+
+        >>> max(Stragglers(EXPONENTIAL, 0.02).slowest(8)) < 1.2
+        True
+        """
+        if self.kind == NONE or self.scale == 0:
+            return [1.0]
+        chosen = random.Random(self.seed)
+        shares = [max((i + chosen.random()) / num_samples, 1e-9) for i in range(num_samples)]
+        # The mean of one rank is 1, so what its samples miss corrects those of n.
+        missed = fmean(self._of_slowest(share, 1) for share in shares)
+        return [self._of_slowest(share, num_ranks) / missed for share in shares]
+
+    def _of_slowest(self, share: float, num_ranks: int) -> float:
+        above = -math.expm1(math.log(share) / num_ranks)  # of one rank; 1 - above would lose digits
+        if self.kind == EXPONENTIAL:
+            return 1 - self.scale - self.scale * math.log(above)
+        return math.exp(-self.scale * (NormalDist().inv_cdf(above) + self.scale / 2))
+
+
+_MOMENTS = 2  # numbers that Adam keeps of a parameter
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank, without activations and rows.
+
+    Attributes:
+      between_steps: parameters and state of the optimizer.
+      in_step: more within a step: gradients, and parameters and gradients of groups.
+    """
+
+    between_steps: float
+    in_step: float
+
+    @property
+    def total(self) -> float:
+        """The most bytes of a step."""
+        return self.between_steps + self.in_step
+
+
+def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
+    """Return the memory of a rank that trains with Adam."""
+    whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
+    groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
+    group = max(map(params_of, groups)) * STATE_BYTES
+    adds_up = workload.micro_batches > 1  # beside the sums is a gradient of the next micro-batch
+    if deployment.method == REPLICATED or n == 1:  # all stages compile to the same step then
+        return RankMemory((1 + _MOMENTS) * whole, whole + adds_up * group)
+    if deployment.method == STAGE_1:
+        return RankMemory(whole + _MOMENTS * whole / n, whole + group / n + adds_up * group)
+    parts = adds_up * (whole / n + group)  # a loop holds its sums of parts before and after
+    if deployment.method == STAGE_2:
+        return RankMemory(whole + _MOMENTS * whole / n, (whole + group) / n + group + parts)
+    pair = min(2 * group, whole)  # a model of one group has no second
+    return RankMemory((1 + _MOMENTS) * whole / n, (whole + pair) / n + pair + parts)
+
+
+def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
+    """Return the bytes of the state that one host commits and restores."""
+    whole = (1 + _MOMENTS) * workload.params * STATE_BYTES
+    if deployment.method == REPLICATED:
+        return whole
+    if deployment.method in (STAGE_1, STAGE_2):
+        return workload.params * STATE_BYTES * (1 + _MOMENTS / deployment.hosts)
+    return whole if deployment.method == HSDP else whole / deployment.hosts
 
 
 class PlanOptions(NamedTuple):

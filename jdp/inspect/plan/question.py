@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.inspect.plan.schedule import METHODS
-from jdp.inspect.plan.workload import Workload, uniform
+from jdp.inspect.plan.schedule import METHODS, Workload, uniform
 from jdp.inspect.rate import LEAST_GIVEN, MOST_GIVEN
 
 # A forward pass multiplies and adds once for each parameter and token, a backward pass twice.

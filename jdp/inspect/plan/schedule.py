@@ -13,11 +13,192 @@ The rules:
    add up, so nothing is sent while they compute: all tasks share one lane.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jdp.inspect.plan.fabric import LINK, NETWORK, Fabric, Group
-from jdp.inspect.plan.workload import STATE_BYTES, ModelLeaf, Workload, grouped, params_of, work_of
+MiB = 2**20
+STATE_BYTES = 4  # of a parameter, and of each number that the optimizer keeps of it: float32
+
+
+class ModelLeaf(NamedTuple):
+    """A leaf of the parameters, in the order of the forward pass.
+
+    Attributes:
+      params: number of parameters.
+      work: its part of the time of a pass; all parts add up to 1.
+    """
+
+    params: float
+    work: float
+
+
+class Workload(NamedTuple):
+    """A step of one rank that computes alone.
+
+    Attributes:
+      leaves: parameters, in the order of the forward pass.
+      forward_s: seconds of the forward passes of all micro-batches.
+      backward_s: seconds of their backward passes.
+      update_s: seconds in which one rank updates all parameters.
+      micro_batches: number of micro-batches, >= 1.
+      gather_bytes: bytes of a parameter that is gathered where it is read.
+      reduce_bytes: bytes of a gradient that is reduced.
+      bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
+    """
+
+    leaves: tuple[ModelLeaf, ...]
+    forward_s: float
+    backward_s: float
+    update_s: float = 0.0
+    micro_batches: int = 1
+    gather_bytes: float = 4
+    reduce_bytes: float = 4
+    bucket_bytes: float = 4 * MiB
+
+    @property
+    def params(self) -> float:
+        """Number of parameters."""
+        return sum(leaf.params for leaf in self.leaves)
+
+    def alone_s(self) -> float:
+        """Return the seconds of a step of one rank without any other."""
+        return self.forward_s + self.backward_s + self.update_s
+
+
+def uniform(params: float, layers: int, leaves_per_layer: int) -> tuple[ModelLeaf, ...]:
+    """Return the leaves of a model of equal layers.
+
+    >>> uniform(8, layers=2, leaves_per_layer=2)[0]
+    ModelLeaf(params=2.0, work=0.25)
+    """
+    count = layers * leaves_per_layer
+    return (ModelLeaf(params / count, 1 / count),) * count
+
+
+def grouped(
+    leaves: Sequence[ModelLeaf], bytes_per_param: float, capacity_bytes: float
+) -> list[list[ModelLeaf]]:
+    """Group leaves in their order into groups of at most `capacity_bytes`.
+
+    A leaf is never split: a larger one is a group of its own, as in
+    `jdp.collectives.buckets.plan`.
+
+    >>> [len(group) for group in grouped(uniform(6, 6, 1), 4, capacity_bytes=8)]
+    [2, 2, 2]
+    """
+    groups: list[list[ModelLeaf]] = []
+    used = math.inf
+    for leaf in leaves:
+        num_bytes = leaf.params * bytes_per_param
+        if used + num_bytes > capacity_bytes:
+            groups.append([])
+            used = 0.0
+        groups[-1].append(leaf)
+        used += num_bytes
+    return groups
+
+
+def work_of(group: Sequence[ModelLeaf]) -> float:
+    """Return the part of a pass that the leaves of a group take."""
+    return sum(leaf.work for leaf in group)
+
+
+def params_of(group: Sequence[ModelLeaf]) -> float:
+    """Return the number of parameters of a group."""
+    return sum(leaf.params for leaf in group)
+
+
+LINK, NETWORK = "link", "network"
+ALGORITHMS = ("ring", "tree", "best")
+# NCCL's tuning model, src/graph/tuning.cc: a tree reaches 92 % of the bandwidth of a ring.
+_OF_RING = 0.92
+
+
+class Group(NamedTuple):
+    """Ranks that reduce or gather together.
+
+    Attributes:
+      hosts: number of hosts, >= 1.
+      per_host: ranks of each of them, >= 1.
+      sharing: groups like this one that send over the network of a host at the same time.
+    """
+
+    hosts: int
+    per_host: int
+    sharing: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.hosts * self.per_host
+
+    @property
+    def lane(self) -> str:
+        """The resource that its collectives occupy."""
+        return NETWORK if self.hosts > 1 else LINK
+
+
+class Fabric(NamedTuple):
+    """Links within hosts and between them.
+
+    Attributes:
+      link_bytes_per_s: bytes that a GPU sends to others of its host in a second.
+      link_hop_s: seconds of a hop within a host.
+      network_bytes_per_s: bytes that a host sends to others in a second.
+      network_hop_s: seconds of a hop between hosts.
+      start_s: seconds to start a collective.
+      algorithm: of an all-reduce: "ring", "tree", or "best", the faster of the two. A gather or
+        scatter is a ring.
+    """
+
+    link_bytes_per_s: float
+    link_hop_s: float
+    network_bytes_per_s: float
+    network_hop_s: float
+    start_s: float = 0.0
+    algorithm: str = "best"
+
+    def all_reduce_s(self, num_bytes: float, group: Group) -> float:
+        """Return the seconds of an all-reduce of `num_bytes` of each rank.
+
+        >>> fabric = Fabric(1e9, 1e-6, 1e9, 1e-5)
+        >>> round(fabric.all_reduce_s(4e6, Group(hosts=1, per_host=4)), 9)
+        0.006006
+        """
+        if group.size == 1:
+            return 0.0
+        sent = 2 * (group.size - 1) / group.size * num_bytes / self._bytes_per_s(group)
+        ring = 2 * self._ring_s(group) + sent
+        levels = (group.hosts - 1).bit_length()
+        hops = levels * self.network_hop_s + (group.per_host - 1) * self.link_hop_s
+        tree = 2 * hops + sent / _OF_RING
+        times = {"ring": ring, "tree": tree, "best": min(ring, tree)}
+        return self.start_s + times[self.algorithm]
+
+    def gather_s(self, num_bytes: float, group: Group) -> float:
+        """Return the seconds of an all-gather of `num_bytes` in all, or of a reduce-scatter.
+
+        >>> round(Fabric(1e9, 1e-6, 1e9, 1e-5).gather_s(4e6, Group(hosts=1, per_host=4)), 9)
+        0.003003
+        """
+        if group.size == 1:
+            return 0.0
+        sent = (group.size - 1) / group.size * num_bytes / self._bytes_per_s(group)
+        return self.start_s + self._ring_s(group) + sent
+
+    def _ring_s(self, group: Group) -> float:
+        """Return the seconds of all hops of a ring: hosts - 1 of them are between hosts."""
+        between = group.hosts - 1
+        return between * self.network_hop_s + (group.size - 1 - between) * self.link_hop_s
+
+    def _bytes_per_s(self, group: Group) -> float:
+        network = self.network_bytes_per_s / group.sharing
+        if group.hosts == 1:
+            return self.link_bytes_per_s
+        # All ranks of a host that are in the group use its network together.
+        return network if group.per_host == 1 else min(self.link_bytes_per_s, network)
+
 
 COMPUTE = "compute"
 REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP = "replicated", "stage1", "stage2", "stage3", "hsdp"

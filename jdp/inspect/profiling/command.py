@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found = summarize(folder)
         if options.png:
-            from jdp.inspect.profiling.drawing import draw
+            from jdp.inspect.profiling.summary import draw
 
             draw(found, options.png)
     except (ValueError, OSError) as error:

@@ -14,8 +14,7 @@ import jax
 from jdp import jax_compat
 from jdp.distributed import agree, in_flight, this_process
 from jdp.inspect.profiling import trace_file
-from jdp.inspect.profiling.marks import MarkedCall, Marks
-from jdp.inspect.profiling.process_trace import process_trace
+from jdp.inspect.profiling.process_trace import MarkedCall, Marks, process_trace
 from jdp.worker import progress
 
 _log = logging.getLogger("jdp")

@@ -16,24 +16,154 @@ asked to end may use their shutdown timeout first, since their checkpoint counts
 import asyncio
 import contextlib
 import functools
+import json
+import os
+import secrets
 import signal
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jdp.error_codes import with_code
-from jdp.launch.host.commit_saver import save_commit
-from jdp.launch.host.coordinator_port import CoordinatorPort
+from jdp.launch.connection import start_task
+from jdp.launch.election import LeaderSearch, Rendezvous
+from jdp.launch.host import spawn
 from jdp.launch.host.leader_connection import LeaderConnection
-from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.local_generation import NO_NEWS, LocalGeneration
-from jdp.launch.host.run_record import KnownRun
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.host.worker_process import HostResources, Process
-from jdp.launch.options.options import Options
-from jdp.launch.rendezvous import Rendezvous
-from jdp.launch.transport.connection import start_task
+from jdp.launch.options import Options
+from jdp.launch.quorum import KnownElectors
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import Assignment
+from jdp.worker.run_progress import LeaderLoss, RunHistory
+
+
+class KnownRun:
+    """What a leader has told this host of the run.
+
+    Attributes:
+      id: of this launcher alone.
+      generation: number of the last one, -1 before the first.
+      step: the last that all processes of this host called in it; None if it is not known.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.id = secrets.token_hex(8)
+        self.generation = -1
+        self.step: int | None = None
+        self._options, self._run_id = options, options.rdzv_id
+        self._has_stepped = False  # whether a generation has made a step
+        self._electors = KnownElectors()
+        self._history = RunHistory()
+        self._loss: LeaderLoss | None = None  # of the leader of the last generation
+
+    def record_generation(
+        self, number: int, run_id: str, known: dict[str, Any], leader: str
+    ) -> None:
+        """Record a generation in which this host takes part."""
+        self.generation, self._run_id = number, run_id
+        self.step, self._loss = None, None
+        self._record_history(known["history"])
+        self._electors.record_generation(known["electorate"], leader)
+
+    def record_past(self, known: dict[str, Any]) -> None:
+        """Record what the leader knows; `known` as above."""
+        self._record_history(known["history"])
+        self._electors.record(known["electorate"])
+
+    def record_step(self, known: dict[str, Any]) -> None:
+        """Record that all processes of a generation have made a step; `known` as above."""
+        self._has_stepped = True
+        self.record_past(known)
+
+    def record_loss(self, leader: str, why: str, silent_s: float) -> None:
+        """Record that the leader at an address is lost, with the seconds of silence before that."""
+        text = f"the leader at {leader} was lost: {why}"
+        self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
+
+    def _record_history(self, facts: dict[str, Any]) -> None:
+        self._history = RunHistory(**facts).moved(time.monotonic())
+
+    def introduce(self, link: LeaderConnection, port: int, listed: int | None) -> dict[str, Any]:
+        """Return the facts of `join`, apart from the proof."""
+        now, loss = time.monotonic(), self._loss
+        return {
+            "history": self._history.moved(-now).facts(),
+            "loss": loss and loss._replace(step=self.step).moved(-now)._asdict(),
+            "heartbeat_timeout_s": self._options.heartbeat_timeout_s,
+            "listed": listed,
+            "endpoints": self._options.rdzv_endpoint,
+            "electorate": self._electors.facts(link),
+            "id": self.id,
+            "name": socket.gethostname(),
+            "address": self._options.local_addr,
+            "port": port,
+            "num_processes": self._options.nproc_per_node,
+            "host_id": self._options.node_rank,
+            "run_id": self._run_id,
+            "generation": self.generation,
+            "stepped": self._has_stepped,
+        }
+
+
+async def save_commit(resources: HostResources) -> dict[str, Any]:
+    """Return the answer of `jdp/checkpoint/last_commit.py`, empty if there never was a commit."""
+    if not os.fstat(resources.commit_file).st_size:
+        return {}
+    resources.say("the latest commit goes to the checkpoint directory now. Ctrl-C skips that.")
+    command = [sys.executable, "-m", "jdp.checkpoint.last_commit", str(resources.commit_file)]
+    variables = {**resources.variables, "JAX_PLATFORMS": "cpu"}
+    process = spawn.spawn(command, variables, pass_fds=[resources.commit_file])
+    resources.guardian.add(process.pid)
+    try:
+        output, errors = await asyncio.to_thread(process.communicate)
+        lines = output.decode().splitlines()
+        if lines and process.returncode == 0:
+            return json.loads(lines[-1])
+        return {"error": errors.decode(errors="replace")[-1000:].strip()}
+    finally:
+        spawn.kill(process)
+        resources.guardian.remove(process.pid)
+
+
+class CoordinatorPort:
+    """A port that is reserved, so that no other program gets it meanwhile."""
+
+    def __init__(self) -> None:
+        self._socket = _bound()
+
+    @property
+    def number(self) -> int:
+        """The number of the port."""
+        return self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        """Let process 0 listen there."""
+        self._socket.close()
+
+    def renew(self) -> int:
+        """Reserve another one, and return its number."""
+        self._socket.close()
+        self._socket = _bound()
+        return self.number
+
+
+def _bound() -> socket.socket:
+    if not socket.has_dualstack_ipv6():
+        reserved = socket.socket()
+        reserved.bind(("", 0))
+        return reserved
+    reserved = socket.socket(socket.AF_INET6)
+    reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    reserved.bind(("::", 0))
+    return reserved
+
+
+# The part of this host in a run.
+
 
 # Interval in seconds between beats; `heartbeat_timeout_s` spans at least five.
 BEAT_S = 0.2

@@ -6,10 +6,10 @@ import sys
 import time
 from typing import IO
 
-from jdp.launch.options.flag_types import STDERR, STDOUT
-from jdp.launch.options.options import Options
+from jdp.launch.flags import STDERR, STDOUT
+from jdp.launch.options import Options
 from jdp.worker.live_line import LiveLine
-from jdp.worker.run_summary import RunSummary
+from jdp.worker.run_progress import RunSummary
 
 # Interval in seconds between lines where there is no terminal.
 PLAIN_S = 30.0

@@ -1,17 +1,87 @@
-"""A host's connection to the leader: found, proved, kept alive, and found again."""
+"""A host's connection to the leader, found, proved, kept alive and found again; its lifeline."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jdp.error_codes import with_code
-from jdp.launch.host.leader_lifeline import LeaderLifeline
-from jdp.launch.host.leader_search import LeaderSearch
-from jdp.launch.options.options import Options
-from jdp.launch.transport import token_auth
-from jdp.launch.transport.connection import Channel, connect, start_task
-from jdp.worker import source_digest
+from jdp.launch import connection
+from jdp.launch.connection import LIFELINE_S, Channel, Lifeline, connect, source_of, start_task
+from jdp.launch.election import LeaderSearch
+from jdp.launch.options import Options
+from jdp.worker import build_info
+
+# To open it; a leader that is busy may take long.
+_OPEN_S = 10.0
+_RETRY_S = 0.5
+
+
+class LeaderLifeline:
+    """A `Lifeline` to the leader at an address, which is opened in the background.
+
+    Args:
+      token, address: of the run; where the leader listens.
+      launcher: id of this launcher, which has joined.
+    """
+
+    def __init__(self, token: str, address: tuple[str, int], launcher: str) -> None:
+        self._token, self._address, self._launcher = token, address, launcher
+        self._lifeline: Lifeline | None = None
+        self._opening = start_task(self._open())
+
+    async def shows_death(self) -> bool:
+        """Whether the leader has died; its other connection has ended."""
+        # The kernel of its host may end this one later.
+        for _ in range(20):
+            if self._lifeline is None or self._lifeline.has_died:
+                break
+            await asyncio.sleep(LIFELINE_S / 20)
+        return self._lifeline is not None and self._lifeline.has_died
+
+    def leave(self) -> None:
+        """Close it, and let the leader know that this launcher lives."""
+        self._opening.cancel()
+        if self._lifeline is not None:
+            self._lifeline.leave()
+
+    async def _open(self) -> None:
+        while self._lifeline is None:
+            with contextlib.suppress(OSError):  # a timeout, too
+                await self._try()
+            if self._lifeline is None:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _try(self) -> None:
+        nonces, ended = ["", connection.make_nonce()], asyncio.Event()
+
+        def receive(kind: str, facts: dict[str, Any]) -> None:
+            if kind == "challenge":
+                nonces[0] = str(facts.get("nonce"))
+                own = {
+                    "nonce": nonces[1],
+                    "proof": connection.token_proof(self._token, "host", *nonces),
+                }
+                channel.send("lifeline", id=self._launcher, source=source, **own)
+            elif connection.is_token_proof(facts.get("proof"), self._token, "leader", *nonces):
+                # At once: the end of the connection may be the next to be read.
+                is_direct = bool(facts.get("is_direct"))
+                self._lifeline = Lifeline(channel, lambda: None, is_direct)
+                ended.set()
+
+        async with asyncio.timeout(_OPEN_S):
+            stream = await connect(self._address, _OPEN_S)
+            source = source_of(stream.getsockname())
+            channel = Channel(stream, receive, lambda _: ended.set())
+            try:
+                await ended.wait()
+            finally:
+                if self._lifeline is None:
+                    # The leader may have taken it for a lifeline already, and the end for a death.
+                    channel.send("farewell")
+                    channel.close_connection()
+
 
 RETRY_S = 0.5
 
@@ -172,8 +242,10 @@ class LeaderConnection:
         assert self._channel is not None
         if not self._search.is_better(claim):
             return self._answer_with("this host has a better claim to lead")
-        rooms = source_digest.PROTOCOL
-        if its_bytes != source_digest.of_bytes(rooms) and its_code != source_digest.of_code(rooms):
+        rooms = build_info.PROTOCOL
+        if its_bytes != build_info.source_digest(rooms) and its_code != build_info.code_digest(
+            rooms
+        ):
             return self._end(
                 with_code(
                     "JDP308",
@@ -181,12 +253,12 @@ class LeaderConnection:
                     "version on all hosts.",
                 )
             )
-        self._nonces = nonce, token_auth.make_nonce()
-        proof = token_auth.proof(self._token, "host", *self._nonces)
+        self._nonces = nonce, connection.make_nonce()
+        proof = connection.token_proof(self._token, "host", *self._nonces)
         self._channel.send("join", nonce=self._nonces[1], proof=proof, **self._introduce())
 
     def _enter(self, proof: object, is_running: bool) -> None:
-        if not token_auth.is_proof(proof, self._token, "leader", *self._nonces):
+        if not connection.is_token_proof(proof, self._token, "leader", *self._nonces):
             text = "the launcher at that address does not know the token of this run."
             return self._end(with_code("JDP309", text))
         self.is_joined, self.has_leader_died = True, False

@@ -3,11 +3,52 @@
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
-from jdp.launch.host import compile_cache
 from jdp.launch.host.reaper import kill_group
+
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+_SUFFIX = "-cache"  # of JAX's entries
+
+# Longer than between two pieces of one file, shorter than between a program and its next run.
+_JUST_NOW_S = 1.0
+
+
+def folder(inherited: Mapping[str, str]) -> str:
+    """Return the folder of programs of all runs: that of the environment, or else of the user.
+
+    A user without a home, as in a container with an arbitrary user id, gets a new one.
+    """
+    if VARIABLE in inherited:
+        return inherited[VARIABLE]
+    caches = inherited.get("XDG_CACHE_HOME")
+    if not caches:
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:
+            caches = tempfile.mkdtemp(prefix="jdp-cache-")
+    return str(Path(caches, "jdp", "xla"))
+
+
+def drop_torn(folder: Path) -> None:
+    """Remove programs that were being written when a process was killed.
+
+    JAX writes a program in place. For a truncated one, each process warns and compiles it
+    again, and does not replace it.
+    """
+    oldest = time.time() - _JUST_NOW_S
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.name.endswith(_SUFFIX) and entry.stat().st_mtime >= oldest:
+                    os.unlink(entry)
+
 
 # Runs before the program, in its process. The death signal comes when the launcher dies, but not if
 # it died before prctl was called: then the process has another parent already. A handler of the
@@ -99,7 +140,7 @@ def environment(
         # A crash inside a library shows where each thread was.
         "PYTHONFAULTHANDLER": "1",
         # A process that takes over finds the programs of the process before.
-        compile_cache.VARIABLE: compile_cache.folder(inherited),
+        VARIABLE: folder(inherited),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }

@@ -2,25 +2,163 @@
 
 import asyncio
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jdp.launch.host import compile_cache, spawn
-from jdp.launch.host.gpu_slots import gpus_of_slots, memory_of_shared
-from jdp.launch.host.orphans import Orphans
+from jdp.launch.connection import Channel
+from jdp.launch.host import spawn
 from jdp.launch.host.output import OutputMux
 from jdp.launch.host.reaper import Guardian
-from jdp.launch.options.options import Options
-from jdp.launch.transport.connection import Channel
+from jdp.launch.options import Options
 from jdp.worker.launcher_client import Assignment, environment, invitation
 from jdp.worker.local_devices import num_gpus
-from jdp.worker.phases import COMPILING, STARTING
+from jdp.worker.process_status import COMPILING, STARTING
 from jdp.worker.progress_board import Board
+
+# NCCL refuses two ranks on one GPU without it, and before NCCL 2.30 always.
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+# JAX takes this part of a GPU when it starts, unless the other variables say otherwise.
+_TAKEN = 0.75
+_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+_OF_MEMORY = (_FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def gpus_of_slots(
+    num_gpus: int, num_slots: int, environment: Mapping[str, str] = os.environ
+) -> list[list[int] | None]:
+    """Divide the GPUs of a host among its slots.
+
+    Args:
+      num_slots: processes of this host, >= 1.
+
+    >>> gpus_of_slots(4, 2)
+    [[0, 1], [2, 3]]
+    >>> gpus_of_slots(1, 2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    [[0], [0]]
+    """
+    if not num_gpus:
+        return [None] * num_slots
+    if num_gpus % num_slots == 0:
+        each = num_gpus // num_slots
+        return [[*range(i * each, (i + 1) * each)] for i in range(num_slots)]
+    if num_slots % num_gpus == 0 and environment.get(SHARE) == "1":
+        return [[i * num_gpus // num_slots] for i in range(num_slots)]
+    divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
+    shared = (
+        f" To test several processes on few GPUs, set {SHARE}=1: NCCL 2.30 and later then lets "
+        f"{num_slots // num_gpus} of them share a GPU, and they are slow."
+        if num_slots % num_gpus == 0
+        else ""
+    )
+    raise ValueError(
+        f"{num_slots} processes cannot divide the {num_gpus} GPU{'s' * (num_gpus > 1)} of this "
+        f"host evenly. Write --nproc-per-node with one of {', '.join(map(str, divisors))}; with 1, "
+        f"one process drives all GPUs. To train on CPUs, set JAX_PLATFORMS=cpu.{shared}"
+    )
+
+
+def memory_of_shared(
+    num_gpus: int, num_slots: int, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables by which processes that share a GPU divide its memory.
+
+    >>> memory_of_shared(1, 2, {})
+    {'XLA_CLIENT_MEM_FRACTION': '0.375'}
+    """
+    if not 0 < num_gpus < num_slots or any(map(environment.get, _OF_MEMORY)):
+        return {}
+    return {_FRACTION: f"{_TAKEN * num_gpus / num_slots:.3g}"}
+
+
+# Processes that a process of the run has left behind.
+#
+# A helper that was started with `setsid` and an empty environment has neither the process group
+# nor the mark by which the guardian finds what is left (`reaper.py`). But its parent is the
+# launcher once the process that started it has ended, since the launcher is a subreaper (`man 2
+# prctl`).
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Orphans:
+    """The adopted children of this launcher; none before `start_adopting`.
+
+    Attributes:
+      adopts: whether the launcher becomes the parent of orphans.
+    """
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+        self.adopts = False
+
+    def start_adopting(self) -> None:
+        """Adopt orphans from now on, if the system can.
+
+        A launcher that has other children already, such as a sidecar of a shell that became the
+        launcher by `exec`, adopts none: their helpers could not be told from those of the run.
+        """
+        children = _children()
+        if children is not None and children <= self._own:
+            self.adopts = _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+
+    def stop_adopting(self) -> None:
+        """Leave later orphans to the system."""
+        if self.adopts:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            self.adopts = False
+
+    def add_own(self, pid: int) -> None:
+        """Record a child that the launcher has started."""
+        self._own.add(pid)
+
+    def remove_own(self, pid: int) -> None:
+        """Forget a child that was waited for."""
+        self._own.discard(pid)
+
+    def reap(self) -> set[int]:
+        """Wait for the orphans that have ended, and return the others; quick."""
+        left = set()
+        for pid in (_children() or set()) - self._own if self.adopts else ():
+            with suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    left.add(pid)
+        return left
+
+    def kill_all(self, timeout_s: float = 5.0) -> None:
+        """Kill all orphans, and the orphans that these leave, for at most `timeout_s` seconds."""
+        end = time.monotonic() + timeout_s
+        while (left := self.reap()) and time.monotonic() < end:
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+
+# None if this kernel does not tell.
+def _children() -> set[int] | None:
+    found: set[int] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                with open(f"/proc/self/task/{thread}/children") as file:
+                    found |= {*map(int, file.read().split())}
+    except OSError:
+        return None
+    return found if os.path.exists("/proc/thread-self/children") else None
+
+
+def _prctl(option: int, value: int) -> int:
+    return ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
 
 # Seconds for a fork, while the launcher does nothing else. It takes 0.1 s for each GB of small
 # objects, and nothing for large arrays.
@@ -319,7 +457,7 @@ class Process:
         self.kill()  # its children
         where = self.slot.read()
         if self.popen.wait() < 0 and where.phase in (STARTING, COMPILING):
-            compile_cache.drop_torn(Path(self._resources.variables[compile_cache.VARIABLE]))
+            spawn.drop_torn(Path(self._resources.variables[spawn.VARIABLE]))
         self._resources.guardian.remove(self.popen.pid)
         self._resources.free_slots.append(self._slot_index)
         self._died(self)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from jdp.error_codes import with_code
 from jdp.worker.exit_codes import STALLED, exit_code, in_words
-from jdp.worker.run_history import LeaderLoss
+from jdp.worker.run_progress import LeaderLoss
 
 # Of the causes below.
 CODES = ("JDP301", "JDP302", "JDP303", "JDP304", "JDP305", "JDP311")

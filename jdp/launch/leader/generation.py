@@ -12,21 +12,40 @@ Processes may end in each state; the generation is over when no host has any lef
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jdp.launch.leader import failure, premature_exit
-from jdp.launch.leader.event_log import Events
+from jdp.launch.leader import failure
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.metrics_endpoint import ProcessMetrics
 from jdp.launch.leader.progress_watch import ProgressWatch
 from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.leader.run_report import RunReport
-from jdp.launch.options.options import Options
+from jdp.launch.leader.run_report import Events, RunReport
+from jdp.launch.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Stall
-from jdp.worker.process_status import ProcessStatus
+from jdp.worker.process_status import BETWEEN, ProcessStatus, waits
+
+
+def find(
+    now: float,
+    grace_s: float,
+    statuses: Mapping[int, ProcessStatus],
+    steps_of_ended: Mapping[int, int],
+) -> Cause | None:
+    """Return why a process waits in a step for ones that ended without calling it, None if none.
+
+    A step that all have called, and the final work of a single process, are limited by the watch.
+    """
+    for i, status in statuses.items():
+        if i in steps_of_ended or not waits(status) or now - status.progress_s < grace_s:
+            continue
+        called = status.steps + (status.phase != BETWEEN)
+        if missing := [other for other, steps in steps_of_ended.items() if steps < called]:
+            return failure.early_end(min(missing), i, grace_s)
+    return None
+
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -177,9 +196,7 @@ class Generation:
         if stall is not None:
             self._record_stall(stall)
         is_due = self._first_end is not None and now - self._first_end >= self._grace_s
-        if is_due and (
-            why := premature_exit.find(now, self._grace_s, statuses, self._steps_of_ended())
-        ):
+        if is_due and (why := find(now, self._grace_s, statuses, self._steps_of_ended())):
             self.fail(why)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:

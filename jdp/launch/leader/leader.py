@@ -1,8 +1,8 @@
 """The leader of a run: it begins generations on hosts, and recovers after a failure.
 
 The launcher that listens at the rendezvous address leads. If there are several addresses, the hosts
-choose one (`jdp/launch/host/leader_search.py`), which may form the generations for which it has a
-quorum (`jdp/launch/electorate.py`). A `Agent` manages its own processes, as on any other host, so a
+choose one (`jdp/launch/election.py`), which may form the generations for which it has a
+quorum (`jdp/launch/quorum.py`). A `Agent` manages its own processes, as on any other host, so a
 run on one host has a single `RemoteHost`.
 `jdp/worker/messages.py` lists the messages between hosts and the leader.
 
@@ -21,14 +21,13 @@ kills its processes immediately.
 """
 
 import asyncio
+import secrets
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jdp.launch.leader import failure, rank_assignment
-from jdp.launch.leader.electors import Electors
-from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation, State
 from jdp.launch.leader.membership import Membership
@@ -36,11 +35,185 @@ from jdp.launch.leader.metrics_endpoint import RunMetrics
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.leader.run_end import RunEnd
-from jdp.launch.leader.run_report import RunReport
-from jdp.launch.leader.succession import Succession
-from jdp.launch.options.options import Options
-from jdp.worker.run_summary import RunSummary
+from jdp.launch.leader.run_report import Events, RunReport
+from jdp.launch.options import Options
+from jdp.launch.quorum import Electors
+from jdp.worker.exit_codes import SAVED
+from jdp.worker.run_progress import LeaderLoss, RunHistory, RunSummary
+
+
+class LastCommits:
+    """Waits until all hosts have written their latest commit to the checkpoint directory.
+
+    Args:
+      code: exit code of the run.
+      why: for people.
+      restored: step of the checkpoint from which the last generation continued, if any.
+    """
+
+    def __init__(self, code: int, why: str, restored: int | None) -> None:
+        self._code, self._why, self._restored = code, why, restored
+        self._answers: dict[RemoteHost, dict[str, Any]] = {}
+
+    def ask(self, remotes: list[RemoteHost]) -> None:
+        """Ask all hosts to write."""
+        for remote in remotes:
+            remote.channel.send("save commit")
+
+    def record_answer(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
+        """Record the commit that a host has saved."""
+        self._answers[remote] = facts
+
+    def are_saved(self, remotes: list[RemoteHost]) -> bool:
+        """Whether all hosts that are left have answered."""
+        return all(remote in self._answers for remote in remotes)
+
+    def outcome(self) -> tuple[int, str]:
+        """Return the exit code, and a text for people: the reason, and how to continue."""
+        saved = [facts for facts in self._answers.values() if "step" in facts]
+        go_on = "The same command with --resume continues from step"
+        if saved:
+            latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
+            return self._code, self._with(f"{go_on} {latest['step']}, in {latest['directory']}.")
+        lines = [
+            f"The latest commit of {remote.name} could not be saved: {facts['error']}"
+            for remote, facts in self._answers.items()
+            if "error" in facts
+        ]
+        if self._restored:
+            lines.append(f"{go_on} {self._restored}.")
+        return self._code, self._with(*lines)
+
+    def _with(self, *lines: str) -> str:
+        return "\n".join([*([self._why] if self._why else []), *lines])
+
+
+class RunEnd:
+    """Ends a run.
+
+    Args:
+      members: the hosts.
+      events, report: which hear of it.
+      recoveries: those of the run.
+    """
+
+    def __init__(
+        self, members: Membership, events: Events, report: RunReport, recoveries: Recoveries
+    ) -> None:
+        self._members, self._events, self._report = members, events, report
+        self._recoveries = recoveries
+        self._last_commits: LastCommits | None = None  # of a run that gives up
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether hosts are writing their latest commit, after which the run ends."""
+        return self._last_commits is not None
+
+    def follows(self, generation: Generation, signal: int | None) -> bool:
+        """Whether the run ends with a generation, which this then begins."""
+        why = generation.cause
+        if generation.saved:
+            saved = f"saved {generation.closed_step}".rstrip()
+            text = f"it {saved} and ended; the same command with --resume continues there."
+            self.finish(SAVED, text)
+        elif signal is not None and not generation.is_finished:
+            self.give_up(128 + signal, "")
+        elif why is None or generation.is_done:
+            before = self._recoveries.text
+            self.finish(0, before and f"{before}. There was no step left to make after that.")
+        elif reason := self._recoveries.reason_to_end(why, generation):
+            self.give_up(why.code, f"{why.full_text}\n{reason}")
+        else:
+            return False
+        return True
+
+    def give_up(self, code: int, why: str) -> None:
+        """End the run when its latest commit is on the disk."""
+        self._members.is_ending = True
+        self._last_commits = LastCommits(code, why, self._recoveries.checkpoint_step)
+        self._last_commits.ask(self._members.remotes)
+
+    def record_saved(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
+        """Record the commit that a host has saved."""
+        if self._last_commits is not None:
+            self._last_commits.record_answer(remote, facts)
+
+    def poll(self, *, at_once: bool = False) -> None:
+        """End the run if all hosts have saved their commit, or `at_once`."""
+        commits = self._last_commits
+        if commits is not None and (at_once or commits.are_saved(self._members.remotes)):
+            self.finish(*commits.outcome())
+
+    def finish(self, code: int, why: str) -> None:
+        """End the run, and send its exit code to all hosts."""
+        self._report.end_run()
+        self._events.write("over", code=code, why=why)
+        self._members.end_run(code=code, why=why)
+
+
+class Succession:
+    """Takes the past of a run over, and hands it on.
+
+    The host of the latest generation counts, of several the one that knows of most recoveries.
+
+    Args:
+      run_id: of the run, if the options name it.
+      electors, recoveries: of the leader, to which the past is given.
+
+    Attributes:
+      number: of the last generation that hosts know; -1 for none.
+      run_id: of the run; None if nobody knows it.
+    """
+
+    def __init__(self, run_id: str | None, electors: Electors, recoveries: Recoveries) -> None:
+        self.number, self.run_id = -1, run_id
+        self._electors, self._recoveries = electors, recoveries
+        self._history = RunHistory()
+        self._loss: LeaderLoss | None = None  # of the leader before
+        self._leads = False  # whether this leader has formed a generation
+
+    def record_join(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
+        """Record what a host knows: the facts of its `join`."""
+        self._electors.record_join(facts.get("electorate"))
+        self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
+        self.run_id = self.run_id or facts["run_id"]
+        now = time.monotonic()
+        history = RunHistory(**facts["history"]).moved(now)
+        if remote.generation > self.number:
+            self.number, self._history, self._loss = remote.generation, history, None
+        elif remote.generation == self.number:
+            self._history = max(self._history, history, key=lambda each: each.num_recoveries)
+        if remote.generation == self.number and facts["loss"]:
+            loss = LeaderLoss(**facts["loss"]).moved(now)
+            self._loss = min(self._loss or loss, loss, key=lambda each: each.at)
+
+    def take_over(self) -> str:
+        """Have the run continue after the last generation of another leader, if there was one."""
+        is_first, self._leads = not self._leads, True
+        if not is_first or self.number < 0:
+            return ""
+        loss = self._loss or LeaderLoss("the leader has resigned", time.monotonic(), 0.0)
+        return self._recoveries.take_over(self._history, failure.loss_of_leader(loss))
+
+    def begin_generation(self, plan: Plan, home: str) -> dict[str, Any]:
+        """Record the next generation, and return the facts for its hosts.
+
+        Args:
+          home: the id of the leader's own host.
+        """
+        self.number += 1
+        self.run_id = self.run_id or secrets.token_hex(4)
+        electorate = self._electors.form((part.remote for part in plan), home)
+        return {"run_id": self.run_id, "known": self._known(electorate)}
+
+    def settle(self) -> dict[str, Any]:
+        """Record that all hosts of the generation know its electors, and return the facts."""
+        return self._known(self._electors.settle())
+
+    def _known(self, electorate: dict[str, Any] | None) -> dict[str, Any]:
+        history = self._recoveries.history().moved(-time.monotonic())
+        return {"electorate": electorate, "history": history.facts()}
+
 
 # Interval in seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from jdp.launch.leader.failure import CODES
-from jdp.launch.leader.slow_processes import Slow
-from jdp.worker.run_history import RunHistory
-from jdp.worker.run_summary import RunSummary
+from jdp.launch.leader.progress_watch import Slow
+from jdp.worker.run_progress import RunHistory, RunSummary
 
 # Seconds for which a connection may last, and the leader may be busy.
 TIMEOUT_S = 5.0

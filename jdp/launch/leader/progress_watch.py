@@ -1,12 +1,210 @@
-"""Watches the progress of a generation, and reports processes that hang, or are slow."""
+"""Watches the progress of a generation, and reports processes that hang, or are slow.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+All processes of a run take the same time for a step, since they reduce together. So a slow process
+shows in the parts of that time: it waits less than the others. Where waits are not known (see
+`progress_board`), its devices idle more than those of the others before a step. In steps that
+wait in jdp's library and in XLA's collectives too, it shows in one of the two.
+"""
 
-from jdp.launch.leader.slow_processes import Comparison, Slow, SlowProcesses
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
 from jdp.worker.hang_detector import HangDetector, Stall
 from jdp.worker.process_status import ProcessStatus
-from jdp.worker.step_times import Window
+from jdp.worker.progress_board import NUM_RECORDS, Window
+
+# A process is slow if it costs the others so much of the median step, and so many microseconds.
+LEAST_SHARE, LEAST_US = 0.05, 1000
+# Nearly all steps have to show at least half of it. A process that is named stays so as long as it
+# costs half of it.
+_HALF = 0.5
+# A cost, or the time in a part, has changed if it is so many times as large or small.
+_CHANGE = 1.5
+
+# Parts of a step, by the name of their median in a `Window`.
+PARTS = {
+    "data": "in its input",
+    "compute": "in its computation",
+    "host": "on its host, between steps",
+    "paused": "in its commits, saves and other phases",
+}
+# The part of a process that loses most of the cost in none of them alone.
+SEVERAL = "several"
+
+
+class Slow(NamedTuple):
+    """A slow process.
+
+    Attributes:
+      cost_us: how long the others wait for it in each step.
+      step_us: of the step.
+      part: of its time in which it is slower than the others, a key of PARTS. SEVERAL if it loses
+        less than half of the cost there, for example since it is late in turns in its input and on
+        its host.
+      own_us: its time in that part, or of SEVERAL in all of them.
+      usual_us: likewise, of the others.
+    """
+
+    cost_us: int
+    step_us: int
+    part: str
+    own_us: int
+    usual_us: int
+
+    @property
+    def share(self) -> float:
+        """The part of each step that the others wait."""
+        return self.cost_us / max(self.step_us, 1)
+
+
+class _Medians:
+    """Medians of one number of all processes but one."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._ordered = sorted(values)
+
+    def without(self, value: int) -> int:
+        """Return the lower median of the others, after removing one that is `value`."""
+        middle = (len(self._ordered) - 2) // 2
+        return self._ordered[middle + (bisect.bisect_left(self._ordered, value) <= middle)]
+
+
+class Comparison:
+    """The windows of all processes of a run, compared with each other.
+
+    Args:
+      windows: by process, two or more, over the same steps or some just before or after.
+    """
+
+    def __init__(self, windows: Mapping[int, Window]) -> None:
+        self._windows = windows
+        self._medians = {
+            name: _Medians([getattr(each, name) for each in windows.values()])
+            for name in Window._fields
+        }
+        has_waits = any(each.waited_high for each in windows.values())
+        knows_waits = has_waits and all(each.knows_waits for each in windows.values())
+        # Names of the numbers that show a slow process. Each process but the last one waits.
+        self._measures = ["waited"] * has_waits + ["idle"] * (not knows_waits)
+
+    def slow(self) -> dict[int, Slow]:
+        """Return the slow processes.
+
+        >>> usual = Window(25, 25, 20000, 0, 500, 0, 15000, 4500, 4000, 5000, 500, 400, 600, 1)
+        >>> late = usual._replace(compute=19500, waited=0, waited_low=0, waited_high=0)
+        >>> found = Comparison({0: usual, 1: usual, 2: usual, 3: late}).slow()
+        >>> [(process, it.part, it.share) for process, it in found.items()]
+        [(3, 'compute', 0.225)]
+        """
+        if any(each.num_records < NUM_RECORDS for each in self._windows.values()):
+            return {}
+        return {i: self.slowness(i) for i in self._windows if self._is_slow(i)}
+
+    def _is_slow(self, process: int) -> bool:
+        least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
+        return any(
+            self._cost_us(process, measure) >= least_us
+            and self._clear_us(process, measure) >= _HALF * least_us
+            for measure in self._measures
+        )
+
+    def is_over(self, process: int) -> bool:
+        """Whether a process that was slow is no longer."""
+        least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
+        return all(self._cost_us(process, it) < _HALF * least_us for it in self._measures)
+
+    def slowness(self, process: int) -> Slow:
+        """Return the facts of a process, slow or not."""
+        costs_us = {measure: self._cost_us(process, measure) for measure in self._measures}
+        measure = max(costs_us, key=costs_us.__getitem__)
+        cost_us, step_us = max(0, costs_us[measure]), self._windows[process].step
+        part = max(PARTS, key=lambda part: self.excess_us(process, part))
+        own_us = getattr(self._windows[process], part)
+        usual_us = self._medians[part].without(own_us)
+        if own_us - usual_us < _HALF * cost_us:
+            times_us = {i: _own_us(each, measure) for i, each in self._windows.items()}
+            part, own_us = SEVERAL, times_us[process]
+            usual_us = _Medians([*times_us.values()]).without(own_us)
+        return Slow(cost_us, step_us, part, own_us, usual_us)
+
+    def excess_us(self, process: int, part: str) -> int:
+        """Return how much longer than the others a process takes in a part."""
+        own_us = getattr(self._windows[process], part)
+        return own_us - self._medians[part].without(own_us)
+
+    def _cost_us(self, process: int, measure: str) -> int:
+        excess_us = self.excess_us(process, measure)
+        return -excess_us if measure == "waited" else excess_us
+
+    # The cost in nearly all steps of the process and of the others.
+    def _clear_us(self, process: int, measure: str) -> int:
+        own = self._windows[process]
+        if measure == "waited":
+            return self._medians["waited_low"].without(own.waited_low) - own.waited_high
+        return own.idle_low - self._medians["idle_high"].without(own.idle_high)
+
+
+# The time of a step that is not spent on waiting, as far as the waits are known.
+def _own_us(window: Window, measure: str) -> int:
+    return window.step - window.waited if measure == "waited" else window.idle
+
+
+class SlowProcesses:
+    """The slow processes of a generation, named when they become slow, change, and are over."""
+
+    def __init__(self) -> None:
+        self._named: dict[int, Slow] = {}
+
+    @property
+    def named(self) -> list[int]:
+        """The processes that are named as slow."""
+        return [*self._named]
+
+    def poll(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
+        """Return the facts, and a line for people, of each process for which they have changed."""
+        if len(windows) < 2:
+            return {}
+        compared = Comparison(windows)
+        found = compared.slow()
+        news = {i: it for i, it in found.items() if self._has_changed(i, it, compared)}
+        lines = {i: (it, _line(i, it)) for i, it in news.items()}
+        for i in [i for i in self._named if i not in found and compared.is_over(i)]:
+            del self._named[i]
+            lines[i] = (it := compared.slowness(i)), _end_line(i, it)
+        self._named |= news
+        return lines
+
+    def _has_changed(self, process: int, now: Slow, compared: Comparison) -> bool:
+        before = self._named.get(process)
+        if before is None:
+            return True
+        if max(now.share, before.share) > _CHANGE * min(now.share, before.share):
+            return True
+        if now.part in (before.part, SEVERAL):
+            return False
+        before_us = 0 if before.part == SEVERAL else compared.excess_us(process, before.part)
+        return now.own_us - now.usual_us > _CHANGE * before_us
+
+
+def _line(process: int, slow: Slow) -> str:
+    where = PARTS.get(slow.part, "in several parts (input, computation, host, commits)")
+    return (
+        f"process {process} is slow: the others wait {slow.share:.0%} of each step for it "
+        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms). It loses the time {where}: "
+        f"{_ms(slow.own_us)} ms of a step, {_ms(slow.usual_us)} ms on the others."
+    )
+
+
+def _end_line(process: int, slow: Slow) -> str:
+    return (
+        f"process {process} is not slow any more: the others wait {slow.share:.0%} of each step "
+        f"for it ({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms)."
+    )
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:.1f}"
 
 
 class ProgressWatch:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.error_codes import with_code
-from jdp.launch.leader.electors import Electors
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.options.options import Options
+from jdp.launch.options import Options
+from jdp.launch.quorum import Electors
 from jdp.worker.process_status import ProcessStatus
 
 

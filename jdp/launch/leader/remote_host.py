@@ -4,8 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from jdp.launch.transport.connection import Channel
-from jdp.launch.transport.lifeline import Lifeline
+from jdp.launch.connection import Channel, Lifeline
 
 # A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that, and
 # so on up to MAX_REST_S. If the run needs the slot, all processes wait for BACKOFF_S, twice that

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
-from jdp.reduction.partition.ranks import ROUNDS_OF_WHILE
+from jdp.reduction.partition.values import ROUNDS_OF_WHILE
 
 # How many operations take the time of one byte that is sent: 1e14 in a second where ranks send
 # 500 GB/s, or 1e12 where they send 5 GB/s.

@@ -1,25 +1,197 @@
-"""Run the operations of a program in order, each on slices where that is possible."""
+"""Run a function of whole arrays on this rank's slices of them, operation by operation."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jdp import jax_compat
-from jdp.analysis import jaxprs, source_lines
+from jdp import axis, jax_compat
+from jdp.analysis import diagnostics, jaxprs
 from jdp.reduction import flat_program
 from jdp.reduction.flat_program import FlatOperation, FlatValue
-from jdp.reduction.partition import control_flow, work_assignment
+from jdp.reduction.partition import work_assignment
 from jdp.reduction.partition.isomorphic_subgraphs import AlikeParts, with_alike_parts
-from jdp.reduction.partition.ranks import Dim, Ranks
-from jdp.reduction.partition.rules import Plan, plan
-from jdp.reduction.partition.rules.reductions import combine
-from jdp.reduction.partition.values import BroadcastValue, Computed, Count, Value
+from jdp.reduction.partition.rules import Plan, combine, plan
+from jdp.reduction.partition.values import (
+    ROUNDS_OF_WHILE,
+    BroadcastValue,
+    Computed,
+    Count,
+    Dim,
+    Gather,
+    Owned,
+    Ranks,
+    Value,
+)
+
+
+def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
+    """Choose for each result a dim that one of the branches gives; the others slice theirs."""
+    index, operands = ins[0].at(None), ins[1:]
+    branches = eqn.params["branches"]
+    avals = [atom.aval for atom in eqn.invars[1:]]
+    dims = [value.dim for value in operands]
+    given = [partitioner.probe(branch, avals, dims).dims for branch in branches]
+    outs = [_first(column) for column in zip(*given, strict=True)]
+
+    def on_slices(branch: Any) -> Callable[..., list[jax.Array]]:
+        def call(*held: jax.Array) -> list[jax.Array]:
+            values = partitioner.inputs(avals, held, dims)
+            return _at(partitioner.outputs(branch, values), outs)
+
+        return call
+
+    index = lax.convert_element_type(index, "int32")
+    held = [value.at(dim) for value, dim in zip(operands, dims, strict=True)]
+    results = lax.switch(index, [on_slices(branch) for branch in branches], *held)
+    return _values(partitioner, eqn.outvars, results, outs)
+
+
+class LoopDims(NamedTuple):
+    """Along which dim each input of a loop's body is sliced."""
+
+    constants: Sequence[Dim]
+    carry: Sequence[Dim]
+    xs: Sequence[Dim]
+
+    def flat(self) -> list[Dim]:
+        """Return them in the order of the body's inputs."""
+        return [*self.constants, *self.carry, *self.xs]
+
+
+def _scan(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
+    body, num_constants, num_carry = jaxprs.scan_parts(eqn)
+    program = eqn.params["jaxpr"]
+    avals = [variable.aval for variable in body.invars]
+    start = num_constants + num_carry
+    constants, carry, xs = ins[:num_constants], ins[num_constants:start], ins[start:]
+
+    def probe(dims: LoopDims) -> Any:
+        return partitioner.probe(program, avals, dims.flat())
+
+    # The dim of a row: rounds take rows, so the first dim cannot stay sliced.
+    rows = [_moved(value.dim, -1) for value in xs]
+    dims = _settled(probe, LoopDims(_dims(constants), _dims(carry), rows), num_carry)
+    dims = _cheaper(probe, dims, ins, eqn.params["length"])
+    given = probe(dims).dims
+    row_dims = [_moved(dim, 0) for dim in given[num_carry:]]
+    outs = [*dims.carry, *row_dims]
+    held_constants = _at(constants, dims.constants)
+
+    def round_(state: Any, row: Any) -> Any:
+        held = [*held_constants, *state, *row]
+        values = partitioner.inputs(avals, held, dims.flat())
+        results = _at(partitioner.outputs(program, values), outs)
+        return results[:num_carry], results[num_carry:]
+
+    stacked_dims = [_moved(dim, 1) for dim in dims.xs]
+    last, stacked = lax.scan(
+        round_,
+        _at(carry, dims.carry),
+        _at(xs, stacked_dims),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    out_dims = [*dims.carry, *(_moved(dim, 1) for dim in row_dims)]
+    return _values(partitioner, eqn.outvars, [*last, *stacked], out_dims)
+
+
+def _while(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
+    cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
+    programs = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    avals = [[variable.aval for variable in each.invars] for each in (cond, body)]
+    carry = ins[num_cond + num_body :]
+
+    def probe(dims: LoopDims) -> Any:
+        of_cond, of_body = dims.constants[:num_cond], dims.constants[num_cond:]
+        first = partitioner.probe(programs[0], avals[0], [*of_cond, *dims.carry])
+        found = partitioner.probe(programs[1], avals[1], [*of_body, *dims.carry])
+        constants = {i for i in first.gathered_inputs if i < num_cond}
+        constants |= {i + num_cond for i in found.gathered_inputs if i < num_body}
+        num_bytes = first.num_bytes + found.num_bytes
+        return found._replace(num_bytes=num_bytes, gathered_inputs=constants)
+
+    dims = LoopDims(_dims(ins[: num_cond + num_body]), _dims(carry), [])
+    dims = _cheaper(probe, _settled(probe, dims, len(carry)), ins, ROUNDS_OF_WHILE)
+    held = _at(ins[: num_cond + num_body], dims.constants)
+
+    def goes_on(state: Any) -> Any:
+        held_dims = [*dims.constants[:num_cond], *dims.carry]
+        values = partitioner.inputs(avals[0], [*held[:num_cond], *state], held_dims)
+        return partitioner.outputs(programs[0], values)[0].at(None)
+
+    def round_(state: Any) -> Any:
+        held_dims = [*dims.constants[num_cond:], *dims.carry]
+        values = partitioner.inputs(avals[1], [*held[num_cond:], *state], held_dims)
+        return _at(partitioner.outputs(programs[1], values), dims.carry)
+
+    last = lax.while_loop(goes_on, round_, _at(carry, dims.carry))
+    return _values(partitioner, eqn.outvars, last, dims.carry)
+
+
+def _settled(probe: Callable[[LoopDims], Any], dims: LoopDims, num_carry: int) -> LoopDims:
+    """Slice the carry if the body slices it, and gather constants before the loop."""
+    while True:
+        found = probe(dims)
+        gathered = found.gathered_inputs
+        constants = [None if i in gathered else dim for i, dim in enumerate(dims.constants)]
+        carry = [
+            new if old is None else old
+            for old, new in zip(dims.carry, found.dims[:num_carry], strict=True)
+        ]
+        if (constants, carry) == (list(dims.constants), list(dims.carry)):
+            return dims
+        dims = dims._replace(constants=constants, carry=carry)
+
+
+def _cheaper(
+    probe: Callable[[LoopDims], Any], dims: LoopDims, ins: list[Value], rounds: int
+) -> LoopDims:
+    """Take everything whole into the loop if the rounds would gather more than that."""
+    num_bytes = sum(value.num_bytes for value in ins if value.dim is not None)
+    if probe(dims).num_bytes * rounds <= num_bytes:
+        return dims
+    return LoopDims(*([None] * len(each) for each in dims))
+
+
+def _moved(dim: Dim, by: int) -> Dim:
+    """Return a dim of rows from that of their stack, or the other way round."""
+    return dim + by if isinstance(dim, int) and dim + by >= 0 else None
+
+
+def _first(dims: Sequence[Dim]) -> Dim:
+    return next((dim for dim in dims if dim is not None), None)
+
+
+def _dims(values: Sequence[Value]) -> list[Dim]:
+    return [value.dim for value in values]
+
+
+def _at(values: Sequence[Value], dims: Sequence[Dim]) -> list[jax.Array]:
+    """Return this rank's slices of values, without weak types: branches and rounds must agree."""
+    return [_strong(value.at(dim)) for value, dim in zip(values, dims, strict=True)]
+
+
+def _strong(x: Any) -> jax.Array:
+    return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else jnp.asarray(x)
+
+
+def _values(
+    partitioner: Any, variables: Sequence[Any], results: Sequence[Any], dims: Sequence[Dim]
+) -> list[Value]:
+    found = zip(variables, results, dims, strict=True)
+    return [Computed(partitioner.ranks, variable.aval, x, dim) for variable, x, dim in found]
+
+
+RULES = {"cond": _cond, "scan": _scan, "while": _while}
+
 
 # Partial results up to that many elements wait for others, to be combined in one collective.
 _LARGEST_WAITING = 4096
@@ -175,8 +347,8 @@ class Partitioner:
         if name == "optimization_barrier":
             outs = _bound(eqn, [value.at(value.dim) for value in ins])
             return self._results(eqn, outs, [value.dim for value in ins])
-        if name in control_flow.RULES:
-            return control_flow.RULES[name](self, eqn, ins)
+        if name in RULES:
+            return RULES[name](self, eqn, ins)
         cheapest = self._cheapest(eqn, ins)
         return self._whole(eqn, ins) if cheapest is None else self._planned(eqn, ins, cheapest)
 
@@ -216,9 +388,125 @@ class Partitioner:
 
 def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run an equation, with its line if that is the author's: else with that of the update."""
-    return jax_compat.bind(eqn, operands, at_caller=not source_lines.source(eqn))
+    return jax_compat.bind(eqn, operands, at_caller=not diagnostics.source_of(eqn))
 
 
 def _opened_call(eqn: Any) -> Any | None:
     is_open = eqn.primitive.name in jaxprs.CALLS - _CLOSED
     return jaxprs.called(eqn) if is_open else None
+
+
+class Piece(NamedTuple):
+    """This rank's part of an array.
+
+    Attributes:
+      value: this rank's slice, or the whole array.
+      dim: the dim along which the ranks' slices, of equal size and in the order of
+        `lax.axis_index`, make up the array; None if `value` is the whole array, with equal bits on
+        every rank.
+    """
+
+    value: jax.Array
+    dim: int | None
+
+
+class Partitioned(NamedTuple):
+    """The results of a function that ran on slices, and how.
+
+    Attributes:
+      pieces: this rank's part of each result.
+      gathers: the values that were gathered whole, in order.
+      owned: what one rank each computed for the others.
+    """
+
+    pieces: list[Piece]
+    gathers: list[Gather]
+    owned: list[Owned]
+
+
+def partitioned(
+    function: Callable[..., Sequence[jax.Array]],
+    args: Sequence[Piece],
+    axes: tuple[str, ...],
+    want: Sequence[int | None] | Callable[[list[jax.ShapeDtypeStruct]], Sequence[int | None]],
+) -> Partitioned:
+    """Run a function of whole arrays on the slices of each rank, with the same result.
+
+    The function is traced for whole arrays, and each operation is run on slices if possible:
+    elementwise operations as they are, a reduction over the sliced dim with a collective. An array
+    that an operation needs whole is gathered once and reported. Matrices that are multiplied in the
+    same way are computed by one rank each where that is estimated to be faster. Slices along
+    another dim than needed are exchanged (all-to-all), which is not reported. The method is that of
+    GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
+    (`jax.custom_jvp`) of the function are lost.
+
+    >>> import jax, numpy as np
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,),
+    ...                      devices=jax.devices("cpu")[:4])
+    >>> def normalize(x):
+    ...     return [x / (x**2).sum() ** 0.5]
+    >>> def on_rank(rows):
+    ...     (out,), gathers, owned = partitioned(normalize, [Piece(rows, 0)], ("data",), [0])
+    ...     assert not gathers and not owned
+    ...     return out.value
+    >>> run = jax.shard_map(on_rank, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+    ...                     check_vma=False)
+    >>> np.asarray(jax.jit(run)(np.full(16, 3.0, np.float32)))[:4]
+    array([0.25, 0.25, 0.25, 0.25], dtype=float32)
+    """
+    size = axis.size(axes)
+    if size > 1 and axis.is_typed(axes):
+        raise ValueError(
+            f"the shard_map over {axes} types its values (check_vma=True), but slices and whole "
+            "arrays are of one type here. Write jax.shard_map(..., check_vma=False)."
+        )
+    ranks = Ranks(axes, size)
+    whole = [_whole(piece, i, ranks) for i, piece in enumerate(args)]
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*whole)
+    shapes = list(shapes)
+    dims = list(want(shapes) if callable(want) else want)
+    _check_wanted(dims, shapes, ranks)
+    is_alone = size == 1
+    values = [
+        Computed(ranks, shape, piece.value, None if is_alone else piece.dim)
+        for shape, piece in zip(whole, args, strict=True)
+    ]
+    outs = Partitioner(ranks).outputs(program, values)
+    pieces = [
+        Piece(_as_array(out.at(None if is_alone else dim)), dim)
+        for out, dim in zip(outs, dims, strict=True)
+    ]
+    return Partitioned(pieces, ranks.gathers, ranks.owned)
+
+
+def _as_array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _whole(piece: Piece, i: int, ranks: Ranks) -> jax.ShapeDtypeStruct:
+    shape, dim = piece.value.shape, piece.dim
+    if dim is not None and not 0 <= dim < len(shape):
+        raise ValueError(
+            f"argument {i} is said to be sliced along dim {dim}, but its slice has {len(shape)} "
+            f"dims: {shape}. Write a dim from 0 to {len(shape) - 1}, or None for a whole array."
+        )
+    full = tuple(n * ranks.size if k == dim else n for k, n in enumerate(shape))
+    weak = jax.typeof(piece.value).weak_type
+    return jax.ShapeDtypeStruct(full, piece.value.dtype, weak_type=weak)
+
+
+def _check_wanted(dims: list[int | None], shapes: list[Any], ranks: Ranks) -> None:
+    if len(dims) != len(shapes):
+        raise ValueError(
+            f"want= has {len(dims)} dims for {len(shapes)} results. Write one for each result."
+        )
+    for i, (dim, shape) in enumerate(zip(dims, shapes, strict=True)):
+        if dim is None:
+            continue
+        if not 0 <= dim < len(shape.shape) or not ranks.divide(shape.shape[dim]):
+            raise ValueError(
+                f"result {i} of shape {shape.shape} is wanted in {ranks.size} equal slices along "
+                f"dim {dim}. Write a dim whose size is a multiple of {ranks.size}, or None for the "
+                "whole."
+            )

@@ -1,0 +1,211 @@
+"""How a refusal names things: the author's line of an equation, leaves, axes and problems."""
+
+import functools
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp.step_spec import StepSpec
+
+
+def shown(names: Iterable[str]) -> str:
+    """Return a list of at most five different names, with a count of the others.
+
+    >>> shown(["`a`", "`b`", "`a`"]), shown(["`w`"] + [f"`v{i}`" for i in range(6)])
+    ('`a`, `b`', '`w`, `v0`, `v1`, `v2`, `v3` and 2 more')
+    """
+    each = list(dict.fromkeys(names))
+    more = f" and {len(each) - 5} more" if len(each) > 5 else ""
+    return ", ".join(each[:5]) + more
+
+
+def bulleted(problems: Sequence[str]) -> str:
+    """Return a list of at most eight problems, one on each line, with a count of the others."""
+    lines = [f"- {problem}" for problem in problems[:8]]
+    if len(problems) > 8:
+        lines.append(f"- and {len(problems) - 8} more")
+    return "\n".join(lines)
+
+
+def spelled(names: Collection[str]) -> str:
+    """Return axes as a program spells them: a name, or a tuple of names."""
+    ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
+    return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))
+
+
+_JDP = Path(__file__).parents[1]
+_STANDARD = Path(sysconfig.get_paths()["stdlib"])
+# Libraries whose lines are never named, because they do not help a user.
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
+
+
+def source_of(eqn: Any) -> str:
+    """Return the innermost line of the author's, such as "train.py:41", empty if there is none.
+
+    Files of installed packages, of Python's standard library and of jdp are not the author's. A
+    line of an installed program is returned only if there is no other.
+    """
+    found = eqn.source_info.traceback
+    return "" if found is None else _line(found)
+
+
+def is_of_author(eqn: Any) -> bool:
+    """Whether the author's code, or a library that it calls, made an equation, and not jdp."""
+    found = eqn.source_info.traceback
+    return found is not None and not is_of_jdp(frame.file_name for frame in found.frames)
+
+
+def is_of_jdp(files: Iterable[str]) -> bool:
+    """Whether the innermost of some files, JAX's own left out, is one of jdp."""
+    for name in files:
+        path = Path(name)
+        if path.is_relative_to(_JDP):
+            return True
+        if not name.startswith("<frozen") and not {"jax", "jaxlib"} & {*path.parts}:
+            return False
+    return False
+
+
+def line_of(error: BaseException) -> str:
+    """Return the innermost line of the author's that raised an error, as `source` does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return innermost_line((frame.filename, frame.lineno or 0) for frame in reversed(frames))
+
+
+# Reading frames is slow, and all leaves of a tree have equal tracebacks.
+@functools.lru_cache(maxsize=1024)
+def _line(found: Any) -> str:
+    return innermost_line((frame.file_name, frame.line_num) for frame in found.frames)
+
+
+def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost line of the author's among frames, as `source` does."""
+    second_best = ""
+    for file_name, number in frames:
+        whose = _whose(file_name)
+        if whose == "author":
+            return f"{Path(file_name).name}:{number}"
+        if whose == "installed" and not second_best:
+            second_best = f"{Path(file_name).name}:{number}"
+    return second_best
+
+
+@functools.cache
+def _whose(file_name: str) -> str:
+    path = Path(file_name)
+    if path.is_relative_to(_JDP) or file_name.startswith("<frozen"):
+        return "library"
+    for folder in ("site-packages", "dist-packages"):
+        if folder in path.parts:
+            package = path.parts[path.parts.index(folder) + 1]
+            return "library" if package in _LIBRARIES else "installed"
+    return "library" if path.is_relative_to(_STANDARD) else "author"
+
+
+# The weight of the global batch, an output that jdp adds to a step.
+WEIGHT = "weight"
+
+
+class NamedTree:
+    """A tree whose leaves errors name. The names are built only for errors.
+
+    Args:
+      name: of the tree, as the author would write it.
+      tree: the tree.
+
+    >>> NamedTree("metrics", {"loss": 1.0, "norms": (2.0, 3.0)}).paths
+    ["metrics['loss']", "metrics['norms'][0]", "metrics['norms'][1]"]
+    """
+
+    def __init__(self, name: str, tree: Any):
+        self.name = name
+        self._tree = tree
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The path of each leaf, as the author would write it."""
+        named = jax.tree_util.tree_leaves_with_path(self._tree)
+        return [self.name + jax.tree_util.keystr(path) for path, _ in named]
+
+
+class Output(NamedTuple):
+    """One output leaf of a step.
+
+    Attributes:
+      tree: the tree that it belongs to.
+      position: of the leaf in that tree.
+      kind: "state", "metric", "rows", or "own": a metric before it is averaged.
+      aval: shape and dtype, over all ranks.
+    """
+
+    tree: NamedTree
+    position: int
+    kind: str
+    aval: Any
+
+    @property
+    def path(self) -> str:
+        """The leaf's path as the author would write it."""
+        return self.tree.paths[self.position]
+
+    @property
+    def type(self) -> str:
+        """The leaf's dtype and shape, such as float32[3]."""
+        return f"{self.aval.dtype}{list(self.aval.shape)}"
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class TraceFindings:
+    """Findings of the trace of a step, returned from the trace as a node without leaves.
+
+    Attributes:
+      marked: paths of the gradients whose reduction was traced.
+      split: paths of the gradients that are sent as soon as they are ready.
+      averaged: paths of the gradients that the author gets as means over the ranks.
+      weighed: name of the function that weighs ranks, such as jdp.train_step; empty if none does.
+      gradient_bytes: bytes of all gradients that are sent.
+      gathers: a text for each array that a sharded optimizer's update gathers whole on every rank.
+      owned: a text for each kind of matrix that such an update computes on one rank each.
+      gather_dtype: in which losses see parameters that an optimizer updates in more bits; empty if
+        the step updates none.
+      integer_sums: the author's line of each sum of integers whose overflow is reported.
+      group_bytes: bytes of the parameters that are gathered together before use; 0 if none are.
+    """
+
+    marked: frozenset[str]
+    split: frozenset[str]
+    weighed: frozenset[str]
+    gradient_bytes: int
+    gathers: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
+    gather_dtype: str = ""
+    group_bytes: int = 0
+    integer_sums: tuple[str, ...] = ()
+    averaged: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced step.
+
+    Attributes:
+      spec: the step's function and options.
+      platform: the platform that it is compiled for, such as "cpu".
+      inputs: paths of the leaves of its arguments, in order.
+      mask: position among `inputs` of the padding mask of the batch, or None.
+      outputs: its output leaves, in order.
+      found: the findings of the trace.
+    """
+
+    spec: StepSpec
+    platform: str
+    inputs: Sequence[str]
+    mask: int | None
+    outputs: Sequence[Output]
+    found: TraceFindings

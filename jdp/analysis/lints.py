@@ -1,0 +1,389 @@
+"""Findings about steps that are uniform, and may still not be what their author means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jdp.analysis import diagnostics, jaxprs, scales
+from jdp.analysis.backward_slice import Frame, Node
+from jdp.analysis.dataflow import Forward
+from jdp.analysis.diagnostics import Traced, shown, source_of
+from jdp.analysis.interpreter import move
+from jdp.analysis.marks import LOCAL, NARROW_LOSS, OF_MASTERS
+from jdp.analysis.provenance import Provenance, Report
+from jdp.analysis.rules import RULES, collectives, control_flow
+from jdp.analysis.uniformity import find_shard_maps
+from jdp.error_codes import with_code
+
+
+def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
+    """Return the author's lines that draw numbers for rows from a key that all ranks share."""
+    step = find_shard_maps(jaxpr)[0]
+    lines: dict[str, None] = {}
+
+    def line(around: str, eqn: Any) -> str:
+        return source_of(eqn) or around
+
+    def visit(eqn: Any, operands: list[bool], around: str) -> list[bool] | None:
+        name = eqn.primitive.name
+        if name == "random_bits" and not any(operands) and num_rows in eqn.outvars[0].aval.shape:
+            lines[line(around, eqn)] = None
+        if name in collectives.RULES and name != "jdp_mark":
+            return [name == "axis_index"] * len(eqn.outvars)
+        return None
+
+    # Whether they may differ from rank to rank.
+    ins = [bool(jaxprs.spec_axes(spec)) for spec in step.params["in_specs"]]
+    if num_rows > 1:
+        Forward(any, visit, line).outputs(step.params["jaxpr"], ins, "")
+    return [*filter(None, lines)]
+
+
+class _Gradient(NamedTuple):
+    """The facts about a value of a step: whether it is such a gradient.
+
+    Attributes:
+      of_rows: whether it depends on the rows of the batch, other than by the gradient of a loss
+        that saw narrow parameters.
+      is_wide: whether it depends on a derivative of these that JAX computed in full precision.
+      line: the author's line of that derivative, empty if that is not known.
+    """
+
+    of_rows: bool = False
+    is_wide: bool = False
+    line: str = ""
+
+
+class _Context(NamedTuple):
+    """The context of an equation.
+
+    Attributes:
+      is_transposed: whether it computes a cotangent.
+      is_narrow: whether it belongs to a loss that saw narrow parameters.
+    """
+
+    is_transposed: bool = False
+    is_narrow: bool = False
+
+    def within(self, eqn: Any) -> _Context:
+        names = str(eqn.source_info.name_stack)
+        return _Context(
+            self.is_transposed or jaxprs.is_transposed(eqn), self.is_narrow or NARROW_LOSS in names
+        )
+
+
+def require_narrow(jaxpr: Any, traced: Traced) -> None:
+    """Refuse an update by the gradient of a loss that saw parameters in full precision.
+
+    Such a gradient comes from the batch, by a derivative outside of `jdp.value_and_grad` that does
+    not end in a cast to more bits: that would be the derivative of a cast in the loss.
+    """
+    dtype = traced.found.gather_dtype
+    if not dtype:
+        return
+    found = _wide_gradients(jaxprs.mapped_body(find_shard_maps(jaxpr)[0]), traced)
+    if not found:
+        return
+    line = next(filter(None, found.values()), "")
+    raise ValueError(
+        f"gather_dtype={dtype} has no effect in a loss of this step{f', at {line}' if line else ''}"
+        f": it saw parameters in full precision, and the gradients of "
+        f"{shown([f'`{path}`' for path in found])} come from it. jdp.value_and_grad alone hands a "
+        f"loss {dtype} parameters. Write loss, grads = jdp.value_and_grad(loss_fn)(state.params, "
+        "batch) for each loss, with state.params as they are, in the step itself and not in a "
+        "jax.jit, lax.scan or lax.cond of it. To keep jax.value_and_grad cast in the loss: "
+        f"jax.tree.map(lambda p: p.astype(jnp.{dtype}), params)."
+    )
+
+
+def _wide_gradients(body: Any, traced: Traced) -> dict[str, str]:
+    """Return the paths of the gradients of wide losses, each with the line of the loss."""
+    found: dict[str, str] = {}
+
+    def visit(eqn: Any, operands: list[_Gradient], around: _Context) -> list[_Gradient] | None:
+        here = around.within(eqn)
+        value = _join(operands)
+        if here.is_narrow or (here.is_transposed and _widens(eqn)):
+            return [_Gradient()] * len(eqn.outvars)
+        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == OF_MASTERS and value.is_wide:
+            found[f"grads{eqn.params['path']}"] = value.line
+        if here.is_transposed and value.of_rows and not jaxprs.bodies(eqn):
+            line = value.line or diagnostics.source_of(eqn)
+            return [_Gradient(True, True, line)] * len(eqn.outvars)
+        return None
+
+    names = [name.split("[")[0].split(".")[0] for name in traced.inputs]
+    batch = traced.spec.argument(1)
+    ins = [_Gradient()] * (len(body.invars) - len(names))
+    ins += [_Gradient(of_rows=name == batch) for name in names]
+    Forward(_join, visit, _Context.within).outputs(body, ins, _Context())
+    return found
+
+
+def _widens(eqn: Any) -> bool:
+    """Whether an equation casts a float to one of more bits."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (before, after)):
+        return False
+    return jnp.finfo(before).bits < jnp.finfo(after).bits
+
+
+def _join(values: Sequence[_Gradient]) -> _Gradient:
+    return _Gradient(
+        any(value.of_rows for value in values),
+        any(value.is_wide for value in values),
+        next((value.line for value in values if value.line), ""),
+    )
+
+
+# Warn of nonlinear functions of one rank's gradients before the mean over the ranks.
+#
+# The mean over ranks of linear functions is the function of the mean, as on one device. A function
+# is linear here if all other values in it, such as factors and masks, do not depend on gradients.
+
+
+# Linear in all operands together. Logic of booleans is included: their comparisons are reported.
+_LINEAR = frozenset(
+    "add add_any and broadcast_in_dim complex concatenate conj cumsum dynamic_slice "
+    "dynamic_update_slice fft gather imag jdp_mark jdp_weigh not or pad real reduce_and reduce_or "
+    "reduce_sum reduce_window_sum scatter scatter-add scatter-sub select_n stack sub xor".split()
+)
+# Linear in each operand alone.
+_PRODUCTS = frozenset(
+    "conv_general_dilated dot_general mul ragged_dot ragged_dot_general scatter-mul".split()
+)
+# Linear in all operands but the one at this position.
+_DIVISORS = {"div": 1, "triangular_solve": 0}
+# Each result is one operand.
+_MOVES_EACH = frozenset(
+    "device_put jdp_local jdp_mean jdp_tied jdp_together optimization_barrier".split()
+)
+_SUMS = frozenset("dot_general reduce_sum".split())
+_LOOPS = frozenset("scan while".split())
+# Exchanges between ranks, and functions whose content jdp does not know.
+_UNKNOWN = (
+    frozenset(collectives.RULES) - {"jdp_mark"}
+    | control_flow.SOURCES
+    | jaxprs.JOINED
+    | jaxprs.SOURCES
+    | frozenset("buffer_callback call_exported debug_callback ffi_call pure_callback".split())
+)
+# A warning that contains it is about a change of gradients, not about a metric.
+NONLINEAR = "is not linear in the gradient of this rank's rows"
+# Beyond this number of values the calls of a body count as one, and beyond the second the rest is
+# linear: functions that each call the next one twice have 2^depth values.
+_MANY_NODES, _MOST_NODES = 10_000, 200_000
+
+
+def clip_warnings(report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a warning for metrics and updates that bend gradients before they are averaged."""
+    axes = frozenset(traced.spec.axis_name)
+    local = [each for each in report.marks if each.kind == LOCAL and each.value.axes & axes]
+    if not local:
+        return
+    back = report.back(axes)
+    updates = _Linearity(back, shapes={each.eqn.outvars[0].aval.shape for each in local})
+    yield from _changed(updates, [(each.path, back.of_mark(each.eqn)) for each in local])
+    metrics = _Linearity(back, updates.shapes, among=updates.gradients)
+    for i, output in scales.metrics(traced).items():
+        if report.outputs[i].axes & axes and metrics.bend(back.of_output(i)):
+            yield with_code(
+                "JDP131",
+                f"`{output.path}` is computed from the gradient of this rank's rows, and averaged "
+                "over the ranks afterwards: a norm is then larger than that of the mean gradient. "
+                "Average first: grads = jdp.sync_gradients(grads), and apply_gradients(grads, "
+                "synced=True). Or write jdp.mean_over_ranks(x) around the metric, if the mean of "
+                "the ranks' own is meant.",
+            )
+
+
+def _changed(updates: _Linearity, gradients: Iterable[tuple[str, Node | None]]) -> Iterator[str]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, node in gradients:
+        bend = None if node is None else updates.bend(node)
+        if bend is not None:
+            where = updates.line(bend)
+            paths = found.setdefault((bend.eqn.primitive.name, where), [])
+            paths.append(f"`grads{path}`")
+    for (name, line), paths in found.items():
+        yield with_code(
+            "JDP131",
+            f"`{name}`{f' at {line}' if line else ''} {NONLINEAR} ({shown([*dict.fromkeys(paths)])}"
+            "), which is averaged over the ranks afterwards: one device would change the mean, so "
+            "the result depends on the number of ranks. Write the change as an optimizer, "
+            "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), tx)), or average first: "
+            "grads = jdp.sync_gradients(grads), and apply_gradients(grads, synced=True).",
+        )
+
+
+class _Bend(NamedTuple):
+    """An operation that is not linear in gradients, with its place in the step."""
+
+    position: int
+    frame: Frame
+    eqn: Any
+
+
+class _Dependence(NamedTuple):
+    """How a value depends on gradients of this rank's rows.
+
+    Attributes:
+      depends: whether it depends on such a gradient.
+      bend: the first operation on the way that is not linear; None if all are.
+      of_rows: whether it depends on gradients of single rows, which other functions may add up.
+    """
+
+    depends: bool = False
+    bend: _Bend | None = None
+    of_rows: bool = False
+
+
+class _Linearity:
+    """Whether values of a step are linear in gradients before the mean over the ranks.
+
+    Args:
+      back: the way back through the step.
+      shapes: those of the gradients of parameters.
+      among: keys of the gradients that count; None: all.
+    """
+
+    def __init__(
+        self, back: Provenance, shapes: set[tuple[int, ...]], among: set[Any] | None = None
+    ):
+        self._back, self.shapes, self._among = back, shapes, among
+        self.gradients: set[Any] = set()  # keys of gradients on the way
+        self._found: dict[Any, _Dependence] = {}
+        self._operands: dict[Any, list[Node]] = {}
+        self._place = {v: i for i, eqn in enumerate(back.body.eqns) for v in eqn.outvars}
+        derived = (i for i, eqn in enumerate(back.body.eqns) if _holds_transposed(eqn))
+        self._first = next(derived, len(back.body.eqns))
+
+    def bend(self, node: Node) -> _Bend | None:
+        """Return the first operation before a value that is not linear, None if all are."""
+        waiting, key = [node], None
+        while waiting:
+            each = waiting[-1]
+            key = self._key(each)
+            if key in self._found:
+                waiting.pop()
+            elif key in self._operands or len(self._found) > _MOST_NODES:
+                waiting.pop()
+                self._found[key] = self._combined(each, self._operands.get(key, []))
+            else:  # values of a loop that are met again while they wait count as constants
+                self._operands[key] = self._before(each)
+                waiting += [x for x in self._operands[key] if self._key(x) not in self._operands]
+        return self._found[key].bend
+
+    def line(self, bend: _Bend) -> str:
+        """Return the author's line of an operation."""
+        return self._back.line(bend.frame, bend.eqn)
+
+    def _key(self, node: Node) -> tuple[Any, ...]:
+        return node.key() if len(self._found) < _MANY_NODES else node.shared_key()
+
+    def _before(self, node: Node) -> list[Node]:
+        """Return the operands of a value that may depend on gradients."""
+        eqn = self._back.maker(node)
+        if self._position(node) < self._first or eqn is not None and self._ends(eqn):
+            return []
+        if eqn is not None and eqn.primitive.name in _MOVES_EACH:
+            same = Node(node.frame, eqn.invars[eqn.outvars.index(node.variable)])
+            return [same] if self._back.differs(same) else []
+        return list(self._back.varying_before(node))
+
+    def _ends(self, eqn: Any) -> bool:
+        """Whether the operands of what made a value say nothing about it."""
+        name = eqn.primitive.name
+        return jaxprs.is_transposed(eqn) or name in _UNKNOWN or _tests_for_finite(eqn)
+
+    def _combined(self, node: Node, operands: list[Node]) -> _Dependence:
+        eqn = self._back.maker(node)
+        if eqn is not None and jaxprs.is_transposed(eqn):
+            return self._of_gradient(node)
+        found = [self._found.get(self._key(each), _Dependence()) for each in operands]
+        bends = [each.bend for each in found if each.bend is not None]
+        bend = min(bends, key=lambda each: each.position, default=None)
+        depends, of_rows = (any(each[i] for each in found) for i in (0, 2))
+        if eqn is not None and eqn.primitive.name in _LOOPS and _holds_transposed(eqn):
+            # Its rounds differentiate micro-batches or single rows.
+            return self._of_gradient(node) if depends or of_rows else _Dependence()
+        if eqn is not None and not node.frame.record.calls(eqn):
+            if depends and bend is None and self._bends(node.frame, eqn):
+                bend = _Bend(self._position(node), node.frame, eqn)
+            if of_rows and eqn.primitive.name in _SUMS and self._has_shape(node):
+                depends, of_rows = True, False
+        return _Dependence(depends, bend, of_rows)
+
+    def _of_gradient(self, node: Node) -> _Dependence:
+        if not self._has_shape(node):
+            return _Dependence(of_rows=True)
+        if self._among is None:
+            self.gradients.add(node.key())
+        return _Dependence(depends=self._among is None or node.key() in self._among)
+
+    def _has_shape(self, node: Node) -> bool:
+        return node.variable.aval.shape in self.shapes
+
+    def _bends(self, frame: Frame, eqn: Any) -> bool:
+        """Whether an operation is not linear in those of its operands that depend on gradients."""
+        name = eqn.primitive.name
+        nodes = [Node(frame, atom) for atom in eqn.invars]
+        depending = [
+            not jaxprs.is_literal(each.variable)
+            and self._found.get(self._key(each), _Dependence()).depends
+            for each in nodes
+        ]
+        if name in _PRODUCTS:
+            return sum(depending) > 1
+        if name in _DIVISORS:
+            return depending[_DIVISORS[name]]
+        if name == "convert_element_type":
+            before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+            return jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact)
+        rule = RULES.get(name)
+        return name not in _LINEAR | _MOVES_EACH and rule is not None and rule is not move
+
+    def _position(self, node: Node) -> int:
+        """Return the place in the step of the equation that computed a value, or contains it."""
+        frame: Frame | None = node.frame
+        eqn = None
+        while frame is not None and frame.around is not None:
+            eqn, frame = frame.eqn, frame.around
+        variable = node.variable if eqn is None else eqn.outvars[0] if eqn.outvars else None
+        return self._place.get(variable, -1)
+
+
+def _holds_transposed(eqn: Any) -> bool:
+    """Whether JAX computes a gradient in an equation or its bodies."""
+    if jaxprs.is_transposed(eqn):
+        return True
+    return any(map(_body_is_derived, jaxprs.bodies(eqn)))
+
+
+@jaxprs.remembered
+def _body_is_derived(body: Any) -> bool:
+    return any(map(_holds_transposed, body.eqns))
+
+
+def _tests_for_finite(eqn: Any) -> bool:
+    """Whether an equation asks for NaN or infinities, which change nothing where there are none."""
+    if eqn.primitive.name == "is_finite":
+        return True
+    if eqn.primitive.name not in ("eq", "ne"):
+        return False
+    a, b = eqn.invars
+    return a is b or any(map(_is_infinite, (a, b)))
+
+
+def _is_infinite(atom: Any) -> bool:
+    is_scalar = jaxprs.is_literal(atom) and not getattr(atom.val, "shape", ())
+    return (
+        is_scalar
+        and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+        and bool(abs(atom.val) == jnp.inf)
+    )

@@ -1,0 +1,400 @@
+"""Commits and checkpoints of a state that is split over processes, written and read in parts."""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp import pytrees, rank_state
+from jdp.checkpoint import orbax_files, shards
+from jdp.checkpoint.commit_memory import Commit, CommitMemory
+from jdp.checkpoint.directory import Checkpoint, Folder, sealed
+from jdp.checkpoint.saved_leaves import (
+    SavedLeaf,
+    describe,
+    from_disk,
+    is_split,
+    leaves_of,
+    padded_bytes,
+    to_disk_named,
+)
+from jdp.distributed import agree, kv_store
+from jdp.distributed.agree import broadcast_bytes
+
+
+class CommitPart(NamedTuple):
+    """The parts of a commit that one process wrote."""
+
+    memory: CommitMemory
+    commit: Commit
+    facts: dict[str, Any]
+
+
+class Coverage(NamedTuple):
+    """The parts of a commit in some records; a JSON list between processes."""
+
+    held: list[tuple[int, int]]  # ranges of numbers of parts
+    num_parts: int  # of the commit
+    has_whole: bool  # whether they hold the leaves that are not split
+
+
+def commit_parts(memory: CommitMemory) -> list[CommitPart]:
+    """Return the records of the parts that processes of this host wrote."""
+    intact = [(area, commit) for area in memory.areas() for commit in area.intact()]
+    found = [CommitPart(area, commit, commit.facts) for area, commit in intact]
+    return [each for each in found if is_split(each.facts)]
+
+
+def coverage(found: Sequence[CommitPart]) -> Coverage:
+    """Return the parts of one commit in some records."""
+    facts = [record.facts for record in found]
+    held = {n for each in facts for n in each["held"]}
+    has_whole = any(each["has_whole"] for each in facts)
+    return Coverage(shards.ranges([*held]), len(facts[0]["parts"]), has_whole)
+
+
+def num_missing(coverages: Sequence[Coverage]) -> int:
+    """Return how many parts a commit lacks, given what each host holds of it.
+
+    The leaves that are not split count as one part.
+
+    >>> num_missing([Coverage([(0, 2)], 6, True), Coverage([(3, 6)], 6, True)])
+    1
+    """
+    held = {n for each in coverages for start, stop in each.held for n in range(start, stop)}
+    return coverages[0].num_parts - len(held) + (not any(each.has_whole for each in coverages))
+
+
+def is_whole_commit(found: Sequence[CommitPart]) -> bool:
+    """Whether the records of a host are a complete commit."""
+    return not num_missing([coverage(found)])
+
+
+def wait_for_all(facts: Mapping[str, Any]) -> None:
+    """Wait until all processes have written their parts of a commit.
+
+    Each then writes over the commit before. Without this, a death could leave two commits, both
+    with parts missing.
+    """
+    name = f"jdp/committed/{facts['life']}/{facts['tag']}/{facts['step']}"
+    kv_store.wait_for_all(name, timeout_s=agree.timeout_s())
+
+
+class CommitReader:
+    """The pieces (`shards.pieces`) that a process can read from the memory of its host."""
+
+    def __init__(self, found: Sequence[CommitPart]) -> None:
+        self._where: dict[int, tuple[CommitPart, int]] = {}
+        for record in found:
+            described, first = shards.described(record.facts), 0
+            for n in shards.stored(record.facts):
+                self._where.setdefault(n, (record, first))
+                first += padded_bytes(described[n])
+        self._described = shards.described(found[0].facts) if found else []
+
+    def has(self, n: int) -> bool:
+        """Whether a piece can be read."""
+        return n in self._where
+
+    def read(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """Copy pieces from the memory."""
+        return {n: self._copied(n) for n in numbers}
+
+    def _copied(self, n: int) -> np.ndarray:
+        record, first = self._where[n]
+        leaf = self._described[n]
+        data = record.memory.read(record.commit, first, leaf.num_bytes)
+        return data.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+
+
+# The store does not accept an infinite timeout.
+_SLICE_S = 60.0
+
+
+def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], number: int) -> None:
+    """Write the parts of this process; return when the checkpoint is complete.
+
+    All processes call it, in the thread that writes checkpoints. Process 0 makes the folder, and
+    the manifest when all have written.
+
+    Args:
+      number: of this call in this life of the run, from 0.
+    """
+    names = shards.names(facts)
+    arrays = to_disk_named([names[n] for n in shards.stored(facts)], values)
+    me, step = jax.process_index(), facts["step"]
+    # One folder for each attempt: a process that comes too late for one does not disturb the next.
+    part = folder.part(facts["life"], step, attempt=number)
+    store = _Store(f"jdp/saved/{facts['tag']}", number, step)
+    failure, sums = None, {}
+    try:
+        if me == 0:
+            folder.begin(part)
+            store.put("begun", {"owner": folder.owner()})
+        else:
+            require_shared(folder, _right(store.get("begun", 0))["owner"])
+        state = part / shards.folder_name(me)
+        orbax_files.write_parts(state, arrays.items())
+        sums = sealed(state)
+        store.put(f"{me}", {"files": sums})
+    except Exception as error:
+        failure = folder.failure(step, arrays, error)
+        failure.__cause__ = error
+        store.put("begun" if me == 0 else f"{me}", {"error": str(failure)})
+    if me == 0:
+        failure = _finish(folder, part, facts, store, sums, failure)
+    answer = store.get("done", 0)
+    if failure is not None:
+        raise failure
+    _right(answer)
+
+
+def require_shared(folder: Folder, owner: str) -> None:
+    """Refuse a directory that is not the one in which process 0 holds the lock."""
+    if folder.owner() != owner:
+        raise OSError(
+            f"process {jax.process_index()} does not see the directory {folder.path} of process 0. "
+            "The state is split over the processes, and each writes its own part of a checkpoint "
+            "there. Give Checkpointer a directory on a file system that all hosts share."
+        )
+
+
+def _finish(
+    folder: Folder,
+    part: Path,
+    facts: dict[str, Any],
+    store: "_Store",
+    sums: dict[str, list[Any]],
+    failure: OSError | None,
+) -> OSError | None:
+    """Make a checkpoint of the parts of all, or remove them; return why it is not one."""
+    end = time.monotonic() + agree.timeout_s()
+    # Wait after a failure, too: files that others still write could not be removed.
+    for process in range(1, jax.process_count()):
+        try:
+            sums |= _right(store.get(f"{process}", process, end))["files"]
+        except Exception as error:
+            failure = failure or _failure(folder, facts, error)
+    try:
+        if failure is None:
+            store.delete_previous()  # all processes have read it
+            kept = shards.of_all_processes(facts)
+            folder.finish(part, facts["life"], facts["step"], kept, sums)
+    except Exception as error:
+        failure = _failure(folder, facts, error)
+    if failure is not None:
+        folder.discard(part)
+    store.put("done", {} if failure is None else {"error": str(failure)})
+    return failure
+
+
+def _failure(folder: Folder, facts: dict[str, Any], error: Exception) -> OSError:
+    failure = folder.failure(facts["step"], {}, error)
+    failure.__cause__ = error
+    return failure
+
+
+def _right(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise OSError(answer["error"])
+    return answer
+
+
+class _Store:
+    """Messages of processes about one checkpoint, through JAX's store."""
+
+    def __init__(self, run: str, number: int, step: int) -> None:
+        self._run, self._number, self._step = run, number, step
+
+    def put(self, key: str, value: Any) -> None:
+        kv_store.offer(f"{self._run}/{self._number}/{key}", json.dumps(value))
+
+    def get(self, key: str, process: int, end: float | None = None) -> Any:
+        """Return the message of a process, from before a deadline; default: the usual one."""
+        timeout_s = agree.timeout_s()
+        end = time.monotonic() + timeout_s if end is None else end
+        left_s = end - time.monotonic()
+        while True:  # Once at least: it may be there already.
+            slice_s = max(0.0, min(left_s, _SLICE_S))
+            text = kv_store.get(f"{self._run}/{self._number}/{key}", timeout_s=slice_s)
+            if text is not None:
+                return json.loads(text)
+            if (left_s := end - time.monotonic()) <= 0:
+                break
+        raise OSError(
+            f"process {process} did not write its part of step {self._step} within {timeout_s:g} s."
+        )
+
+    def delete_previous(self) -> None:
+        if self._number:
+            kv_store.delete(f"{self._run}/{self._number - 1}/")
+
+
+class CheckpointReader:
+    """The pieces (`shards.pieces`) of a checkpoint that a process can read, all or none.
+
+    Args:
+      folder: where it is.
+      checkpoint: the checkpoint.
+      facts: written beside it.
+      is_here: whether this process sees the directory.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        checkpoint: Checkpoint,
+        facts: Mapping[str, Any],
+        *,
+        is_here: bool = True,
+    ) -> None:
+        self._folder, self._checkpoint, self._is_here = folder, checkpoint, is_here
+        self._is_split = is_split(facts)
+        self._pieces, self._names = shards.pieces(facts), shards.names(facts)
+        self._described = shards.described(facts)
+
+    def has(self, n: int) -> bool:
+        """Whether a piece can be read."""
+        return self._is_here
+
+    def read(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """Read pieces from the disk."""
+        of: dict[str, list[int]] = defaultdict(list)
+        for n in numbers:
+            of[shards.folder_name(self._pieces[n].writer)].append(n)
+        found: dict[int, np.ndarray] = {}
+        for name, inside in of.items():
+            wanted = {self._names[n]: self._described[n] for n in inside}
+            values = from_disk(wanted, lambda names, name=name: self._read(names, name))
+            found |= dict(zip(inside, values, strict=True))
+        return found
+
+    def _read(self, names: list[str], name: str) -> Mapping[str, np.ndarray]:
+        if self._is_split:
+            return orbax_files.read_parts(self._checkpoint.path / name, names)
+        return self._folder.read(self._checkpoint, names)
+
+
+class Readable(Protocol):
+    """The pieces of a saved state that this process can read, see `shards.pieces`."""
+
+    def has(self, n: int) -> bool:
+        """Whether a piece can be read."""
+
+    def read(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """Read pieces."""
+
+
+def split_values(
+    facts: dict[str, Any],
+    readable: Readable,
+    state: Any = None,
+    group: tuple[int, ...] = (),
+) -> list[shards.SplitValue]:
+    """Return the leaves that were saved beside `facts`, which are fetched when they are placed."""
+    leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
+    needed = {*pieces} if state is None else _needed(state, leaves, pieces)
+    sources = _sources(group, state, needed, readable) if len(group) > 1 else {}
+    transfer = _Transfer(shards.described(facts), readable, needed, sources, group)
+    of: dict[int, dict[int, shards.LeafPart]] = defaultdict(dict)
+    for n, part in pieces.items():
+        of[part.leaf][n] = part
+    return [shards.SplitValue(leaf, of[i], transfer.fetch) for i, leaf in enumerate(leaves)]
+
+
+class _Transfer:
+    """Reads the pieces that this process needs, and sends pieces that others cannot read.
+
+    Args:
+      described: the pieces.
+      readable: what this process can read.
+      needed: numbers of the pieces that it needs.
+      sources: number of each piece that some process cannot read -> the process that sends it.
+      group: the processes among which they are sent.
+    """
+
+    def __init__(
+        self,
+        described: Sequence[SavedLeaf],
+        readable: Readable,
+        needed: set[int],
+        sources: dict[int, int],
+        group: tuple[int, ...],
+    ) -> None:
+        self._described, self._readable = described, readable
+        self._needed, self._sources, self._group = needed, sources, group
+
+    def fetch(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """Return the pieces that this process needs."""
+        me = jax.process_index()
+        sent = {n for n in numbers if self._sources.get(n) == me}
+        here = [n for n in numbers if n in sent or (n in self._needed and self._readable.has(n))]
+        values = self._readable.read(here)
+        for n in numbers:
+            if n in self._sources:
+                leaf, data = self._described[n], None
+                if n in sent:
+                    data = np.ascontiguousarray(values[n]).reshape(-1).view(np.uint8)
+                received = broadcast_bytes(data, leaf.num_bytes, self._group)
+                if n in self._needed and n not in values:
+                    values[n] = received.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+        return {n: value for n, value in values.items() if n in self._needed}
+
+
+# The pieces that overlap what lies on the devices of this process. State of `per_rank` may be
+# resized, and a leaf that is not a jax.Array is not placed: those need all.
+def _needed(
+    state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart]
+) -> set[int]:
+    boxes: dict[str, set[shards.Box] | None] = {}
+    pairs = zip(jax.tree.leaves(state), rank_state.owners(state), strict=True)
+    found = [(x, owner) for x, owner in pairs if pytrees.is_array(x)]
+    for new, (x, owner) in zip(describe(state), found, strict=True):
+        x = pytrees.without_key(x)
+        known = boxes.setdefault(new.name, set())
+        if owner is not None or not isinstance(x, jax.Array):
+            boxes[new.name] = None
+        elif known is not None:
+            indices = x.sharding.addressable_devices_indices_map(x.shape).values()
+            known |= {shards.box_of(index, x.shape) for index in indices}
+    return {n for n, part in pieces.items() if _is_needed(part, leaves[part.leaf], boxes)}
+
+
+def _is_needed(
+    part: shards.LeafPart, leaf: SavedLeaf, boxes: dict[str, set[shards.Box] | None]
+) -> bool:
+    wanted = boxes.get(leaf.name, set())
+    if wanted is None or any(len(box) != len(part.box) for box in wanted):
+        return True
+    return any(shards.common(part.box, box) is not None for box in wanted)
+
+
+def _sources(
+    group: tuple[int, ...], state: Any, needed: set[int], readable: Readable
+) -> dict[int, int]:
+    lacks = sorted(n for n in needed if not readable.has(n))
+    mine = {"lacks": lacks, "state": agree.digest([*map(str, map(tuple, describe(state)))])}
+    gathered = agree.all_gather(group, mine, what="what each restores")
+    odd = agree.odd_one({process: each["state"] for process, each in gathered.items()})
+    if odd is not None:
+        raise RuntimeError(
+            f"process {odd[0]} restores a state with other leaves than process {odd[1]}. All "
+            "processes must give the same state to ckpt.restore."
+        )
+    wanted = sorted({n for each in gathered.values() for n in each["lacks"]})
+    if not wanted:
+        return {}
+    had = [n for n in wanted if readable.has(n)]
+    sources: dict[int, int] = {}
+    for process, each in agree.all_gather(group, had, what="which parts each has").items():
+        for n in each:
+            sources.setdefault(n, process)
+    if missing := [n for n in wanted if n not in sources]:
+        raise RuntimeError(f"{len(missing)} parts of the saved state are on no process.")
+    return sources

@@ -1,0 +1,415 @@
+"""What in a program makes native calls unsafe: their order, XLA beside them, overwritten arrays."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.interpreters import partial_eval
+
+from jdp.analysis import jaxprs
+from jdp.analysis.rules.collectives import RULES
+from jdp.collectives import call_order
+from jdp.collectives.call_order import NATIVE, START, TOKEN
+
+# XLA gives a rank two threads that may block on other ranks, and its own collectives use one, so
+# only one chain of native calls is safe.
+_MAX_CHAINS = 1
+
+# It returns its operands, see `jdp/reduction/wait_order.py`.
+_TIED = "jdp_tied"
+
+
+def why_unordered(jaxpr: Any) -> str | None:
+    """Return a sentence that says why ranks could match different all-reduces, or None.
+
+    JAX traces a user's jitted function once for all its calls. The program then has its all-reduces
+    several times, with the same numbers, and not ordered by jdp's token.
+    """
+    found, _ = _chains(jaxpr, frozenset(), _Known(jaxprs.bodies_by_equation(jaxpr)))
+    if found.is_repeated:
+        return "a function that reduces is called twice in one program, and JAX traced it once."
+    if found.num_chains > _MAX_CHAINS:
+        return f"{found.num_chains} functions within the program reduce, and nothing orders them."
+    return None
+
+
+class _Chains(NamedTuple):
+    """The native calls of a jaxpr and of the bodies in it.
+
+    Attributes:
+      num_chains: number of calls that do not wait for another call.
+      numbers: the numbers of all of them.
+      is_repeated: whether two of them share a number.
+    """
+
+    num_chains: int
+    numbers: frozenset[int]
+    is_repeated: bool
+
+    def joined(self, other: "_Chains") -> "_Chains":
+        """Return the chains of two bodies of one program."""
+        return _Chains(
+            self.num_chains + other.num_chains,
+            self.numbers | other.numbers,
+            self.is_repeated or other.is_repeated or bool(self.numbers & other.numbers),
+        )
+
+
+# Positions of inputs that are the token of the last call before a jaxpr, or of outputs: in it.
+_Places = frozenset[int]
+_NONE: _Places = frozenset()
+
+
+class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
+    """The chains of the bodies that were read.
+
+    Args:
+      bodies: of the equations of the program, see `jaxprs.bodies_by_equation`.
+    """
+
+    def __init__(self, bodies: dict[int, list[Any]]):
+        super().__init__()
+        self.bodies = bodies
+
+
+def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Places]:
+    """Return the chains of a jaxpr, and where its last token leaves it."""
+    jaxpr = jaxprs.opened(jaxpr)
+    key = id(jaxpr), entering
+    if key in known:
+        return known[key]
+    found = _Chains(0, frozenset(), False)
+    given = _Tokens(id(jaxpr.invars[i]) for i in entering)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == _TIED:
+            given.rename(eqn)
+        if name in NATIVE:
+            token, passed_on = given.origin(eqn.invars[TOKEN]), id(eqn.outvars[0])
+            number = frozenset([eqn.params["number"]])
+            found = found.joined(_Chains(int(token not in given), number, False))
+            given.discard(token)  # a second call with this token may run beside the first
+            given.add(passed_on)
+            continue
+        if name == "ffi_call" and eqn.params["target_name"] == START:  # it does not block
+            number = frozenset([int(dict(eqn.params["attributes"])["bucket"])])
+            found = found.joined(_Chains(0, number, False))
+        bodies = known.bodies.get(id(eqn)) if eqn.params else None
+        if not bodies:
+            continue
+        taken = _places(eqn.invars, given)
+        if not _hands_on(eqn, bodies):
+            for body in bodies:
+                found = found.joined(_chains(body, frozenset(), known)[0])
+            continue
+        of_body = _of_loop if name == "scan" else _chains
+        within, leaving = of_body(bodies[0], taken, known, *_counts(eqn))
+        found = found.joined(within)
+        given -= {given.origin(eqn.invars[i]) for i in taken}
+        given |= {id(eqn.outvars[i]) for i in leaving}
+    known[key] = found, _places(jaxpr.outvars, given)
+    return known[key]
+
+
+class _Tokens(set[int]):
+    """The ids of the variables that hold the token of the last call of a chain."""
+
+    def __init__(self, ids: Iterable[int]):
+        super().__init__(ids)
+        self._origin: dict[int, int] = {}  # a variable -> the one whose value it has
+
+    def origin(self, atom: Any) -> int:
+        """Return the id of the variable that a value comes from."""
+        return self._origin.get(id(atom), id(atom))
+
+    def holds(self, atom: Any) -> bool:
+        """Whether a value is one of the tokens."""
+        return self.origin(atom) in self
+
+    def rename(self, eqn: Any) -> None:
+        """Record that the results of an equation are its operands."""
+        for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+            self._origin[id(result)] = self.origin(operand)
+
+
+def _places(atoms: Any, given: _Tokens) -> _Places:
+    return frozenset([i for i, atom in enumerate(atoms) if given.holds(atom)]) if given else _NONE
+
+
+def _hands_on(eqn: Any, bodies: list[Any]) -> bool:
+    """Whether an equation runs one body, once or as a loop, from its operands to its results."""
+    if eqn.primitive.name not in jaxprs.CALLS | {"scan", "shard_map"} or len(bodies) != 1:
+        return False
+    (body,) = bodies
+    return (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
+
+
+def _counts(eqn: Any) -> tuple[int, ...]:
+    return jaxprs.scan_parts(eqn)[1:] if eqn.primitive.name == "scan" else ()
+
+
+def _of_loop(
+    body: Any, entering: _Places, known: _Known, num_constants: int, num_carry: int
+) -> tuple[_Chains, _Places]:
+    """Return the chains of a loop that passes its token from turn to turn, as `_chains` does."""
+    alone, made = _chains(body, frozenset(), known)
+    if max(made, default=0) >= num_carry:  # kept for the way back of a derivative, say
+        return alone, frozenset()
+    around = entering | {num_constants + i for i in made}
+    within, leaving = _chains(body, around, known)
+    if leaving != {i - num_constants for i in around} or max(leaving, default=0) >= num_carry:
+        return alone, frozenset()  # The calls of a turn do not wait for the turn before.
+    begun = len(around - entering)
+    return within._replace(num_chains=within.num_chains + begun), leaving
+
+
+# Whether a program reads arrays after a native all-gather has overwritten them.
+#
+# XLA copies such an array before it is overwritten, which takes longer than a gather that
+# overwrites nothing.
+
+
+_GATHER = "jdp_all_gather"  # the one primitive that overwrites operands
+
+
+def is_read_later(jaxpr: Any) -> bool:
+    """Whether an operation reads an array that a gather before it overwrites.
+
+    True if a loop or branch overwrites arrays: XLA copies what enters it.
+    """
+    if _GATHER not in jaxprs.primitive_names(jaxpr):
+        return False
+    body = jaxprs.opened(jaxpr)
+    body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars))
+    return _is_read_later(body, frozenset())
+
+
+def _is_read_later(jaxpr: Any, read: frozenset[int]) -> bool:
+    """Return the answer for a jaxpr whose inputs at some positions are read after it."""
+    jaxpr = jaxprs.opened(jaxpr)
+    later = {id(x) for x in jaxpr.outvars} | {id(jaxpr.invars[i]) for i in read}
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(x) in later for x in _overwritten(eqn)):
+            return True
+        for body in jaxprs.bodies(eqn):
+            if eqn.primitive.name in {*jaxprs.CALLS, "shard_map"}:
+                within = {i for i, x in enumerate(eqn.invars) if id(x) in later}
+                if _is_read_later(body, frozenset(within)):
+                    return True
+            elif any(any(_overwritten(each)) for each in jaxprs.equations(body)):
+                return True
+        later.update(map(id, eqn.invars))
+    return False
+
+
+def _overwritten(eqn: Any) -> Iterator[Any]:
+    """Yield the arrays that an equation overwrites: the operands behind its leaves."""
+    if any(eqn.params.get("overwrites", ())):
+        yield from eqn.invars[-sum(eqn.params["overwrites"]) :]
+
+
+# Whether XLA may run one of its own collectives at the same time as a native call, on CPUs.
+#
+# XLA has one thread for each device, and one pool with as many threads for all devices. Threads of
+# both wait for other ranks, and large operations also need threads of the pool. If each rank waits
+# for one operation at a time, the pool has a thread for the rank that the others wait for. If each
+# rank may wait in a native call and in a collective of XLA's, all threads may wait, and the
+# program deadlocks: 8 ranks on 2 cores did in the first step. In such a program the native calls
+# wait on jdp's own threads.
+#
+# A loop returns to XLA while a call in it waits on such a thread. XLA then starts its collectives
+# behind the loop, as if those in the loop had run, and ranks take one for another: sums were wrong
+# without an error. Such a program must be left to XLA.
+#
+# XLA forgets that order by itself in a program that was written to the compilation cache and
+# loaded from it: JAX 0.10.2 and 0.12 then took a sum in a loop for one outside of it, on 8 ranks
+# in most runs, which ended with a signal or with wrong numbers. Such a program must not be cached.
+
+
+# Lookups that are not native exchange rows of a table with XLA's collectives.
+_ROWS = {"jdp_take_rows", "jdp_add_rows"}
+_XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS
+
+# Operations that XLA runs as programs of their own. It inlines other bodies.
+_CONTROL_FLOW = {"cond", "scan", "while"}
+
+# A body is analysed once for each of its calls, up to this number of calls.
+_MAX_BODIES = 10_000
+
+
+def has_collectives_of_xla(jaxpr: Any) -> bool:
+    """Whether a program has collectives of XLA's, in which ranks wait for each other."""
+    return bool(jaxprs.primitive_names(jaxpr) & _XLA)
+
+
+def runs_beside(jaxpr: Any) -> bool:
+    """Whether a native call and a collective of XLA's in a program do not depend on each other.
+
+    True if that cannot be excluded.
+    """
+    found = _Waits(jaxpr)
+    return found.is_unknown or any(_pairs(found.native, found.xla))
+
+
+def why_not_beside(jaxpr: Any) -> str | None:
+    """Return a sentence that says why a program must not make native calls, or None.
+
+    XLA orders its collectives by when they start. A loop, or a branch, that makes native calls on
+    jdp's threads has started long before the collectives in it have run.
+    """
+    found = _Waits(jaxpr)
+    if found.native and (
+        found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.native, found.xla))
+    ):
+        return (
+            "a loop or branch makes native calls and runs collectives of XLA's, while another "
+            "collective of XLA's may run beside it, and nothing orders these two."
+        )
+    return None
+
+
+def loses_order(jaxpr: Any) -> bool:
+    """Whether XLA would not order the collectives of a program that is loaded from a cache.
+
+    True if that cannot be excluded.
+    """
+    found = _Waits(jaxpr)
+    return found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.xla, found.xla))
+
+
+class _Wait(NamedTuple):
+    """An operation that waits for other ranks.
+
+    Attributes:
+      bit: its own.
+      before: bits of the operations that it depends on.
+      within: numbers of the loops and branches around it in which XLA runs collectives.
+    """
+
+    bit: int
+    before: int
+    within: frozenset[int]
+
+    def is_left_before(self, other: "_Wait") -> bool:
+        """Whether `other` is outside of a loop or branch in which this operation is."""
+        return not self.within <= other.within
+
+
+def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wait]]:
+    """Yield one of each list, where neither depends on the other."""
+    for one in ones:
+        for other in others:
+            if not one.before & other.bit and not other.before & one.bit:
+                yield one, other
+
+
+class _Waits:
+    """The operations of a program that wait for other ranks, with one bit for each.
+
+    The value of a variable is the union of the bits of all operations that it depends on.
+
+    Attributes:
+      native, xla: the operations.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.native: list[_Wait] = []
+        self.xla: list[_Wait] = []
+        self._num_bodies = 0
+        self._bits = (1 << i for i in itertools.count())
+        self._kinds: dict[int, frozenset[bool]] = {}
+        self._num_within = itertools.count()
+        self._within: frozenset[int] = frozenset()
+        # Most programs run no collective of XLA's, so look for one first.
+        if False in self.kinds_of(jaxprs.opened(jaxpr)):
+            body = _without_unread(jaxpr)
+            self.follow(body, [0] * len(body.invars))
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the program was too large to find all of its operations."""
+        return self._num_bodies > _MAX_BODIES
+
+    def kinds_of(self, jaxpr: Any) -> frozenset[bool]:
+        """Return the kinds of operations in a jaxpr: True for native ones, False for XLA's."""
+        if id(jaxpr) not in self._kinds:
+            names = jaxprs.primitive_names(jaxpr)
+            kinds = {True} if names & call_order.NATIVE else set()
+            self._kinds[id(jaxpr)] = frozenset(kinds | ({False} if names & _XLA else set()))
+        return self._kinds[id(jaxpr)]
+
+    def follow(self, jaxpr: Any, ins: Sequence[int]) -> list[int]:
+        """Record the operations of a jaxpr, and return the bits of its outputs for `ins`."""
+        self._num_bodies += 1
+        if self._num_bodies > _MAX_BODIES:
+            return [0] * len(jaxpr.outvars)
+        env = dict(zip(jaxpr.invars, ins, strict=True))
+
+        def read(atom: Any) -> int:
+            return 0 if jaxprs.is_literal(atom) else env.get(atom, 0)
+
+        for eqn in jaxpr.eqns:
+            outs = self._outs(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outs(self, eqn: Any, ins: list[int]) -> list[int]:
+        name, before = eqn.primitive.name, _union(ins)
+        if name in call_order.NATIVE or name in _XLA:
+            bit = next(self._bits)
+            found = self.native if name in call_order.NATIVE else self.xla
+            found.append(_Wait(bit, before, self._within))
+            return [before | bit] * len(eqn.outvars)
+        kinds = frozenset().union(*map(self.kinds_of, jaxprs.bodies(eqn)))
+        if not kinds:
+            return [before] * len(eqn.outvars)
+        around = self._within
+        if name in _CONTROL_FLOW and False in kinds:
+            self._within |= {next(self._num_within)}
+        outs = self._outs_of_bodies(eqn, ins)
+        self._within = around
+        return outs
+
+    def _outs_of_bodies(self, eqn: Any, ins: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = [self.follow(branch, ins[1:]) for branch in jaxprs.branches(eqn)]
+            return [ins[0] | _common(outs) for outs in zip(*branches, strict=True)]
+        if name == "while":
+            condition, body, num_first, num_constants = jaxprs.while_parts(eqn)
+            carry = ins[num_first + num_constants :]
+            self.follow(condition, [*ins[:num_first], *carry])
+            outs = self.follow(body, ins[num_first:])
+            return [_common(pair) for pair in zip(carry, outs, strict=True)]
+        # One round of a scan: XLA may run the body without a loop.
+        bodies = jaxprs.bodies(eqn)
+        if len(bodies) == 1 and len(bodies[0].invars) == len(ins):
+            outs = self.follow(bodies[0], ins)
+            if len(outs) == len(eqn.outvars):
+                return outs
+        for body in bodies:
+            self.follow(body, [0] * len(body.invars))
+        return [0] * len(eqn.outvars)
+
+
+def _without_unread(jaxpr: Any) -> Any:
+    """Return a jaxpr without operations whose results nobody reads, as JAX hands it to XLA.
+
+    A step gathers all shards of the state, and reads few of them.
+    """
+    body = jaxprs.opened(jaxpr)
+    return partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0]
+
+
+def _union(masks: Sequence[int]) -> int:
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found
+
+
+def _common(masks: Sequence[int]) -> int:
+    found = masks[0]
+    for mask in masks[1:]:
+        found &= mask
+    return found

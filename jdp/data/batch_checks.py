@@ -1,0 +1,201 @@
+"""Check that all processes have the same dataset, and batches that are consistent."""
+
+import logging
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp.data import host_arrays
+from jdp.data.dataset import Read
+from jdp.data.sharding import Layout
+from jdp.distributed import agree
+from jdp.error_codes import with_code
+
+# Different datasets differ in nearly all rows.
+_NUM_ROWS = 4
+# A row that a coin flip changes is equal in 8 readings once in 128.
+_NUM_ROWS_OF_OBJECTS, _NUM_READINGS = 2, 8
+# Between two checks of a loop.
+MIN_BATCHES = 1000
+_NOTE = (
+    "jdp: the processes compare this row. If each process has its own rows, write "
+    'rows="of this process".'
+)
+
+
+class RowCheck(NamedTuple):
+    """Reads the rows of a dataset that processes compare.
+
+    Attributes:
+      read: reads rows of the dataset.
+      num_rows: of the dataset.
+      seed: the same on all processes.
+      may_be_random: whether the dataset may return another row each time.
+    """
+
+    read: Read
+    num_rows: int
+    seed: int
+    may_be_random: bool
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the rows to compare in an epoch, [n] int, ascending.
+
+        >>> RowCheck(lambda rows: rows, 1000, seed=0, may_be_random=False).drawn(0).tolist()
+        [269, 511, 636, 850]
+        """
+        size = _NUM_ROWS_OF_OBJECTS if self.may_be_random else _NUM_ROWS
+        return np.unique(np.random.default_rng([self.seed, epoch]).integers(0, self.num_rows, size))
+
+    def checksums(self, rows: np.ndarray) -> dict[str, int]:
+        """Return checksums by row number; empty if the dataset transforms rows at random."""
+        num = _NUM_READINGS if self.may_be_random else 1
+        try:
+            readings = [_checksums(self.read(rows)) for _ in range(num)]
+        except Exception as error:
+            error.add_note(_NOTE)
+            raise
+        first = readings[0]
+        if any(each != first for each in readings) or len(first) != len(rows):
+            return {}
+        return dict(zip(map(str, rows.tolist()), first, strict=True))
+
+
+def _checksums(batch: Any) -> list[int]:
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, np.ndarray)]
+    if not leaves or any(leaf.dtype.hasobject for leaf in leaves):
+        return []  # which has an error of its own
+    found = [0] * len(leaves[0])
+    for leaf in map(host_arrays.native, leaves):
+        if np.issubdtype(leaf.dtype, np.inexact):
+            leaf = leaf + leaf.dtype.type(0)  # -0.0 equals 0.0
+        found = [zlib.crc32(row.tobytes(), begun) for row, begun in zip(leaf, found, strict=True)]
+    return found
+
+
+def require_equal(peers: tuple[int, ...], sums: Mapping[str, int]) -> None:
+    """Compare rows of the datasets of all processes."""
+    gathered = agree.all_gather(peers, dict(sums), what="rows of the dataset")
+    if not all(gathered.values()):
+        return
+    for row in sums:
+        pair = agree.odd_one({process: found[row] for process, found in gathered.items()})
+        if pair is not None:
+            odd, usual = pair
+            text = (
+                f"row {row} of the dataset differs between processes {odd} and {usual}.\nProcesses "
+                "read rows by number, so some rows would count twice and others never.\nGive every "
+                "process the same dataset; use jdp.shard_batches for rows of one process; or write "
+                'rows="of this process" if they differ by design, such as by augmentation.'
+            )
+            raise ValueError(with_code("JDP209", text))
+
+
+_TEXT_CHARACTERS = 600
+_ARGUMENT = re.compile(r"\w+=[^,()]+")  # of jdp.batches, as in seed=0
+
+_log = logging.getLogger("jdp")
+
+
+class FirstBatch(NamedTuple):
+    """The report of one process about its first batch."""
+
+    digest: str  # equal if everything except the number of rows is equal
+    rows_per_rank: int
+    text: str
+    first_row: int = 0  # the number of its first row in the global batch
+    checksum: int | None = None  # of its rows, if a loader handed them over
+
+
+_NO_BATCH = FirstBatch("", 0, "no batches")
+
+
+def require_equal_layouts(
+    peers: tuple[int, ...],
+    layout: Layout | None,
+    facts: str,
+    batch: Any = None,
+    *,
+    what: str = "first batches",
+) -> None:
+    """Compare the layouts of the first batches of all processes, or of later ones."""
+    report = _NO_BATCH if layout is None else _report(layout, facts)
+    if layout is not None and batch is not None and len(peers) > 1:
+        first_row = int(layout.rows[0])
+        report = report._replace(first_row=first_row, checksum=_checksum(batch))
+    gathered = agree.all_gather(peers, report, what=what)
+    reports = {process: FirstBatch(*each) for process, each in gathered.items()}
+    require_agreement(reports)
+    if jax.process_index() == min(peers) and (text := why_repeated(reports)):
+        _log.warning(text)
+
+
+def why_repeated(reports: Mapping[int, FirstBatch]) -> str | None:
+    """Return a warning if all processes handed over the same rows; None if they did not.
+
+    >>> one = FirstBatch("3f", 2, "x float32[4, 8]", first_row=0, checksum=7)
+    >>> why_repeated({0: one, 1: one._replace(first_row=4)})
+    'the 2 processes pass equal first batches to jdp.shard_batches, ...
+    >>> why_repeated({0: one, 1: one._replace(first_row=4, checksum=8)})
+    """
+    parts = {report.first_row for report in reports.values()}
+    checksums = {report.checksum for report in reports.values()}
+    if len(parts) == 1 or len(checksums) > 1 or None in checksums:
+        return None
+    return (
+        f"the {len(reports)} processes pass equal first batches to jdp.shard_batches, so that each "
+        f"row counts {len(parts)} times. Let each process pass rows of its own, such as "
+        "rows[jax.process_index()::jax.process_count()]; or write jdp.batches(dataset, ...), which "
+        "takes the whole dataset on every process."
+    )
+
+
+def _checksum(batch: Any) -> int:
+    found = 0
+    for leaf in jax.tree.leaves(batch):
+        found = zlib.crc32(np.asarray(leaf).tobytes(), found)
+    return found
+
+
+def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
+    """Raise ValueError, naming a process that differs from most, if the reports differ.
+
+    >>> same = FirstBatch("3f", 2, "x float32[4, 8]")
+    >>> require_agreement({0: same, 1: same, 2: same._replace(rows_per_rank=3)})
+    Traceback (most recent call last):
+    ValueError: process 2 has 3 rows per rank ...
+    """
+    kinds = {process: report[:2] for process, report in reports.items()}
+    pair = agree.odd_one(kinds)
+    if pair is None:
+        return
+    odd, usual = pair
+    other, ours = (set(_ARGUMENT.findall(reports[process].text)) for process in pair)
+    if other and ours and other != ours:
+        text = (
+            f"process {odd} has {', '.join(sorted(other - ours))} where process {usual} has "
+            f"{', '.join(sorted(ours - other))}: rows of a batch would come twice or never. Give "
+            "jdp.batches the same arguments and the whole dataset on every process; each reads "
+            "rows of its own."
+        )
+        raise ValueError(with_code("JDP209", text))
+    text = (
+        f"process {odd} has {reports[odd].rows_per_rank} rows per rank "
+        f"({reports[odd].text}), process {usual} with {reports[usual].rows_per_rank} "
+        f"({reports[usual].text}): a step hangs or goes wrong unless its ranks hold equally many "
+        "rows of the same shapes and dtypes. Give every process the same arguments, and equally "
+        "many rows per rank."
+    )
+    raise ValueError(with_code("JDP209", text))
+
+
+def _report(layout: Layout, facts: str) -> FirstBatch:
+    per_rank = layout.sharding.shard_shape((layout.num_rows,))[0]
+    rows = [str(leaf._replace(shape=leaf.shape[1:])) for leaf in layout.leaves]
+    text = ", ".join(filter(None, [facts, *map(str, layout.leaves)]))
+    digest = agree.digest([facts, str(layout.treedef), *rows])
+    return FirstBatch(digest, per_rank, text[:_TEXT_CHARACTERS])

@@ -1,0 +1,194 @@
+"""Compute items ahead of time in a background thread, and stop the thread."""
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Generator, Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from jdp.distributed.fail_fast import leave_if_failed
+from jdp.worker import watching
+
+# How long the end of a loop waits for the item in progress. A loader that hangs must not block the
+# program after the loop. Its thread ends after that item, if the item is ever complete.
+JOIN_TIMEOUT_S = 5.0
+
+
+class Reader(Protocol):
+    """A thread that reads batches ahead."""
+
+    def ask_to_end(self) -> bool:
+        """Request the thread to end after its item, and return whether a caller should wait."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end, at most `timeout` seconds."""
+        ...
+
+
+class Compared(Protocol):
+    """A loop whose end is compared with those of the other processes."""
+
+    def stop(self) -> None:
+        """End the loop because the program ends, and wait for the ends of the other processes."""
+        ...
+
+    def raise_problem(self) -> None:
+        """Raise the problem of the loop if it has one that was not raised before."""
+        ...
+
+
+class Loops:
+    """The threads and checks of all running loops. `current` is the only instance.
+
+    Attributes:
+      readers: the threads that read batches ahead.
+      compared: loops whose equal end on all processes is not yet confirmed.
+    """
+
+    def __init__(self) -> None:
+        self.readers: set[Reader] = set()
+        self.compared: set[Compared] = set()
+        self._is_registered = False
+
+    def add_reader(self, reader: Reader) -> None:
+        """Record a thread that reads ahead, until `end_reader` ends it."""
+        self._register()
+        self.readers.add(reader)
+
+    def end_reader(self, reader: Reader) -> None:
+        """End a thread that reads ahead."""
+        self.readers.discard(reader)
+        if reader.ask_to_end():
+            reader.join(JOIN_TIMEOUT_S)
+
+    def add_compared(self, loop: Compared) -> None:
+        """Record a loop that is compared with those of other processes."""
+        self._register()
+        self.compared.add(loop)
+
+    def raise_pending(self) -> None:
+        """Raise the problem of a loop that this process left before the problem was found."""
+        for loop in list(self.compared):
+            loop.raise_problem()
+
+    def end_all(self) -> None:
+        """End all loops. Exit with code 1 if one of them ended differently on other processes."""
+        leave_if_failed()
+        watching.record_end()
+        for loop in list(self.compared):
+            loop.stop()
+        if self.compared:  # only loops with a problem are left
+            with contextlib.suppress(ValueError, RuntimeError):
+                self.raise_pending()
+            leave()  # JAX's own exit handler would wait minutes for the others
+        self.end_readers()
+
+    def end_readers(self) -> None:
+        """End all threads that read ahead: one that places batches at shutdown aborts Python."""
+        waiting = [reader for reader in list(self.readers) if reader.ask_to_end()]
+        end = time.monotonic() + JOIN_TIMEOUT_S
+        for reader in waiting:
+            reader.join(max(0.0, end - time.monotonic()))
+
+    # Handlers run in reverse order. This one must run before JAX's, which closes its store.
+    def _register(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            atexit.register(self.end_all)
+
+
+active_loops = Loops()
+
+
+def leave() -> Any:
+    """End this process at once, with code 1."""
+    sys.stdout.flush()
+    os._exit(1)
+
+
+T = TypeVar("T")
+
+_NUM_FRAMES = 4
+
+
+def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+    """Iterate over `items`, computing at most `depth` of them ahead of the consumer.
+
+    An exception in `items` reaches the consumer after the items before it, with its own traceback.
+    The thread ends with the items, when the generator is closed or deleted, or with the program.
+
+    >>> list(prefetch(range(3), depth=2))
+    [0, 1, 2]
+    """
+    if depth == 0:
+        yield from items
+        return
+    # The thread must not reference this generator, or it would keep it alive forever.
+    producer = _Producer(iter(items), depth)
+    producer.start()
+    loops = active_loops  # at interpreter exit the module may already be cleared
+    loops.add_reader(producer)
+    try:
+        yield from producer
+    finally:
+        loops.end_reader(producer)
+
+
+class _Producer(threading.Thread):
+    def __init__(self, items: Iterator[Any], depth: int) -> None:
+        super().__init__(name="jdp-prefetch", daemon=True)
+        self._items = items
+        self._ready: SimpleQueue[tuple[Any, BaseException | None] | None] = SimpleQueue()
+        self._free = threading.Semaphore(depth)
+        self._is_asked = threading.Event()
+
+    def run(self) -> None:
+        try:
+            # Take a slot before computing the item, so that at most `depth` items exist at any
+            # time: each may be a batch in device memory.
+            while self._free.acquire() and not self._is_asked.is_set():
+                self._ready.put((next(self._items), None))
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._ready.put((None, error))
+        self._ready.put(None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            ready = self._ready.get()
+        except KeyboardInterrupt as error:
+            error.add_note(f"jdp: while it waited for the loader, which was here:\n{self._place()}")
+            raise
+        if ready is None:
+            raise StopIteration
+        self._free.release()
+        item, error = ready
+        if error is None:
+            return item
+        try:
+            raise error
+        finally:
+            del ready, error  # this frame is in the traceback of `error` and would hold it
+
+    def _place(self) -> str:
+        frame = sys._current_frames().get(self.ident or 0)
+        stack = traceback.extract_stack(frame)[-_NUM_FRAMES:] if frame else []
+        return "".join(traceback.format_list(stack)).rstrip()
+
+    def ask_to_end(self) -> bool:
+        """Request the thread to end after its item, and return whether a caller should wait."""
+        if self._is_asked.is_set():  # at interpreter exit `threading` may already be cleared
+            return False
+        self._is_asked.set()
+        self._free.release()
+        return self is not threading.current_thread()  # garbage collection may run in any thread

@@ -1,1 +1,0 @@
-"""Connections between launchers, and between a launcher and its processes."""

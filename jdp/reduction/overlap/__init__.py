@@ -1,1 +1,0 @@
-"""Reductions that run behind the backward pass."""

@@ -1,0 +1,99 @@
+"""The build of jdp that runs: its version, and digests of its sources, to find another build."""
+
+import ast
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+@functools.cache  # It looks through sys.path, and each commit holds it.
+def version() -> str:
+    """Return the version of jdp; "0+unknown" if it runs from its sources, not installed."""
+    from importlib import metadata  # which takes longer than all of `import jdp`
+
+    try:
+        package = metadata.distribution("jdp")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+    # METADATA of what is installed, PKG-INFO of sources that were built.
+    found = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
+    # Not `metadata.version`, which parses the whole description, in the first trace of a step.
+    match = re.search(r"^Version: (\S+)$", found.partition("\n\n")[0], re.M)
+    return match[1] if match else "0+unknown"
+
+
+PACKAGE = Path(__file__).parents[1]
+# The rooms on which a launcher and a process, or two launchers, must agree.
+PROTOCOL = ("worker", "launch")
+
+
+@functools.cache
+def source_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
+    """Return 8 hexadecimal digits of all files in some rooms of jdp; quick."""
+    return _digest(name.encode() + content for name, content in _files(rooms, package))
+
+
+@functools.cache
+def code_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
+    """Return 8 hexadecimal digits of the code in some rooms; comments and docstrings do not count.
+
+    It takes some 2 ms for each file, so it is for builds that differ in their bytes.
+    """
+    return _digest(
+        f"{name} {ast.dump(_without_docstrings(ast.parse(content)))}".encode()
+        for name, content in _files(rooms, package)
+    )
+
+
+def is_build_of(digest: str | None, package: str | None) -> bool:
+    """Whether another process of this host, with this digest and folder of jdp, runs this build."""
+    if digest == source_digest(PROTOCOL):
+        return True
+    try:
+        return package is not None and code_digest(PROTOCOL, Path(package)) == code_digest(PROTOCOL)
+    except (OSError, SyntaxError):
+        return False
+
+
+# Every process reads all files when it starts. `pathlib` would take three times as long.
+def _files(rooms: Sequence[str], package: Path) -> list[tuple[str, bytes]]:
+    paths = sorted(
+        os.path.join(folder, name)
+        for room in rooms
+        for folder, _, names in os.walk(os.path.normpath(package / room))
+        for name in names
+        if name.endswith(".py")
+    )
+    return [(os.path.relpath(path, package), _content(path)) for path in paths]
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:8]
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            # Any text that stands alone, such as one below an attribute.
+            body[:] = [each for each in body if not _is_text(each)]
+    return tree
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
