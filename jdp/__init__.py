@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from jdp.distributed.mesh import init as init
     from jdp.distributed.metrics_log import log as log
     from jdp.distributed.trackers import tracker as tracker
-    from jdp.inspect.batch_size import find_batch_size as find_batch_size
-    from jdp.inspect.explain import explain as explain
-    from jdp.inspect.profiling.profile import profile as profile
     from jdp.rank_state import per_rank as per_rank
     from jdp.reduction.global_mean import global_mean as global_mean
     from jdp.reduction.gradients import sync_gradients as sync_gradients
@@ -34,6 +31,9 @@ if TYPE_CHECKING:
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
     from jdp.reduction.sharded import sharded as sharded
     from jdp.reduction.sharded_embedding import sharded_embedding as sharded_embedding
+    from jdp.tools.batch_size import find_batch_size as find_batch_size
+    from jdp.tools.explain import explain as explain
+    from jdp.tools.profiling.profile import profile as profile
     from jdp.training.check_step import check_step as check_step
     from jdp.training.evaluation import evaluate as evaluate
     from jdp.training.state import TrainState as TrainState
@@ -54,8 +54,8 @@ _MODULES = {
     "declare_pure": "analysis",
     "eval_step": "training.step",
     "evaluate": "training.evaluation",
-    "explain": "inspect.explain",
-    "find_batch_size": "inspect.batch_size",
+    "explain": "tools.explain",
+    "find_batch_size": "tools.batch_size",
     "global_mean": "reduction.global_mean",
     "init": "distributed.mesh",
     "load": "checkpoint.load",
@@ -65,7 +65,7 @@ _MODULES = {
     "min_over_ranks": "reduction.metrics",
     "per_rank": "rank_state",
     "phase": "worker.progress",
-    "profile": "inspect.profiling.profile",
+    "profile": "tools.profiling.profile",
     "replicated": "reduction.optimizer",
     "rows": "reduction.metrics",
     "scan_layers": "reduction.scanned_layers",
@@ -86,7 +86,7 @@ __all__ = sorted(_MODULES)
 if not TYPE_CHECKING:  # A type checker would accept any name.
     # `jdp run` needs no JAX, so nothing is imported before a name is asked for. Then everything is,
     # so that a standby, which waits in `init`, has imported what the script needs after it; except
-    # for the tools of `jdp.inspect`, which few scripts use.
+    # for the tools of `jdp.tools`, which few scripts use.
     def __getattr__(name):
         import importlib
 
@@ -98,7 +98,7 @@ if not TYPE_CHECKING:  # A type checker would accept any name.
             return importlib.import_module(f"jdp.{name}")
         wanted = _MODULES[name]
         for public, module in _MODULES.items():
-            if module == wanted or module and not module.startswith("inspect."):
+            if module == wanted or module and not module.startswith("tools."):
                 globals()[public] = getattr(importlib.import_module(f"jdp.{module}"), public)
         return globals()[name]
 

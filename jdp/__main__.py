@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        from jdp.inspect.results import NotWrittenError
+        from jdp.tools.results import NotWrittenError
 
         reason = str(error)
         if not isinstance(error, NotWrittenError):
@@ -84,23 +84,23 @@ def _print_answer(command: str, arguments: Sequence[str]) -> int:
         print(f"jdp {version()}")
         return 0
     if command == "bench":
-        from jdp.inspect.bench.command import main as bench
+        from jdp.tools.bench.command import main as bench
 
         return bench(arguments)
     if command == "doctor":
-        from jdp.inspect.doctor.command import main as doctor
+        from jdp.tools.doctor.command import main as doctor
 
         return doctor(arguments)
     if command == "explain":
-        from jdp.inspect import explain_command
+        from jdp.tools import explain_command
 
         return explain_command.main(arguments)
     if command == "plan":
-        from jdp.inspect.plan.command import main as plan
+        from jdp.tools.plan.command import main as plan
 
         return plan(arguments)
     if command == "timeline":
-        from jdp.inspect.profiling.command import main as timeline
+        from jdp.tools.profiling.command import main as timeline
 
         return timeline(arguments)
     if command == "explain-error":

@@ -113,6 +113,6 @@ def jdp_run(tmp_path):
 
 @pytest.fixture(autouse=True)
 def uncalibrated(request, tmp_path_factory, monkeypatch):
-    """No test of `jdp.inspect` predicts with what somebody has measured on this machine."""
-    if request.path.parent.name == "inspect":
+    """No test of `jdp.tools` predicts with what somebody has measured on this machine."""
+    if request.path.parent.name == "tools":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -22,9 +22,9 @@ import jdp
 from benchmarks.gpu.measure import gpu
 from benchmarks.harness import exact, report
 from benchmarks.harness.report import Section
-from jdp.inspect.bench import calibrate
-from jdp.inspect.calibration import CACHED_BYTES
-from jdp.inspect.rate import GPUS, kind_of
+from jdp.tools.bench import calibrate
+from jdp.tools.calibration import CACHED_BYTES
+from jdp.tools.rate import GPUS, kind_of
 
 _NUM_TIMES = 64  # of each loop
 _NAN = float("nan")

@@ -3,8 +3,8 @@
 import bisect
 from dataclasses import dataclass
 
-from jdp.inspect.hlo import HloProgram
-from jdp.inspect.timeline import Groups, Work, simulate
+from jdp.tools.hlo import HloProgram
+from jdp.tools.timeline import Groups, Work, simulate
 
 MiB = 2**20
 FLOPS_PER_S = 600e12  # of a bfloat16 matmul on an H200, not its peak

@@ -2,8 +2,8 @@
 
 from jax.sharding import AxisType, Mesh
 
-from jdp.inspect import targets
-from jdp.inspect.rate import GPUS
+from jdp.tools import targets
+from jdp.tools.rate import GPUS
 
 UnavailableError = targets.MissingPluginError
 

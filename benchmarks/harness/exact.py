@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jdp.inspect.known_values import WrongResultError as WrongResultError
-from jdp.inspect.known_values import require_equal as require
+from jdp.tools.known_values import WrongResultError as WrongResultError
+from jdp.tools.known_values import require_equal as require
 
 CHECKED = "Results checked on every rank in each round."
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.inspect.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse
-from jdp.inspect.timeline import TripCounts
+from jdp.tools.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse
+from jdp.tools.timeline import TripCounts
 
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
 

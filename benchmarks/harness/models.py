@@ -1,4 +1,4 @@
-"""The models that are measured, beside those of `jdp.inspect.models`."""
+"""The models that are measured, beside those of `jdp.tools.models`."""
 
 import functools
 import itertools
@@ -10,13 +10,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdp.inspect.models import SmallModel as Problem
-from jdp.inspect.models import attention as attention
-from jdp.inspect.models import mlp as mlp
-from jdp.inspect.models import mlp_loss as mlp_loss
-from jdp.inspect.models import rms_norm as rms_norm
-from jdp.inspect.models import transformer as transformer
-from jdp.inspect.models import transformer_loss as transformer_loss
+from jdp.tools.models import SmallModel as Problem
+from jdp.tools.models import attention as attention
+from jdp.tools.models import mlp as mlp
+from jdp.tools.models import mlp_loss as mlp_loss
+from jdp.tools.models import rms_norm as rms_norm
+from jdp.tools.models import transformer as transformer
+from jdp.tools.models import transformer_loss as transformer_loss
 
 # The optimizer of all contestants.
 TX = optax.sgd(0.1, momentum=0.9)

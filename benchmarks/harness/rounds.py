@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jdp.inspect.paired_timing import alternate as alternate
-from jdp.inspect.paired_timing import interval
+from jdp.tools.paired_timing import alternate as alternate
+from jdp.tools.paired_timing import interval
 
 
 class Word(str):

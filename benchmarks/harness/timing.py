@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp.inspect.paired_timing import Clock as Clock
-from jdp.inspect.paired_timing import interval as interval
+from jdp.tools.paired_timing import Clock as Clock
+from jdp.tools.paired_timing import interval as interval
 
 
 class Comparison(NamedTuple):

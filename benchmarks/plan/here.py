@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdp.collectives import auto
-from jdp.inspect.bench import collectives, faults, step
-from jdp.inspect.bench.faults import FaultSetting
-from jdp.inspect.bench.step import found_model
-from jdp.inspect.calibration import fit_alpha_beta
-from jdp.inspect.plan.prediction import Failures
-from jdp.inspect.plan.schedule import (
+from jdp.tools.bench import collectives, faults, step
+from jdp.tools.bench.faults import FaultSetting
+from jdp.tools.bench.step import found_model
+from jdp.tools.calibration import fit_alpha_beta
+from jdp.tools.plan.prediction import Failures
+from jdp.tools.plan.schedule import (
     REPLICATED,
     Deployment,
     Fabric,

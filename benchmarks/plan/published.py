@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from jdp.inspect.plan.prediction import LOGNORMAL, Failures, Stragglers, rank_memory
-from jdp.inspect.plan.schedule import (
+from jdp.tools.plan.prediction import LOGNORMAL, Failures, Stragglers, rank_memory
+from jdp.tools.plan.schedule import (
     REPLICATED,
     STAGE_3,
     Deployment,
@@ -19,7 +19,7 @@ from jdp.inspect.plan.schedule import (
     program_of,
     uniform,
 )
-from jdp.inspect.rate import NCCL_BYTES_PER_S
+from jdp.tools.rate import NCCL_BYTES_PER_S
 
 FITTED_TO = "Horovod, Inception V3, 512 GPUs"
 GOAL = 0.05  # percentage points

@@ -34,11 +34,11 @@ _HERE = Path(__file__).resolve().parents[2]
 
 
 def _lend_clocks_and_models() -> None:
-    """Give a checkout from before `jdp.inspect` those modules of this one that import no jdp."""
-    if importlib.util.find_spec("jdp.inspect") is None:
-        package = types.ModuleType("jdp.inspect")
-        package.__path__ = [str(_HERE / "jdp/inspect")]
-        sys.modules["jdp.inspect"] = package
+    """Give a checkout from before `jdp.tools` those modules of this one that import no jdp."""
+    if importlib.util.find_spec("jdp.tools") is None:
+        package = types.ModuleType("jdp.tools")
+        package.__path__ = [str(_HERE / "jdp/tools")]
+        sys.modules["jdp.tools"] = package
 
 
 _lend_clocks_and_models()

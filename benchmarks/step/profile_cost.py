@@ -17,7 +17,7 @@ import numpy as np
 import jdp
 from benchmarks.harness import models, report
 from benchmarks.harness.report import Section
-from jdp.inspect.paired_timing import interval
+from jdp.tools.paired_timing import interval
 
 NUM_STEPS = 10
 

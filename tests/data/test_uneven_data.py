@@ -384,7 +384,7 @@ block._session = Session()
 """
 SLOW_PROFILE = """
 from jdp import jax_compat
-from jdp.inspect.profiling.profile import Profile
+from jdp.tools.profiling.profile import Profile
 jax_compat.stop_profiler = lambda: time.sleep(2)
 Profile.__enter__ = lambda profile: None  # where processes compare the steps
 block = Profile(pathlib.Path({!r}), range(0, 1))

@@ -16,8 +16,8 @@ from support.training import assert_close, fetched
 
 import jdp
 from benchmarks.harness import models
-from jdp.inspect.profiling import trace_file
-from jdp.inspect.profiling.summary import summarize
+from jdp.tools.profiling import trace_file
+from jdp.tools.profiling.summary import summarize
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import profiled
 
-from jdp.inspect.profiling import trace_file
+from jdp.tools.profiling import trace_file
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from jdp.inspect import calibration
 from jdp.launch.host import spawn
 from jdp.launch.host.reaper import MARK, Guardian
 from jdp.launch.host.worker_process import HostResources, Process
 from jdp.launch.options import parse
+from jdp.tools import calibration
 
 TIMEOUT_S = 10.0
 

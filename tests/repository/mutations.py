@@ -381,43 +381,43 @@ ROOMS = {
             "distributed/test_initialize.py::test_steps_and_jobs_of_slurm_have_ports_of_their_own",
         ),
     ],
-    "inspect": [
+    "tools": [
         Mutation(
             "a plan counts a second group of a model that has one",
-            "inspect/plan/prediction.py",
+            "tools/plan/prediction.py",
             "pair = min(2 * group, whole)",
             "pair = 2 * group",
-            "inspect/test_plan_costs.py::test_a_model_of_one_group_gathers_no_second_one",
+            "tools/test_plan_costs.py::test_a_model_of_one_group_gathers_no_second_one",
         ),
         Mutation(
             "clocks are compared by collectives of groups of ranks",
-            "inspect/profiling/summary.py",
+            "tools/profiling/summary.py",
             "if is_of_groups or each",
             "if each",
-            "inspect/test_timeline_clocks.py::"
+            "tools/test_timeline_clocks.py::"
             "test_collectives_of_groups_of_ranks_do_not_compare_clocks",
         ),
         Mutation(
             "a second block of a profile deletes the first one",
-            "inspect/profiling/profile.py",
+            "tools/profiling/profile.py",
             "        if self._run:\n",
             "        if False:\n",
-            "inspect/test_profile.py::"
+            "tools/test_profile.py::"
             "test_a_second_block_of_one_profile_is_refused_and_the_first_stays",
         ),
         Mutation(
             "each group of ranks has the whole network of a host",
-            "inspect/prediction.py",
+            "tools/prediction.py",
             "leaving[host] += num_bytes",
             "leaving[host] = num_bytes",
-            "inspect/test_rates.py::test_the_hosts_are_those_of_the_devices_not_of_their_numbers",
+            "tools/test_rates.py::test_the_hosts_are_those_of_the_devices_not_of_their_numbers",
         ),
         Mutation(
             "a loop for TPUs counts once",
-            "inspect/timeline.py",
+            "tools/timeline.py",
             "count = self._derived(one, computation)",
             "count = 1",
-            "inspect/test_trip_counts.py::test_a_loop_runs_until_its_counter_reaches_the_bound",
+            "tools/test_trip_counts.py::test_a_loop_runs_until_its_counter_reaches_the_bound",
         ),
     ],
     "jdp": [

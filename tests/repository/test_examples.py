@@ -20,7 +20,7 @@ from flax import nnx, serialization
 
 import jdp
 from jdp.checkpoint import directory
-from jdp.inspect.profiling import summary
+from jdp.tools.profiling import summary
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300

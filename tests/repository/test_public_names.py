@@ -77,7 +77,7 @@ def test_no_room_has_the_name_of_something_public():
 
 def test_the_first_name_brings_all_but_tools_so_that_standbys_have_paid_for_them():
     program = "import jdp\njdp.init\nprint(*{*jdp.__all__} & {*vars(jdp)})"
-    tools = {name for name, module in jdp._MODULES.items() if module.startswith("inspect.")}
+    tools = {name for name, module in jdp._MODULES.items() if module.startswith("tools.")}
     assert {"explain", "profile"} < tools
     assert {*run(program)} == {*jdp.__all__} - tools
     assert {"explain", "init"} <= {*run(program.replace("init", "explain"))}

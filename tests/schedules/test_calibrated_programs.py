@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.gpu import topology
-from jdp.inspect.bench import calibrate
-from jdp.inspect.calibration import CACHED_BYTES
-from jdp.inspect.hlo import HloProgram
+from jdp.tools.bench import calibrate
+from jdp.tools.calibration import CACHED_BYTES
+from jdp.tools.hlo import HloProgram
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 # These run no kernel.

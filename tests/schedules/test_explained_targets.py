@@ -21,8 +21,8 @@ from support.training import step_of
 import jdp
 from benchmarks.gpu import programs
 from jdp import collectives
-from jdp.inspect import targets
-from jdp.inspect.rate import GPUS
+from jdp.tools import targets
+from jdp.tools.rate import GPUS
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, ROWS = 1024, 4, 8 * 2048
@@ -299,7 +299,7 @@ def test_each_gather_of_a_tpu_is_one_collective_also_where_matmuls_run_beside_it
 
 def test_a_second_process_explains_for_tpus_at_the_same_time(tpus):
     targets.target(tpus, ("data",))  # this process has libtpu now
-    script = f"from jdp.inspect import targets; print(targets.target({tpus!r}, ('data',)).name)"
+    script = f"from jdp.tools import targets; print(targets.target({tpus!r}, ('data',)).name)"
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
     )

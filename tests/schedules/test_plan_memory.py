@@ -7,10 +7,10 @@ import pytest
 from support.training import ranks, step_of
 
 import jdp
-from jdp.inspect.plan.prediction import rank_memory
-from jdp.inspect.plan.schedule import Deployment, Fabric, Workload, uniform
-from jdp.inspect.rate import GPUS
-from jdp.inspect.targets import MissingPluginError, gpu_description
+from jdp.tools.plan.prediction import rank_memory
+from jdp.tools.plan.schedule import Deployment, Fabric, Workload, uniform
+from jdp.tools.rate import GPUS
+from jdp.tools.targets import MissingPluginError, gpu_description
 
 # XLA merges collectives of up to 30 MiB, whose results are in memory together.
 DIM, LAYERS, MICRO_BATCHES = 4096, 12, 4

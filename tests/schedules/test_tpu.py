@@ -17,7 +17,7 @@ from support.training import step_of
 
 import jdp
 from benchmarks.harness import models
-from jdp.inspect.compiled import compile_step
+from jdp.tools.compiled import compile_step
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = "v5e:2x4"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jdp.inspect.calibration import Calibration, CollectiveLaw, ComputeRates, Slowness
+from jdp.tools.calibration import Calibration, CollectiveLaw, ComputeRates, Slowness
 
 LAW = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6)),

@@ -2,8 +2,8 @@
 
 import re
 
-from jdp.inspect import hlo
-from jdp.inspect.timeline import TripCounts
+from jdp.tools import hlo
+from jdp.tools.timeline import TripCounts
 
 
 def bytes_in_flight(text):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jdp.inspect.profiling import trace_file
-from jdp.inspect.profiling.trace_file import ProcessTrace, Slice
+from jdp.tools.profiling import trace_file
+from jdp.tools.profiling.trace_file import ProcessTrace, Slice
 
 START_NS = 1_795_000_000_000_000_000
 

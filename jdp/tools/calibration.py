@@ -1,0 +1,357 @@
+"""Measured rates of this machine, which `jdp bench --calibrate` saves. Needs no JAX.
+
+One JSON file for each host and platform, `~/.cache/jdp/calibration/HOST_PLATFORM.json`, with the
+fields of `Calibration`. `docs/bench.md` describes them.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdp.tools import json_fields, results
+from jdp.tools.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, checked
+
+
+def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Fit t = alpha + bytes / beta to measured times, with small relative errors.
+
+    Args:
+      points: (bytes, seconds), of at least two sizes.
+
+    >>> fit_alpha_beta([(1000, 3e-6), (2000, 4e-6), (4000, 6e-6)])
+    (2e-06, 1000000000.0, 0.0)
+    """
+    alpha, slope = _least_squares(points)
+    if alpha < 0:  # through 0: weighted, so that each point counts by its relative error
+        alpha = 0.0
+        slope = sum(b / t for b, t in points) / sum((b / t) ** 2 for b, t in points)
+    if slope <= 0:
+        alpha, slope = len(points) / sum(1 / t for _, t in points), 0.0
+    alpha, beta = _rounded(alpha), _rounded(1 / slope) if slope else float("inf")
+    worst = max(abs((alpha + b / beta) / t - 1) for b, t in points)
+    return alpha, beta, round(worst, 6)
+
+
+def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    # Of (alpha + slope * b) / t - 1: the normal equations of two unknowns.
+    aa = sum(1 / t**2 for _, t in points)
+    ab = sum(b / t**2 for b, t in points)
+    bb = sum((b / t) ** 2 for b, t in points)
+    ya, yb = sum(1 / t for _, t in points), sum(b / t for b, t in points)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:
+        raise ValueError(f"{len(points)} points of one size fix no law. Measure several sizes.")
+    return (ya * bb - yb * ab) / determinant, (aa * yb - ab * ya) / determinant
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.6g}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowness:
+    """How many times as long operations take in training steps as by themselves.
+
+    Attributes:
+      matmul: of matmuls, beside large ones.
+      elementwise: of others that read arrays in order, beside a loop over one array.
+      strided: of operations that compute while they read or write an array across its rows, beside
+        the same.
+      start: of the start of an operation, beside that of a tiny one that follows another.
+      largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
+    """
+
+    matmul: float
+    elementwise: float
+    strided: float
+    start: float
+    largest_error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeRates:
+    """What each of some devices computes per second, while all of them do and others idle.
+
+    Attributes:
+      num_ranks: number of these devices, all of one host.
+      matmul_flops_per_s: dtype -> floating-point operations per second of large matmuls.
+      memory_bytes_per_s: bytes read and written per second, where a large array is scaled.
+      cached_bytes_per_s: the same for an array of which CACHED_BYTES are read and written.
+      transcendentals_per_s: hyperbolic tangents per second.
+      operation_start_s: seconds of an operation that does next to nothing.
+      slowness: of training steps.
+    """
+
+    num_ranks: int
+    matmul_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    cached_bytes_per_s: float
+    transcendentals_per_s: float
+    operation_start_s: float
+    slowness: Slowness
+
+    def shared(self, share: float, alone: "ComputeRates") -> "ComputeRates":
+        """Return the rates of ranks that have another share of cores and memory.
+
+        Args:
+          share: of what these ranks have, > 0.
+        """
+        both = self.matmul_flops_per_s.keys() & alone.matmul_flops_per_s.keys()
+        flops = {
+            dtype: min(share * self.matmul_flops_per_s[dtype], alone.matmul_flops_per_s[dtype])
+            for dtype in both
+        }
+        speeds = "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s"
+        return dataclasses.replace(
+            self,
+            matmul_flops_per_s=flops,
+            operation_start_s=max(self.operation_start_s / share, alone.operation_start_s),
+            **{name: min(share * getattr(self, name), getattr(alone, name)) for name in speeds},
+        )
+
+
+def of_ranks(
+    measured: Sequence[ComputeRates], num_ranks: int, *, share_cores: bool
+) -> ComputeRates:
+    """Return the rates of each of some ranks of a host, while all of them compute.
+
+    They follow from those of the next larger number of ranks that was measured, or of the largest.
+
+    Args:
+      num_ranks: number of ranks, >= 1.
+    """
+    found = next((it for it in measured if it.num_ranks >= num_ranks), measured[-1])
+    share = found.num_ranks / num_ranks if share_cores else 1.0
+    return dataclasses.replace(found.shared(share, measured[0]), num_ranks=num_ranks)
+
+
+FORMAT = 6
+
+
+def _is_point(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return COUNT.holds(value[0]) and POSITIVE.holds(value[1])
+
+
+def _are_points(value: Any) -> bool:
+    if not isinstance(value, list) or not all(map(_is_point, value)):
+        return False
+    sizes = [num_bytes for num_bytes, _ in value]
+    return len(sizes) > 1 and sizes == sorted(set(sizes))
+
+
+_NUMBER = Field("a whole number from 1", lambda it: COUNT.holds(it) and it > 0)
+BYTES_PER_S = Field(
+    f"{POSITIVE.what}, or null", lambda it: it in (None, math.inf) or POSITIVE.holds(it)
+)
+CALIBRATION = {
+    "format": Field(str(FORMAT), lambda it: it == FORMAT),
+    "host": TEXT, "platform": TEXT, "device_kind": TEXT, "num_devices": _NUMBER,
+    "num_cores": _NUMBER, "date": TEXT, "versions": json_fields.dict_of(TEXT),
+    "computation": json_fields.LIST, "rates": json_fields.LIST,
+}  # fmt: skip
+_POINTS = Field("a list of at least two [bytes, seconds] with ascending bytes", _are_points)
+LAW = {
+    "operation": TEXT, "algorithm": TEXT, "num_ranks": _NUMBER, "num_processes": _NUMBER,
+    "dtype": TEXT, "alpha_s": AMOUNT, "bytes_per_s": BYTES_PER_S, "largest_error": AMOUNT,
+    "points": _POINTS, "cpu_points": _POINTS,
+}  # fmt: skip
+_BY_DTYPE = Field(
+    f"an object of dtypes, each {POSITIVE.what}",
+    lambda it: it != {} and json_fields.dict_of(POSITIVE).holds(it),
+)
+COMPUTATION = {
+    "num_ranks": _NUMBER, "matmul_flops_per_s": _BY_DTYPE,
+    "memory_bytes_per_s": POSITIVE, "cached_bytes_per_s": POSITIVE,
+    "transcendentals_per_s": POSITIVE, "operation_start_s": AMOUNT, "slowness": OBJECT,
+}  # fmt: skip
+SLOWNESS = {each.name: AMOUNT for each in dataclasses.fields(Slowness)}
+
+
+# Bytes that an operation reads and writes at the rate of a cache.
+CACHED_BYTES = 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveLaw:
+    """The law t = alpha_s + bytes / bytes_per_s of one collective, fitted to measured times.
+
+    Attributes:
+      operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
+      algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
+        (`jdp.collectives.ring`) or "xla".
+      num_ranks: number of ranks.
+      num_processes: number of processes that these ranks are in.
+      dtype: dtype of the arrays.
+      alpha_s: seconds of a call with no bytes, >= 0.
+      bytes_per_s: further bytes for each second; inf if the time does not grow. `bytes` is a
+        rank's whole array, as in nccl-tests: the input of an all-reduce, a reduce-scatter or an
+        all-to-all, and the result of an all-gather.
+      largest_error: the largest |predicted / measured - 1| over `points`.
+      points: the measured (bytes, median seconds), ascending.
+      cpu_points: for the same bytes the median CPU seconds of a call, of all ranks together.
+    """
+
+    operation: str
+    algorithm: str
+    num_ranks: int
+    num_processes: int
+    dtype: str
+    alpha_s: float
+    bytes_per_s: float
+    largest_error: float
+    points: tuple[tuple[int, float], ...]
+    cpu_points: tuple[tuple[int, float], ...]
+
+    def on_shared_cores(self, num_cores: int) -> "CollectiveLaw":
+        """Return the law where more ranks than cores compute: one that waits leaves its core.
+
+        A call then takes its CPU time, divided by the cores.
+        """
+        points = tuple((num_bytes, cpu_s / num_cores) for num_bytes, cpu_s in self.cpu_points)
+        alpha, beta, error = fit_alpha_beta(points)
+        return dataclasses.replace(
+            self, alpha_s=alpha, bytes_per_s=beta, largest_error=error, points=points
+        )
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the predicted seconds of one call: between measured sizes on the line between
+        them, and otherwise by the law.
+
+        >>> points = ((1000, 2e-5), (3000, 4e-5))
+        >>> cpu = ((1000, 1e-5), (3000, 2e-5))
+        >>> rate = CollectiveLaw("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points, cpu)
+        >>> round(rate.seconds(2000), 9), round(rate.seconds(1_000_000), 9)
+        (3e-05, 0.00101)
+        """
+        for (low, fast), (high, slow) in itertools.pairwise(self.points):
+            if low <= num_bytes <= high:
+                return fast + (num_bytes - low) / (high - low) * (slow - fast)
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The measured rates of one machine.
+
+    Attributes:
+      host: name of the host.
+      platform: "cpu", "gpu" or "tpu".
+      device_kind: JAX's name for the kind of device.
+      num_devices: number of local devices.
+      num_cores: number of CPU cores that the process may use.
+      date: when it was measured, ISO 8601 in UTC.
+      versions: package -> version: jdp, jax, jaxlib, python.
+      computation: rates of computation of one device by itself, and of more at once, ascending.
+      rates: laws of the collectives.
+    """
+
+    host: str
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_cores: int
+    date: str
+    versions: Mapping[str, str]
+    computation: tuple[ComputeRates, ...]
+    rates: tuple[CollectiveLaw, ...]
+
+    def rate(
+        self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
+    ) -> CollectiveLaw | None:
+        """Return the law of a collective, or None if it was not measured."""
+        wanted = (operation, algorithm, num_ranks, num_processes)
+        for rate in self.rates:
+            if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:
+                return rate
+        return None
+
+    def save(self, path: Path | None = None) -> Path:
+        """Write the file, in place of an earlier one, and return its path."""
+        path = path or default_path(self.platform)
+        text = results.to_json({"format": FORMAT, **dataclasses.asdict(self)})
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with results.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text + "\n")
+            part.replace(path)
+        return path
+
+
+def default_path(platform: str) -> Path:
+    """Return the path of this host's file for a platform."""
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in a container
+        cache = tempfile.gettempdir()
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+    return Path(cache, "jdp", "calibration", f"{host}_{platform}.json")
+
+
+def require_writable(platform: str) -> None:
+    """Raise an error if this host's file for a platform cannot be written."""
+    path = default_path(platform)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the calibration {path} cannot be written: {error.strerror}. Set XDG_CACHE_HOME to a "
+            "folder that you may write."
+        ) from None
+
+
+def load(platform: str, path: Path | None = None) -> Calibration | None:
+    """Return what was measured on this host, or None if nothing was."""
+    default = default_path(platform)
+    path = path or default
+    again = "Measure again: jdp bench --calibrate, which " + (
+        "replaces it." if path == default else f"writes {default}, and name that file."
+    )
+    try:
+        return _read(json.loads(path.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):  # a user may have no home, as in a container
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"the calibration {path} is not one of this jdp, whose format is {FORMAT}: "
+            f"{results.why_unreadable(error)}. Predicted times would have no basis. {again}"
+        ) from error
+
+
+def _read(content: Any) -> Calibration:
+    found = checked(content, CALIBRATION)
+    del found["format"]
+    found["computation"] = tuple(map(_read_computation, found["computation"]))
+    found["rates"] = tuple(map(_read_law, found["rates"]))
+    numbers = [it.num_ranks for it in found["computation"]]
+    if numbers[:1] != [1] or numbers != sorted(set(numbers)):
+        raise ValueError(f"its computation is of {numbers} ranks, which do not ascend from 1")
+    return Calibration(**found)
+
+
+def _read_law(content: Any) -> CollectiveLaw:
+    found = checked(content, LAW)
+    for name in ("points", "cpu_points"):
+        found[name] = tuple(map(tuple, found[name]))
+    return CollectiveLaw(**found | {"bytes_per_s": read_bytes_per_s(found["bytes_per_s"])})
+
+
+def _read_computation(content: Any) -> ComputeRates:
+    found = checked(content, COMPUTATION)
+    return ComputeRates(**found | {"slowness": Slowness(**checked(found["slowness"], SLOWNESS))})
+
+
+def read_bytes_per_s(written: float | None) -> float:
+    """Return the `bytes_per_s` of a law that a file of JSON holds, where null stands for inf."""
+    return math.inf if written is None else float(written)

@@ -1,0 +1,201 @@
+"""A step, compiled for some devices and never run."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp import pytrees, rank_state
+from jdp.distributed import mesh as meshes
+from jdp.step_spec import StepSpec
+from jdp.tools import planned
+from jdp.tools.hlo import HloProgram
+from jdp.tools.planned import TracedStep
+from jdp.tools.targets import TargetDevices, target
+from jdp.training import shard_layout
+from jdp.training.step import Step
+
+
+def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
+    """Return the arguments of a step as shapes that lie on a mesh as the step would place them."""
+    state, batch, *rest = args
+    num_ranks = meshes.num_ranks(mesh, spec.axis_name)
+    rows = PartitionSpec(spec.axis_name)
+    require_equal_rows(batch, spec, num_ranks)
+    place = _Placing(mesh)
+    return (
+        _state(state, mesh, spec, num_ranks),
+        jax.tree.map(lambda leaf: place(leaf, rows), batch),
+        *(jax.tree.map(lambda leaf: place(leaf, PartitionSpec()), arg) for arg in rest),
+    )
+
+
+def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
+    """Raise a ValueError if the number of ranks does not divide the rows of a batch."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % num_ranks:
+            name = spec.argument(1) + jax.tree_util.keystr(path)
+            raise ValueError(
+                f"`{name}` has the shape {list(jnp.shape(leaf))}, and its rows cannot be split "
+                f"over {num_ranks} ranks. Give a batch whose rows {num_ranks} divides."
+            )
+
+
+def with_rows(spec: StepSpec, state: Any, batch: Any, rows: int) -> tuple[Any, Any]:
+    """Return a state and a batch as shapes with another number of rows.
+
+    Of the state, the arrays of `per_rank` change that have a row for each row of the batch.
+    """
+    before = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)}
+    held = pytrees.hold(state)
+    leaves, tree = jax.tree.flatten(held)
+    before.discard(_ranks_of(leaves, spec))  # one row for each rank
+    own = rank_state.flags(held)
+    changed = [
+        _with_rows(leaf, rows) if is_own and jnp.shape(leaf)[0] in before else leaf
+        for leaf, is_own in zip(leaves, own, strict=True)
+    ]
+    return tree.unflatten(changed), jax.tree.map(lambda leaf: _with_rows(leaf, rows), batch)
+
+
+def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype_of(leaf))
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Return the dtype that an array has on a device: of 64 bits, it mostly has 32 there."""
+    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+class _Placing:
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def __call__(self, leaf: Any, spec: PartitionSpec, num_rows: int | None = None) -> Any:
+        shape = jnp.shape(leaf)
+        if num_rows is not None:
+            shape = (num_rows, *shape[1:])
+        where = getattr(leaf, "sharding", None)
+        if isinstance(where, NamedSharding) and where.mesh == self._mesh:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        return jax.ShapeDtypeStruct(shape, dtype_of(leaf), sharding=NamedSharding(self._mesh, spec))
+
+
+def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
+    held = pytrees.hold(state)
+    leaves, tree = jax.tree.flatten(held)
+    place = _Placing(mesh)
+    own = rank_state.flags(held)
+    before = _ranks_of(leaves, spec)
+    partition = shard_layout.partition(held, mesh)
+    placed = []
+    for leaf, split, is_own in zip(leaves, partition, own, strict=True):
+        if not is_own:
+            placed.append(place(leaf, split or PartitionSpec()))
+            continue
+        rows = _rows_of_ranks(jnp.shape(leaf)[0], before, num_ranks)
+        placed.append(place(leaf, PartitionSpec(spec.axis_name), rows))
+    return tree.unflatten(placed)
+
+
+def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
+    """Return the rows of an array of `per_rank` on another number of ranks."""
+    if num_rows != before and num_rows % num_ranks == 0:
+        return num_rows  # of rows of the batch, which stays as it is
+    return num_rows // before * num_ranks
+
+
+def _ranks_of(leaves: list[Any], spec: StepSpec) -> int:
+    try:
+        return meshes.num_ranks(meshes.mesh_of(leaves, spec.axis_name), spec.axis_name)
+    except RuntimeError:
+        return 1  # no mesh: the state was never placed
+
+
+class StepForDevices(NamedTuple):
+    """A step that was compiled for some devices.
+
+    Attributes:
+      spec: the step.
+      where: the devices.
+      num_ranks: number of ranks.
+      args: its arguments: shapes on the devices.
+      traced: what its trace says.
+      compiled: the compiled step.
+      program: the same, read from its text.
+    """
+
+    spec: StepSpec
+    where: TargetDevices
+    num_ranks: int
+    args: tuple
+    traced: TracedStep
+    compiled: Any
+    program: HloProgram
+
+
+class TooLargeError(ValueError):
+    """Raised where XLA does not compile a step, since a device has too little memory for it."""
+
+
+def devices_of(
+    step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
+) -> tuple[TargetDevices, int]:
+    """Return the devices that a step is to be compiled for, and the number of ranks."""
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"got {getattr(step, '__name__', step)!r}, which is not a step. Decorate it with "
+            "jdp.train_step."
+        )
+    spec, args = step.bound(args, keywords)
+    if on is None:
+        on = meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)
+    where = target(on, spec.axis_name)
+    return where, meshes.num_ranks(where.mesh, spec.axis_name)
+
+
+def compile_step(
+    step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
+) -> StepForDevices:
+    """Compile a step for devices that need not be here."""
+    where, num_ranks = devices_of(step, args, keywords, on)
+    spec, args = step.bound(args, keywords)
+    shapes = shapes_on(where.mesh, spec, args)
+    traced = step.trace_on(where.mesh, *spec.by_keyword(shapes))
+    names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
+    try:
+        with _own_names():
+            compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TooLargeError(
+            f"`{spec.name}` takes more memory than a device of {where.name} has: "
+            f"{str(error).splitlines()[0]} Take fewer rows or micro-batches "
+            "(jdp.find_batch_size), or shard the state (jdp.sharded)."
+        ) from error
+    return StepForDevices(
+        spec=spec,
+        where=where,
+        num_ranks=num_ranks,
+        args=shapes,
+        traced=planned.planned(traced.jaxpr, names),
+        compiled=compiled,
+        program=HloProgram(compiled.as_text()),
+    )
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Take no program from JAX's compilation cache that has other names and source lines."""
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)

@@ -1,0 +1,377 @@
+"""The floating-point operations and the bytes of one instruction of a compiled program."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdp.tools import hlo
+from jdp.tools.hlo import Computation, Instruction
+
+_LABELS = re.compile(r"dim_labels=([?\w]+)_([?\w]+)->([?\w]+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+
+
+class _KernelWindow(NamedTuple):
+    """How a kernel moves along one dim."""
+
+    size: int = 1
+    stride: int = 1
+    before: int = 0  # zeros in front of the input
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+    def pairs(self, num_inputs: int, num_outputs: int) -> int:
+        """Count the pairs of an output and an element of the kernel that meet an input.
+
+        The others meet padding, or a zero between the inputs of a dilated dim.
+        """
+        found, length = 0, (num_inputs - 1) * self.lhs_dilate
+        for k in range(self.size):
+            # Output o meets the place o * stride + shift, which has an input at each multiple of
+            # lhs_dilate from 0 to length.
+            shift = k * self.rhs_dilate - self.before
+            first = max(0, -(shift // self.stride) if shift < 0 else 0)
+            last = min(num_outputs - 1, (length - shift) // self.stride)
+            period = self.lhs_dilate // math.gcd(self.lhs_dilate, self.stride)
+            for o in range(first, min(first + period, last + 1)):
+                if (o * self.stride + shift) % self.lhs_dilate == 0:
+                    found += (last - o) // period + 1
+                    break
+        return found
+
+
+def is_convolution(one: Instruction) -> bool:
+    """Whether an instruction is a convolution, or calls a library for one."""
+    return _LABELS.search(one.attributes()) is not None
+
+
+def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return the operations of a convolution: 2 for each product of two numbers of arrays."""
+    labels = _LABELS.search(one.attributes())
+    assert labels is not None
+    lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])
+    output = hlo.arrays(one.shape)[0].dims
+    # A library that computes an operand of a convolution has its labels and its window.
+    if "Filter" in one.target():
+        rhs, output = output, rhs
+    elif re.search("[Bb]ackward", one.target()):
+        lhs, output = output, lhs
+    num_inputs, num_outputs = (rhs[labels[2].index(name)] for name in "io")
+    products = output[labels[3].index("b")] * num_inputs * num_outputs
+    windows = _windows(one)
+    dims = sorted(set(labels[3]) - {"b", "f", "?"})
+    for name in dims:
+        window = windows[int(name)] if int(name) < len(windows) else _KernelWindow()
+        products *= window.pairs(lhs[labels[1].index(name)], output[labels[3].index(name)])
+    return 2.0 * products
+
+
+def _windows(one: Instruction) -> list[_KernelWindow]:
+    found = _WINDOW.search(one.attributes())
+    fields = dict(each.split("=") for each in found[1].split()) if found else {}
+    lists = {name: text.split("x") for name, text in fields.items()}
+    return [
+        _KernelWindow(
+            size=int(size),
+            stride=int(lists["stride"][i]) if "stride" in lists else 1,
+            before=int(lists["pad"][i].split("_")[0]) if "pad" in lists else 0,
+            lhs_dilate=int(lists["lhs_dilate"][i]) if "lhs_dilate" in lists else 1,
+            rhs_dilate=int(lists["rhs_dilate"][i]) if "rhs_dilate" in lists else 1,
+        )
+        for i, size in enumerate(lists.get("size", ()))
+    ]
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel.
+
+    Attributes:
+      name: of it, as `pl.pallas_call(name=)` has it; empty without one.
+      result: dims of each of its results.
+      flops: floating-point operations of its `cost_estimate`, None without one.
+      num_bytes: bytes that it reads and writes, None without a `cost_estimate`.
+      transcendentals: exponentials and the like, 0 without a `cost_estimate`.
+    """
+
+    name: str
+    result: tuple[tuple[int, ...], ...]
+    flops: float | None
+    num_bytes: float | None
+    transcendentals: float = 0.0
+
+
+def kernel_of(eqn: Any) -> Kernel:
+    """Return the kernel of a `pallas_call` equation."""
+    cost = eqn.params.get("cost_estimate")
+    name = str(eqn.params.get("name") or "")
+    result = tuple(tuple(out.aval.shape) for out in eqn.outvars)
+    if cost is None:
+        return Kernel(name, result, None, None)
+    work = cost.flops, cost.bytes_accessed, cost.transcendentals
+    return Kernel(name, result, *map(float, work))
+
+
+def find_kernel(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
+    """Return the kernel of a custom call, by its name and the shapes of its results."""
+    name = one.op_name()
+    if one.op != "custom-call" or not name.endswith("pallas_call"):
+        return None
+    result = tuple(array.dims for array in hlo.arrays(one.shape))
+    found = [each for each in kernels if each.result == result and _is_in(each.name, name)]
+    # A kernel without a name may be any.
+    return max(found, key=lambda kernel: len(kernel.name), default=None)
+
+
+def _is_in(kernel: str, op_name: str) -> bool:
+    """Whether a name is a whole part of another, as `add` of `jit(f)/jvp(add)/pallas_call`."""
+    return not kernel or re.search(rf"(?<![^/(]){re.escape(kernel)}(?![^/)])", op_name) is not None
+
+
+# Collectives that XLA runs in parts on TPUs: a start, computations beside it, and a done.
+#
+# Each part is a fusion that holds the same collective. The start and the done hold a call, too.
+
+
+_CHAIN = re.compile(r'\bchain_id="(\w+)"')
+_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+
+class ChainPart(NamedTuple):
+    """A part of a collective.
+
+    Attributes:
+      chain: a name that its parts share.
+      is_start: whether it starts the collective.
+      is_done: whether it waits for its end.
+    """
+
+    chain: str
+    is_start: bool
+    is_done: bool
+
+
+def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
+    """Return which part of a collective a fusion is, None if it is not one."""
+    found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
+    chain = next((each[1] for each in found if each), None)
+    if chain is None:
+        return None
+    targets = {one.target() for one in inside if one.op == "custom-call"}
+    return ChainPart(f"chain {chain}", _START in targets, _DONE in targets)
+
+
+def chain_computation(inside: Computation) -> Computation:
+    """Return the computation of a part, without the collective and what passes through it."""
+    passed = {one.name for one in inside if one.op in (*hlo.COLLECTIVES, "parameter")}
+    found = Computation()
+    for one in inside:
+        if one.is_root:
+            made = ", ".join(f"%{name}" for name in one.operands() if name not in passed)
+            one = one._replace(rest=f"{made})")
+        if one.op not in hlo.COLLECTIVES:
+            found.append(one)
+    return found
+
+
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_TRANSCENDENTAL = frozenset(
+    "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
+    "atan2 cbrt".split()
+)
+# Calls of libraries without floating-point operations: of jdp, of Python, of random bits, of sorts.
+_WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK|ConcatBitcast")
+# These read a part of their first operand, or change a part of it in place.
+_SLICING = frozenset(("slice", "dynamic-slice", "gather"))
+_IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
+# A fusion of these alone computes nothing.
+_MOVES = frozenset("parameter copy transpose bitcast reshape tuple get-tuple-element".split())
+_CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "conditional")
+
+
+class Costs:
+    """The costs of the instructions of a program.
+
+    Args:
+      computations: of the program, see `hlo.parse`.
+      kernels: its Pallas kernels.
+    """
+
+    def __init__(self, computations: dict[str, Computation], kernels: Sequence[Kernel] = ()):
+        self._computations = computations
+        self._kernels = kernels
+        self._flops: dict[str, dict[str, float]] = {}
+
+    def inside(self, one: Instruction) -> Computation:
+        """Return the computation of a fusion, or another that runs as one; else an empty one."""
+        called = [] if one.op in _CALLS_OF_ONE else one.called()
+        return self._computations.get(called[0] if called else "", Computation())
+
+    def part(self, one: Instruction) -> ChainPart | None:
+        """Return which part of a collective an instruction is, None if it is not one."""
+        return chain_part(self.inside(one))
+
+    def kernel(self, one: Instruction) -> Kernel | None:
+        """Return the Pallas kernel that an instruction runs, None if it runs none."""
+        return find_kernel(one, self._kernels)
+
+    def uncounted(self, one: Instruction) -> str:
+        """Return the floating-point operations that `flops` does not count, in words."""
+        if kernel := self.kernel(one):
+            if kernel.flops is not None:
+                return ""
+            name = kernel.name or "without a name"
+            return (
+                f"the operations of the Pallas kernel {name}; give its pallas_call a cost_estimate="
+            )
+        if one.op != "custom-call" or _WITHOUT_FLOPS.search(one.target()):
+            return ""
+        return f"the operations of {one.target()}, which a library computes"
+
+    def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
+        """Return the floating-point operations of the matmuls in an instruction, by dtype."""
+        if one.op == "dot":
+            return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
+        if is_convolution(one):
+            return {_dtype(one, shapes): convolution_flops(one, shapes)}
+        if kernel := self.kernel(one):
+            return {_dtype(one, shapes): kernel.flops} if kernel.flops else {}
+        if len(one.operands()) > 1 and re.search("gemm|matmul|dot", one.target()):
+            return {_dtype(one, shapes): _library_flops(one, shapes)}
+        name = next(iter(one.called()), None)
+        if name not in self._computations or one.op in _CALLS_OF_ONE:
+            return {}
+        if name not in self._flops:
+            inner = self._computations[name]
+            total: dict[str, float] = {}
+            for each in inner:
+                for dtype, flops in self.flops(each, inner.shapes).items():
+                    total[dtype] = total.get(dtype, 0) + flops
+            self._flops[name] = total
+        return self._flops[name]
+
+    def transcendentals(self, one: Instruction) -> int:
+        """Return how many exponentials, logarithms and the like an instruction computes."""
+        if kernel := self.kernel(one):
+            return int(kernel.transcendentals)
+        return sum(
+            hlo.num_elements(each.shape)
+            for each in [one, *self.inside(one)]
+            if each.op in _TRANSCENDENTAL
+        )
+
+    def is_strided(self, one: Instruction) -> bool:
+        """Whether an instruction computes while it reads or writes an array across its rows.
+
+        XLA's CPU backend does that element by element. A transpose by itself goes by blocks and is
+        about as fast as other copies.
+        """
+        inner = self.inside(one) if one.op in ("fusion", "call") else Computation()
+        changes = any(changes_order(each, inner.shapes) for each in inner)
+        return changes and any(each.op not in _MOVES for each in inner)
+
+    def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
+        """Count the bytes that are read and written: of an array that is sliced, the slice."""
+        if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
+            return int(kernel.num_bytes)
+        inner = self.inside(one) if one.op in ("fusion", "fusion-start", "call") else Computation()
+        if not inner:
+            return _bytes_alone(one, shapes)
+        if chain_part(inner):
+            inner = chain_computation(inner)
+        read = 0
+        for i, name in enumerate(one.operands()):
+            enters = inner.parameters.get(i)
+            whole = hlo.num_bytes(shapes.get(name, ""))
+            read += whole if enters is None else _bytes_read(enters, inner)
+        return read + _bytes_written(inner)
+
+
+def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
+    """Return the bytes that an operation outside of fusions reads and writes."""
+    sizes = [hlo.num_bytes(shapes.get(x, "")) for x in one.operands()]
+    if one.op in _SLICING:
+        return 2 * hlo.num_bytes(one.shape) + sum(sizes[1:])
+    if one.op in _IN_PLACE:
+        # A scatter adds to what it changes.
+        return sum(sizes[1:]) + (1 + (one.op == "scatter")) * _bytes_changed(one, shapes)
+    result = hlo.num_bytes(one.shape)
+    return sum(sizes) + (result - sum(sizes) if one.op.endswith("-start") else result)
+
+
+def _bytes_read(one: Instruction, inner: Computation) -> int:
+    """Return the bytes that a fusion reads of an array that enters it: of a slice, the slice."""
+    whole = hlo.num_bytes(one.shape)
+    read = whole if one.is_root else 0
+    for user in inner.users[one.name]:
+        is_array = [i for i, name in enumerate(user.operands()) if name == one.name] == [0]
+        if user.op == "bitcast":
+            read += _bytes_read(user, inner)
+        elif user.op in _SLICING and is_array:
+            read += hlo.num_bytes(user.shape)
+        elif user.op == "scatter" and is_array:
+            read += _bytes_changed(user, inner.shapes)
+        elif user.op != "dynamic-update-slice" or not is_array:
+            read = whole
+    return min(read, whole)
+
+
+def _bytes_written(inner: Computation) -> int:
+    """Return the bytes that a fusion writes: of an array that is changed in place, the change."""
+    written, made = 0, [inner.root or inner[-1]]
+    while made:
+        one = made.pop()
+        if one.op in ("tuple", "bitcast"):
+            made += [inner.by_name[x] for x in one.operands()]
+        else:
+            is_changed = one.op in _IN_PLACE
+            written += _bytes_changed(one, inner.shapes) if is_changed else hlo.num_bytes(one.shape)
+    return written
+
+
+def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
+    """Return the bytes of an array that an operation changes in place."""
+    operands = one.operands()
+    if one.op == "dynamic-update-slice":
+        return hlo.num_bytes(shapes[operands[1]])
+    # A scatter takes arrays, indices, and as many updates as arrays.
+    return sum(hlo.num_bytes(shapes[x]) for x in operands[len(operands) // 2 + 1 :])
+
+
+def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
+    """Whether the elements of the result of a copy or transpose lie in another order.
+
+    >>> text = "f32[2,3]{1,0} f32[3,2]{0,1} f32[3,2]{1,0}".split()
+    >>> turned = [Instruction("t", x, "transpose", "%x), dimensions={1,0}") for x in text[1:]]
+    >>> [changes_order(each, {"x": text[0]}) for each in turned]
+    [False, True]
+    """
+    if one.op not in ("copy", "transpose"):
+        return False
+    given, made = (hlo.arrays(shape) for shape in (shapes.get(one.operands()[0], ""), one.shape))
+    if not given or not made:
+        return False
+    dims = list(range(len(made[0].dims)))
+    if one.op == "transpose":
+        found = re.search(r"\bdimensions=\{([\d,]*)\}", one.rest)
+        dims = [int(dim) for dim in found[1].split(",")] if found and found[1] else dims
+    before, after = given[0].order(), [dims[i] for i in made[0].order()]
+    # Dims of size 1 may stand anywhere.
+    sizes = given[0].dims
+    return [i for i in before if sizes[i] > 1] != [i for i in after if sizes[i] > 1]
+
+
+def _dtype(one: Instruction, shapes: dict[str, str]) -> str:
+    # Of a fused matmul, XLA may write f32 where the operands have 16 bits.
+    found = [array.dtype for x in one.operands()[:2] for array in hlo.arrays(shapes.get(x, ""))]
+    return min(found, key=lambda dtype: hlo.Array(dtype, (8,), "").num_bytes(), default="f32")
+
+
+def _library_flops(one: Instruction, shapes: dict[str, str]) -> float:
+    """Return the operations of a matmul that a library computes, such as cuBLAS."""
+    lhs, rhs = (hlo.arrays(shapes[x])[0] for x in one.operands()[:2])
+    result = hlo.arrays(one.shape)[0].num_elements()
+    if found := _CONTRACTED.search(one.rest):
+        return 2.0 * result * math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+    # [m, k] [k, n] -> [m, n]: the product of all sizes is the square of m k n.
+    return 2 * (lhs.num_elements() * rhs.num_elements() * result) ** 0.5

@@ -1,0 +1,213 @@
+"""Versions of JAX, its plugins and the driver, and combinations that are known not to work."""
+
+import dataclasses
+import platform as python_platform
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
+from jdp.worker import bytecode as modules
+
+# Less than this is not worth a warning. The measurement ends after the second number.
+_LEAST_S = 0.5
+_BUDGET_S = 1.0
+
+
+def bytecode(least_s: float = _LEAST_S) -> Diagnosis:
+    """Return whether the modules that this process has imported have bytecode."""
+    imported, missing = modules.sources(), modules.without_bytecode()
+    facts = {"modules": len(imported), "without": len(missing), "compile_s": 0.0, "measured": 0}
+    if not missing:
+        return Diagnosis("bytecode", OK, "all imported modules have bytecode.", facts=facts)
+    found = modules.examine(missing, _BUDGET_S)
+    facts |= {"compile_s": round(found.s, 3), "measured": found.measured}
+    if found.s < least_s:
+        text = f"all imported modules but {len(missing)} have bytecode."
+        return Diagnosis("bytecode", OK, text, facts=facts)
+    text = (
+        f"{len(missing)} imported modules have no bytecode: each process compiles them at its "
+        f"start, which takes about {_seconds(found.s)} s of a CPU core."
+    )
+    return Diagnosis("bytecode", WARNING, text, _why(found.why), _do(found.command, missing), facts)
+
+
+def _why(cause: str) -> str:
+    since = f" Python keeps no bytecode, since {cause}." if cause else ""
+    return f"Each start of a process or standby takes longer.{since}"
+
+
+def _do(command: str, missing: list[modules.SourceFile]) -> str:
+    text = f"Run `{command}` once, for example when the image is built."
+    if any(_is_by_uv(folder) for folder in {source.folder() for source in missing}):
+        text += " uv writes no bytecode unless asked: uv pip install --compile-bytecode."
+    return text
+
+
+def _is_by_uv(folder: str) -> bool:
+    return any(it.read_text().strip() == "uv" for it in Path(folder).glob("*.dist-info/INSTALLER"))
+
+
+# Half seconds: equal lines of several processes are printed once.
+def _seconds(s: float) -> str:
+    return f"{round(2 * s) / 2:g}"
+
+
+_PACKAGES = ("jdp", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "libtpu")
+_PLUGIN = re.compile(r"jax[-_](cuda\d+|rocm\d+)[-_](plugin|pjrt)")
+
+# Oldest NVIDIA driver for each CUDA release.
+_DRIVERS = {"cuda12": 525, "cuda13": 580}
+
+
+@dataclasses.dataclass(frozen=True)
+class Installed:
+    """What is installed.
+
+    Attributes:
+      versions: package -> version, of those that are installed.
+      driver: version of the NVIDIA driver, or None.
+      platform: of the devices: "cpu", "gpu" or "tpu".
+      num_processes: processes of the run.
+    """
+
+    versions: Mapping[str, str]
+    driver: str | None
+    platform: str
+    num_processes: int
+
+    def release(self, package: str) -> tuple[int, ...]:
+        """Return the first three numbers of a package's version; () if it is not installed."""
+        return tuple(map(int, re.findall(r"\d+", self.versions.get(package, ""))[:3]))
+
+    def plugins(self) -> list[str]:
+        """Return the names of JAX's GPU plugins."""
+        return [name for name in self.versions if _PLUGIN.fullmatch(name)]
+
+
+class KnownBad(NamedTuple):
+    """A combination that is known not to work.
+
+    Attributes:
+      level: WARNING or ERROR.
+      found: returns what is wrong, with the versions, or None.
+      why: what happens.
+      do: what to install or write instead.
+      source: where this is reported.
+    """
+
+    level: str
+    found: Callable[[Installed], str | None]
+    why: str
+    do: str
+    source: str
+
+
+def installed(platform: str, num_processes: int, driver: str = "/proc/driver") -> Installed:
+    """Return what is installed here."""
+    names = {str(it.metadata["Name"]).lower() for it in metadata.distributions()}
+    wanted = [*_PACKAGES, *sorted(name for name in names if _PLUGIN.fullmatch(name))]
+    versions = {name: metadata.version(name) for name in wanted if name in names}
+    path = Path(driver, "nvidia", "version")
+    found = re.search(r"Module\s.*?(\d+\.\d+(\.\d+)?)", path.read_text()) if path.exists() else None
+    versions["python"] = python_platform.python_version()
+    return Installed(versions, found[1] if found else None, platform, num_processes)
+
+
+def versions(here: Installed) -> Diagnosis:
+    """Return all versions."""
+    facts: dict[str, Any] = {"versions": dict(here.versions), "driver": here.driver}
+    text = ", ".join(f"{name} {version}" for name, version in here.versions.items())
+    driver = f"; NVIDIA driver {here.driver}" if here.driver else ""
+    return Diagnosis("versions", OK, f"{text}{driver}.", facts=facts)
+
+
+def known_bad(here: Installed) -> list[Diagnosis]:
+    """Return a diagnosis for each combination that does not work, or one that there is none."""
+    made = [
+        Diagnosis("known problems", bad.level, found, bad.why, f"{bad.do} ({bad.source})")
+        for bad in KNOWN_BAD
+        if (found := bad.found(here))
+    ]
+    none = f"none of the {len(KNOWN_BAD)} known bad combinations of versions."
+    return made or [Diagnosis("known problems", OK, none)]
+
+
+def _other_plugin(here: Installed) -> str | None:
+    jaxlib = here.release("jaxlib")
+    wrong = [f"{n} {here.versions[n]}" for n in here.plugins() if here.release(n) != jaxlib]
+    return f"{', '.join(wrong)} with jaxlib {here.versions['jaxlib']}." if wrong else None
+
+
+def _old_driver(here: Installed) -> str | None:
+    if here.driver is None:
+        return None
+    major = int(here.driver.partition(".")[0])
+    for name in here.plugins():
+        cuda = re.split("[-_]", name)[1]
+        if major < _DRIVERS.get(cuda, 0):
+            return (
+                f"NVIDIA driver {here.driver} with {name}, which needs {_DRIVERS[cuda]} or newer."
+            )
+    return None
+
+
+def _many_steps(here: Installed) -> str | None:
+    is_old = here.platform == "cpu" and here.release("jax") < (0, 11, 0)
+    return f"JAX {here.versions['jax']} on CPUs with many steps in flight." if is_old else None
+
+
+def _impatient_scatter(here: Installed) -> str | None:
+    is_on_cpus = here.platform == "cpu" and here.num_processes > 1
+    if is_on_cpus and here.release("jax") < (0, 12, 0):
+        return f"reduce-scatter of JAX {here.versions['jax']} between processes on CPUs."
+    return None
+
+
+def _old_jax(here: Installed) -> str | None:
+    is_old = here.release("jax") < (0, 10, 2)
+    return f"JAX {here.versions['jax']}, and jdp needs 0.10.2 or newer." if is_old else None
+
+
+KNOWN_BAD = (
+    KnownBad(
+        ERROR,
+        _other_plugin,
+        "A plugin of another release registers other functions than JAX calls ('No FFI handler "
+        "registered'), or crashes at the first array, also with JAX_PLATFORMS=cpu.",
+        "Install the release of jaxlib: pip install -U 'jax[cuda13]', or pin plugin and pjrt.",
+        "github.com/jax-ml/jax/issues/24901, github.com/ma-gilles/recovar/issues/64",
+    ),
+    KnownBad(
+        ERROR,
+        _old_driver,
+        "JAX then finds no GPU and trains on the CPU, or fails to load kernels.",
+        "Update the driver, or install the plugin of an older CUDA: 'jax[cuda12]'.",
+        "docs.nvidia.com/deploy/cuda-compatibility",
+    ),
+    KnownBad(
+        ERROR,
+        _old_jax,
+        "jdp uses functions that it does not have.",
+        "pip install -U jax.",
+        "requirements/oldest.txt of jdp",
+    ),
+    KnownBad(
+        WARNING,
+        _many_steps,
+        "More than about 30 steps that were called and not waited for hang. Steps of jdp wait for "
+        "the one 8 before; a loop over a jitted function of your own does not.",
+        "In such a loop, call jax.block_until_ready every few steps, or install JAX 0.11.",
+        "ARCHITECTURE.md of jdp: why at most 8 steps in flight",
+    ),
+    KnownBad(
+        WARNING,
+        _impatient_scatter,
+        "It ends the run where one process is 30 s late, whatever timeout is set. jdp sends an "
+        "all-to-all in its place; lax.psum_scatter of your own does not.",
+        "Install JAX 0.12, or avoid lax.psum_scatter.",
+        "github.com/jax-ml/jax/issues/40831",
+    ),
+)

@@ -1,0 +1,89 @@
+"""Checks of the fields of a JSON file, which may be damaged or edited by hand. Needs no JAX."""
+
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN
+
+
+class Field(NamedTuple):
+    """A field of an object.
+
+    Attributes:
+      what: the values that it may have, in words.
+      holds: whether it may have a value.
+      is_required: whether the object must have it.
+    """
+
+    what: str
+    holds: Callable[[Any], bool]
+    is_required: bool = True
+
+
+def number_in(least: float, most: float) -> Field:
+    """Return a field that holds a finite number: neither NaN nor a bool."""
+    what = f"a number from {least:g} to {most:g}"
+    return Field(what, lambda it: type(it) in (int, float) and least <= it <= most)
+
+
+def one_of(values: Collection[str]) -> Field:
+    """Return a field that holds one of some texts."""
+    return Field(f"one of {', '.join(values)}", lambda it: isinstance(it, str) and it in values)
+
+
+def list_of(field: Field) -> Field:
+    """Return a field for lists of values that another field may have."""
+    what = f"a list, each of it {field.what}"
+    return Field(what, lambda it: isinstance(it, list) and all(map(field.holds, it)))
+
+
+def dict_of(field: Field) -> Field:
+    """Return a field for objects with any names, and values that another field may have."""
+    what = f"an object, each value of it {field.what}"
+    return Field(what, lambda it: isinstance(it, dict) and all(map(field.holds, it.values())))
+
+
+def optional(field: Field) -> Field:
+    """Return a field that an object may lack."""
+    return field._replace(is_required=False)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _is_text(value: Any) -> bool:
+    # JSON may have half of a pair of surrogates, which cannot be printed.
+    return isinstance(value, str) and _SURROGATE.search(value) is None
+
+
+COUNT = Field("a whole number from 0 to 2**63 - 1", lambda it: type(it) is int and 0 <= it < 2**63)
+AMOUNT = number_in(0, MOST_GIVEN)
+POSITIVE = number_in(LEAST_GIVEN, MOST_GIVEN)
+TEXT = Field("a text", _is_text)
+OBJECT = Field("an object", lambda it: isinstance(it, dict))
+LIST = Field("a list", lambda it: isinstance(it, list))
+
+
+def checked(found: Any, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the fields of an object that a file of JSON holds, without all others.
+
+    >>> fields = {"process": COUNT, "host": optional(TEXT)}
+    >>> checked({"process": 1, "more": [[]]}, fields)
+    {'process': 1}
+    >>> checked({"process": -1}, fields)
+    Traceback (most recent call last):
+    ValueError: its process is -1, not a whole number from 0 to 2**63 - 1
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"{reprlib.repr(found)} stands where an object belongs")
+    values = {}
+    for name, (what, holds, is_required) in fields.items():
+        if name in found:
+            value = values[name] = found[name]
+            if not holds(value):
+                raise ValueError(f"its {name} is {reprlib.repr(value)}, not {what}")
+        elif is_required:
+            raise ValueError(f"it has no {name!r}")
+    return values

@@ -1,0 +1,360 @@
+"""The memory that a compiled step takes on one rank, by what it is for."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp.tools import hlo
+from jdp.tools.hlo import Computation, HloProgram, Instruction
+
+_BY_NAME = (("opt_state", "optimizer_state"), ("params", "parameters"))
+
+
+def state_parts(state: Any) -> dict[str, str]:
+    """Return the part that a leaf of a state belongs to, for leaves whose types say it.
+
+    >>> import optax
+    >>> params = {"w": jax.numpy.zeros(2)}
+    >>> state_parts((params, optax.sgd(0.1, momentum=0.9).init(params)))
+    {"[1][0].trace['w']": 'optimizer_state'}
+    """
+    found: dict[str, str] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_has_part):
+        if part := _state_part(node):
+            for inner, _ in jax.tree_util.tree_leaves_with_path(node):
+                found[jax.tree_util.keystr((*path, *inner))] = part
+    return found
+
+
+def category(name: str, parts: Mapping[str, str]) -> str:
+    """Return what an argument is for.
+
+    >>> names = [f"args[0]{path}" for path in (".params['w']", ".params_ema", "['params'].w")]
+    >>> [category(name, {}) for name in names]
+    ['parameters', 'other_state', 'parameters']
+    """
+    argument, _, path = name.partition("]")
+    if argument == "args[1":
+        return "batch"
+    if argument != "args[0":
+        return "other_arguments"
+    for part, found in _BY_NAME:
+        if re.search(rf"\.{part}\b|\['{part}'\]", path):
+            return found
+    return parts.get(path, "other_state")
+
+
+def _has_part(node: Any) -> bool:
+    return _state_part(node) is not None
+
+
+def _state_part(node: Any) -> str | None:
+    for kind in type(node).__mro__:
+        if kind.__module__.startswith("optax"):
+            return "optimizer_state"
+        if kind.__module__.startswith("flax.nnx"):
+            if kind.__name__ == "Param":
+                return "parameters"
+            if kind.__name__ == "OptState":
+                return "optimizer_state"
+    return None
+
+
+# These make no array, or name one that another operation has made.
+_ALIASES = frozenset(
+    "constant tuple get-tuple-element bitcast while after-all partition-id replica-id "
+    "opt-barrier".split()
+)
+# These read nothing; an operation that takes them does.
+_NAMES = frozenset(("tuple", "get-tuple-element", "bitcast", "opt-barrier"))
+_IN_PLACE = re.compile(r"\{(\d*)[^{}]*\}: \((\d+), \{(\d*)[^{}]*\}")  # {output}: (operand, {part})
+
+
+class MadeArray(NamedTuple):
+    """An array: the name of the operation that makes it, and the number among its results."""
+
+    name: str
+    index: int
+
+
+# What lies in each element of a tuple. An array is one element.
+Parts = list[tuple[MadeArray, ...]]
+
+
+def parts_of(computation: Computation) -> dict[str, Parts]:
+    """Return the arrays that each name of a computation stands for."""
+    found: dict[str, Parts] = {}
+    for one in computation:
+        found[one.name] = _parts(one, [found.get(x, []) for x in one.operands()])
+    return found
+
+
+def joined(parts: Parts) -> tuple[MadeArray, ...]:
+    """Return all arrays of a tuple."""
+    return tuple(dict.fromkeys(made for part in parts for made in part))
+
+
+def makes(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
+    """Return the arrays that an operation makes."""
+    return [made for made in joined(parts[one.name]) if made.name == one.name]
+
+
+def reads(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
+    """Return the arrays that an operation takes."""
+    return [made for x in one.operands() for made in joined(parts.get(x, []))]
+
+
+def is_name(one: Instruction) -> bool:
+    """Whether an operation only names arrays, so that it takes them no time and no memory."""
+    return one.op in _NAMES
+
+
+def _parts(one: Instruction, operands: list[Parts]) -> Parts:
+    if one.op == "tuple":
+        return [joined(x) for x in operands]
+    if one.op == "get-tuple-element":
+        return [_part(operands[0], one.element())]
+    if one.op.endswith("-done"):  # the operands of the start come first, but of this one
+        return operands[0] if one.op == "all-reduce-done" else operands[0][1:]
+    if one.op in _ALIASES:
+        return operands[0] if operands else []
+    results: Parts = [(MadeArray(one.name, i),) for i in range(len(hlo.elements(one.shape)))]
+    if one.op.endswith("-start") and one.op != "all-reduce-start":
+        # A copy's type begins with its result, that of the others with their operands.
+        result = MadeArray(one.name, 0 if one.op == "copy-start" else 1)
+        return [joined([joined(x) for x in operands]), (result,)]
+    for output, operand, part in _IN_PLACE.findall(one.attributes()):
+        results[int(output or 0)] = _part(operands[int(operand)], int(part or 0))
+    return results
+
+
+def _part(parts: Parts, i: int) -> tuple[MadeArray, ...]:
+    return parts[i] if i < len(parts) else joined(parts)  # a tuple in a tuple
+
+
+class Live(NamedTuple):
+    """The bytes that are in memory at once, beside arguments and results.
+
+    Attributes:
+      activations: made in the forward pass, and kept for the backward pass.
+      gradients: made in the backward pass, or sums of that, over micro-batches or ranks.
+      others: everything else.
+    """
+
+    activations: int = 0
+    gradients: int = 0
+    others: int = 0
+
+    def __add__(self, other: tuple) -> "Live":
+        return Live(*map(sum, zip(self, other, strict=True)))
+
+    def __sub__(self, other: tuple) -> "Live":
+        return Live(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def total(self) -> int:
+        """Return all bytes."""
+        return sum(self)
+
+
+def fullest(program: HloProgram) -> Live:
+    """Return what is in memory when the most temporary bytes are, by the order of operations."""
+    return _Liveness(program).fullest(program.entry)
+
+
+class _KindOfArray(NamedTuple):
+    num_elements: int
+    num_bytes: int
+    kind: str  # a field of Live
+
+    def live(self) -> Live:
+        return Live(**{self.kind: self.num_bytes})
+
+
+class _Liveness:
+    def __init__(self, program: HloProgram):
+        self._program = program
+        self._found: dict[str, Live] = {}
+
+    def fullest(self, name: str) -> Live:
+        """Return the fullest moment of a computation and of the loops in it."""
+        if name not in self._found:
+            self._found[name] = self._of(name)
+        return self._found[name]
+
+    def _of(self, name: str) -> Live:
+        computation = self._program.computations[name]
+        parts, arrays = parts_of(computation), self._arrays(name)
+        leaving = set(joined(parts[_result(computation)]))
+        last = {made: i for i, one in enumerate(computation) if not is_name(one)
+                for made in reads(one, parts)}  # fmt: skip
+        ends: dict[int, list[MadeArray]] = defaultdict(list)
+        now = most = Live()
+        for i, one in enumerate(computation):
+            inner = Live()
+            if one.op in ("while", "conditional", "call"):
+                called = [x for x in one.called() if x in self._program.computations]
+                inner = max(map(self.fullest, called), key=Live.total, default=Live())
+            freed, unread = ends.pop(i, []), []
+            for made in makes(one, parts):
+                if made in leaving or one.op == "parameter":
+                    continue
+                now += arrays[made].live()
+                # An operation may write over an operand that nothing reads after it.
+                size = arrays[made].num_bytes
+                over = next((x for x in freed if arrays[x].num_bytes == size), None)
+                if over is not None:
+                    now -= arrays[over].live()
+                    freed.remove(over)
+                (ends[last[made]] if made in last else unread).append(made)
+            most = max(most, now + inner, key=Live.total)
+            for made in freed + unread:
+                now -= arrays[made].live()
+        return most
+
+    def _arrays(self, name: str) -> dict[MadeArray, _KindOfArray]:
+        """Return the arrays of a computation, but for those that a loop carries into it."""
+        computation = self._program.computations[name]
+        parts = parts_of(computation)
+        found: dict[MadeArray, _KindOfArray] = {}
+        for one in computation:
+            if one.op == "parameter" and name != self._program.entry:
+                continue
+            read = [found[made] for made in reads(one, parts) if made in found]
+            types = hlo.elements(one.shape)
+            for made in makes(one, parts):
+                found[made] = _array(one, types[made.index], read)
+            if one.op == "while":
+                for part, kind in zip(parts[one.name], self._written(one), strict=False):
+                    for made in part if kind else ():
+                        if made in found:
+                            found[made] = found[made]._replace(kind=kind)
+        return found
+
+    def _written(self, loop: Instruction) -> list[str]:
+        """Return of what kind the arrays are that a loop writes, "" for those that it keeps."""
+        body = loop.computation("body")
+        computation = self._program.computations[body]
+        arrays, parts = self._arrays(body), parts_of(computation)
+        return [
+            next((arrays[made].kind for made in part if made in arrays), "")
+            for part in parts[_result(computation)]
+        ]
+
+
+def _result(computation: Computation) -> str:
+    assert computation.root is not None
+    return computation.root.name
+
+
+def _array(one: Instruction, shape: str, read: list[_KindOfArray]) -> _KindOfArray:
+    # S(1) is a TPU's vector memory.
+    sizes = (x.padded_bytes() for x in hlo.arrays(shape) if "S(1)" not in x.layout)
+    num_elements = hlo.num_elements(shape)
+    return _KindOfArray(num_elements, sum(sizes), _kind(one, num_elements, read))
+
+
+def _kind(one: Instruction, num_elements: int, read: list[_KindOfArray]) -> str:
+    name = one.op_name()
+    is_sent = one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target()
+    # What is gathered are parameters, or, in the forward pass, what it makes.
+    is_gathered = one.op.startswith("all-gather") or "all_gather" in one.target()
+    if "transpose(" in name or is_sent and not is_gathered:
+        return "gradients"
+    if not name and read:  # made by XLA, as the packing of gradients is
+        return read[0].kind
+    if "jvp(" in name:
+        return "activations"
+    # A sum of gradients over micro-batches is not made of the parameters, as their update is.
+    large = {x.kind for x in read if x.num_elements >= num_elements}
+    return "gradients" if "gradients" in large and "others" not in large else "others"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of memory of one rank while the step runs.
+
+    Attributes:
+      parameters: of the state's parameters, this rank's part of them.
+      optimizer_state: of the optimizer's state.
+      other_state: of the rest of the state.
+      batch: of this rank's rows.
+      other_arguments: of further arguments.
+      activations: of what the forward pass keeps, when the most temporary memory is taken.
+      gradients: of gradients and what the backward pass needs, at that moment.
+      temporaries: of the rest of the temporary memory that XLA allocates.
+      outputs: of results that do not take the place of an argument.
+      code: of the program itself.
+      saved_by_donation: of results that take the place of a donated argument.
+      limit: of the device, None if it is not known.
+    """
+
+    parameters: int
+    optimizer_state: int
+    other_state: int
+    batch: int
+    other_arguments: int
+    activations: int
+    gradients: int
+    temporaries: int
+    outputs: int
+    code: int
+    saved_by_donation: int
+    limit: int | None = None
+
+    @property
+    def arguments(self) -> int:
+        """Bytes of all arguments."""
+        state = self.parameters + self.optimizer_state + self.other_state
+        return state + self.batch + self.other_arguments
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of what only lives while the step runs."""
+        return self.activations + self.gradients + self.temporaries
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.arguments + self.temporary + self.outputs + self.code
+
+
+def memory_of(
+    compiled: Any, program: HloProgram, parts: Mapping[str, str], limit: int | None
+) -> Memory:
+    """Return the memory of a compiled step.
+
+    Args:
+      limit: bytes of memory of a device, None if it is not known.
+    """
+    allocated = compiled.memory_analysis()
+    sizes = dict.fromkeys(
+        ("parameters", "optimizer_state", "other_state", "batch", "other_arguments"), 0
+    )
+    for name, array in program.parameters.items():
+        sizes[category(name, parts)] += array.padded_bytes()
+    temporary = allocated.temp_size_in_bytes
+    live = fullest(program)
+    # XLA lets more arrays share memory than the order of operations shows.
+    share = min(1.0, temporary / max(1, live.activations + live.gradients))
+    activations, gradients = int(share * live.activations), int(share * live.gradients)
+    return Memory(
+        **sizes,
+        activations=activations,
+        gradients=gradients,
+        temporaries=temporary - activations - gradients,
+        outputs=allocated.output_size_in_bytes - allocated.alias_size_in_bytes,
+        code=allocated.generated_code_size_in_bytes,
+        saved_by_donation=allocated.alias_size_in_bytes,
+        limit=limit,
+    )
+
+
+def allocated_bytes(compiled: Any) -> int:
+    """Return the memory that XLA allocates for a compiled step on one rank."""
+    found = compiled.memory_analysis()
+    arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return arrays + found.temp_size_in_bytes + found.generated_code_size_in_bytes

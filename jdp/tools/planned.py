@@ -1,0 +1,387 @@
+"""The collectives that a traced step asks for, with the names of the leaves that they take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.interpreters import partial_eval
+
+from jdp.analysis import diagnostics, jaxprs
+from jdp.analysis.marks import LOCAL
+from jdp.collectives import call_order
+from jdp.jax_compat import opened, scan_counts
+from jdp.tools.costs import Kernel, kernel_of
+
+Paths = dict[Any, str]  # the name of each variable that has one
+
+# Operations that keep every number of an array, perhaps in another place.
+_MOVES = frozenset(
+    "convert_element_type bitcast_convert_type reshape transpose squeeze expand_dims "
+    "broadcast_in_dim copy copy_p pvary pcast jdp_mark sharding_constraint".split()
+)
+# Operations that put the gradients of layers together.
+_STACKS = ("dynamic_update_slice", "concatenate")
+# Operations that keep the places of the vectors in a vector.
+_SCALES = ("mul", "div", "convert_element_type")
+_SLICES = ("dynamic_slice", "slice", "squeeze", "jdp_own_slice")
+OF_LAYER = " of one iteration"
+
+
+def in_parameters(path: str) -> str:
+    """Return the path of a gradient within its parameters.
+
+    >>> in_parameters("grads['w'] of one iteration")
+    "['w']"
+    """
+    return path.removeprefix("grads").removesuffix(OF_LAYER)
+
+
+def update_of(path: str) -> str:
+    """Return the name of what updates the parameter of a gradient.
+
+    >>> update_of("grads['w']"), update_of("grads")
+    ("the update of ['w']", 'the update of the parameters')
+    """
+    return f"the update of {path.removeprefix('grads') or 'the parameters'}"
+
+
+class LeafNames:
+    """Names results of equations by their operands.
+
+    The gradient of a layer has no name where a loop over layers reduces it: it gets a stand-in, and
+    its name when a parameter is updated with it. Gradients that are packed into one vector get one
+    each, by which they are known when the sum is split.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}  # by stand-in
+        self._stacked = set[str]()  # stand-ins of layers
+        self._num_stand_ins = 0
+        self._packed: dict[Any, list[Any]] = {}  # the vectors in each vector
+        self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
+
+    def sent(self, atom: Any, paths: Paths) -> str:
+        """Return the name of a gradient that is reduced, a stand-in where it has none."""
+        if found := leaf_path(atom, paths):
+            return found
+        stand_in = self._stand_in()
+        if not jaxprs.is_literal(atom) and atom in self._packed:
+            self._parts[stand_in] = [
+                (leaf_path(x, paths) or self._stand_in(), int(x.aval.size))
+                for x in self._packed[atom]
+            ]
+        return stand_in
+
+    def parts(self, name: str, size: int) -> list[tuple[str, int]]:
+        """Return the names and sizes of the gradients in a vector; in an array there is one."""
+        return self._parts.get(name, [(name, size)])
+
+    def _stand_in(self) -> str:
+        self._num_stand_ins += 1
+        return f"?{self._num_stand_ins}"
+
+    def final(self, path: str) -> str:
+        """Return a name, for a stand-in the one that was found, empty if there is none."""
+        seen = set[str]()
+        while path.startswith("?") and path not in seen:
+            seen.add(path)
+            path = self._found.get(path, "")
+        return "" if path.startswith("?") else path
+
+    def is_of_layer(self, path: str) -> bool:
+        """Whether a name is the stand-in of a gradient that is put together with other layers'."""
+        return path in self._stacked
+
+    def name(self, eqn: Any, name: str, paths: Paths) -> None:
+        """Name the results of an equation without bodies."""
+        if name == "jdp_mark" and eqn.params["kind"] == LOCAL:
+            found = f"grads{eqn.params['path']}"
+            self._resolve([leaf_path(eqn.invars[0], paths)], found)
+            paths[eqn.outvars[0]] = found
+            return
+        if name in ("optimization_barrier", "jdp_tied"):
+            pass_on(eqn.invars, eqn.outvars, paths)
+            return
+        self._follow_vectors(eqn, name, paths)
+        (out, *others), atoms = (
+            eqn.outvars or [None],
+            [x for x in eqn.invars if leaf_path(x, paths)],
+        )
+        if out is None or others or not atoms:
+            return
+        alike = [leaf_path(x, paths) for x in atoms if x.aval.size == out.aval.size]
+        unknown = [each for each in alike if each.startswith("?")]
+        gradients = [each for each in alike if each.startswith("grads")] + unknown
+        # An updated parameter, say; not a value computed from the batch.
+        params = [each for each in alike if ".params" in each]
+        is_update = name in ("mul", "add", "sub", "div", "select_n") and params
+        if is_update:
+            self._resolve(unknown, f"grads{params[0].rpartition('.params')[2]}")
+        if name in _STACKS:
+            self._stack(out, [leaf_path(x, paths) for x in atoms], paths)
+        elif gradients or name in _MOVES and alike:
+            paths[out] = (gradients or alike)[0]
+        elif is_update:
+            paths[out] = params[0]
+        elif name in _SLICES and (
+            ".params" in (taken := leaf_path(atoms[0], paths)) or taken[0] == "?"
+        ):
+            paths[out] = taken
+        elif name == "jdp_own_slice" and leaf_path(atoms[0], paths).startswith("grads"):
+            paths[out] = leaf_path(atoms[0], paths)
+
+    def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
+        """Record what a vector is packed of, and name what the sum of one is split into."""
+        atoms = [x for x in eqn.invars if not jaxprs.is_literal(x)]
+        if name == "concatenate" and eqn.outvars[0].aval.ndim == 1:
+            self._packed[eqn.outvars[0]] = atoms
+        elif name in _SCALES:
+            for x in atoms:
+                if x in self._packed:
+                    self._packed[eqn.outvars[0]] = self._packed[x]
+        elif name == "split" and atoms and (parts := self._parts.get(leaf_path(atoms[0], paths))):
+            if [size for _, size in parts] == [out.aval.size for out in eqn.outvars]:
+                paths |= {out: each for out, (each, _) in zip(eqn.outvars, parts, strict=True)}
+
+    def _stack(self, out: Any, names: Sequence[str], paths: Paths) -> None:
+        unknown = [each for each in names if each.startswith("?")]
+        if unknown:
+            paths.setdefault(out, unknown[0])
+            self._resolve(unknown[1:], unknown[0])
+            self._stacked.update(unknown)
+
+    def _resolve(self, names: Sequence[str], found: str) -> None:
+        """Record the name of stand-ins, if it is their first one."""
+        for each in names:
+            if each.startswith("?") and each != found:
+                self._found.setdefault(each, found)
+
+
+def leaf_path(atom: Any, paths: Paths) -> str:
+    """Return the name of a variable, empty if it has none, as a literal."""
+    return "" if jaxprs.is_literal(atom) else paths.get(atom, "")
+
+
+def pass_on(atoms: Sequence[Any], results: Sequence[Any], paths: Paths) -> None:
+    """Name results by what they are made of, one by one."""
+    pairs = zip(atoms, results, strict=False)
+    paths |= {out: leaf_path(atom, paths) for atom, out in pairs if leaf_path(atom, paths)}
+
+
+def inner_names(body: Any, atoms: Sequence[Any], paths: Paths) -> Paths:
+    """Return the names of the inputs of a body, by its operands."""
+    pairs = zip(body.invars, atoms, strict=False)
+    return {own: leaf_path(outer, paths) for own, outer in pairs if leaf_path(outer, paths)}
+
+
+def outer_names(eqn: Any, body: Any, own: Paths, paths: Paths) -> None:
+    """Name the results of an equation as they are named in its body."""
+    if len(body.outvars) == len(eqn.outvars):
+        pairs = zip(body.outvars, eqn.outvars, strict=True)
+        paths |= {out: leaf_path(atom, own) for atom, out in pairs if leaf_path(atom, own)}
+
+
+_KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+    call_order.START: "all-reduce",
+}
+
+
+class SentLeaf(NamedTuple):
+    """An array that a collective takes.
+
+    Attributes:
+      path: its name, such as `grads['w']`; empty if it has none.
+      dtype: of it, as HLO writes it.
+      num_elements: of this rank's array.
+    """
+
+    path: str
+    dtype: str
+    num_elements: int
+
+
+@dataclass
+class Planned:
+    """A collective of a traced step.
+
+    Attributes:
+      kind: such as `all-reduce`.
+      number: of a native call, else None.
+      leaves: the arrays that it takes.
+      line: of the author's, such as `train.py:41`, empty if there is none.
+      is_of_author: whether the author's code called it, not jdp's.
+      num_loops: how many loops are around it.
+    """
+
+    kind: str
+    number: int | None
+    leaves: list[SentLeaf]
+    line: str
+    is_of_author: bool
+    num_loops: int
+
+
+class TracedStep(NamedTuple):
+    """What the trace of a step says.
+
+    Attributes:
+      collectives: those it asks for, in order.
+      callbacks: names of the callbacks to the host, each with the author's line.
+      kernels: its Pallas kernels.
+      scanned: names of the arrays that a loop takes layer by layer.
+    """
+
+    collectives: list[Planned]
+    callbacks: list[tuple[str, str]]
+    kernels: list[Kernel]
+    scanned: set[str]
+
+
+def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
+    """Return the collectives and callbacks of a traced step."""
+    walk = _PlanWalk()
+    body = opened(jaxpr)
+    # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.
+    body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
+    walk.run(body, dict(zip(body.invars, names, strict=False)))
+    return TracedStep(walk.collectives(), walk.callbacks, walk.kernels, walk.scanned)
+
+
+class _PlanWalk:
+    def __init__(self) -> None:
+        self._found: list[Planned] = []
+        self.callbacks: list[tuple[str, str]] = []
+        self.kernels: list[Kernel] = []
+        self.scanned: set[str] = set()
+        self._num_loops = 0  # around the equations that it is at
+        self._num_transposed = 0  # equations of a backward pass around them
+        self._names = LeafNames()
+
+    def run(self, jaxpr: Any, paths: Paths) -> Paths:
+        """Walk a body, and return the name of each of its variables that has one."""
+        before = None
+        for eqn in jaxpr.eqns:
+            name = _name(eqn)
+            # JAX makes one sum for each leaf of a bucket, one after the other.
+            is_same, before = before is not None and _is_like(before, eqn), eqn
+            if name in _KINDS or name in call_order.NATIVE:
+                self._collective(eqn, name, paths, is_same=is_same)
+            elif name == call_order.DONE:  # of two tokens and the leaves: a token and the leaves
+                pass_on(eqn.invars[2:], eqn.outvars[1:], paths)
+            elif "callback" in name or name in ("debug_print", "outfeed", "infeed"):
+                self.callbacks.append((_callback_name(eqn), diagnostics.source_of(eqn)))
+            elif name == "pallas_call":
+                self.kernels.append(kernel_of(eqn))
+            else:
+                is_loop, is_transposed = name in ("scan", "while"), jaxprs.is_transposed(eqn)
+                self._num_loops += is_loop
+                self._num_transposed += is_transposed
+                if not self._bodies(eqn, name, paths):
+                    self._names.name(eqn, name, paths)
+                self._num_loops -= is_loop
+                self._num_transposed -= is_transposed
+        return paths
+
+    def collectives(self) -> list[Planned]:
+        """Return the collectives that were found, with the names that are known in the end."""
+        for each in self._found:
+            is_sum = each.kind in ("all-reduce", "reduce-scatter")
+            for i, leaf in enumerate(each.leaves):
+                path = self._names.final(leaf.path)
+                is_of_one = each.num_loops or self._names.is_of_layer(leaf.path)
+                if is_sum and is_of_one and path != leaf.path and path:
+                    path += OF_LAYER
+                each.leaves[i] = leaf._replace(path=path)
+        return self._found
+
+    def _collective(self, eqn: Any, name: str, paths: Paths, *, is_same: bool) -> None:
+        atoms = _operands(eqn, name)
+        if not atoms:
+            return
+        kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
+        is_of_author = diagnostics.is_of_author(eqn)
+        is_backward = self._num_transposed > 0 or jaxprs.is_transposed(eqn)
+        is_of_gradients = kind == "reduce-scatter" or kind == "all-reduce" and is_backward
+        name_of = self._names.sent if is_of_gradients and not is_of_author else leaf_path
+        named = [name_of(atom, paths) for atom in atoms]
+        leaves = [
+            SentLeaf(path, _dtype(atom.aval.dtype), size)
+            for atom, whole in zip(atoms, named, strict=True)
+            for path, size in self._names.parts(whole, int(atom.aval.size))
+        ]
+        # What was gathered or summed keeps its name; a call between GPUs returns it behind it.
+        results = atoms if name == call_order.START else eqn.outvars[-len(atoms) :]
+        paths |= {x: path for x, path in zip(results, named, strict=False) if path}
+        native = name in call_order.NATIVE or name == call_order.START
+        if is_same and not native and self._found:
+            self._found[-1].leaves.extend(leaves)
+            return
+        params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
+        number = params.get("number", params.get("bucket")) if native else None
+        self._found.append(
+            Planned(kind, number, leaves, diagnostics.source_of(eqn), is_of_author, self._num_loops)
+        )
+
+    def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
+        """Walk the bodies of an equation, and return whether it has any."""
+        bodies = [opened(body) for body in jaxprs.bodies(eqn)]
+        if name == "while":
+            cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
+            own = inner_names(body, eqn.invars[num_cond:], paths)
+            self.run(cond, {})
+            inner = self.run(body, own)
+            outer_names(eqn, body, inner, paths)
+            return True
+        for body in bodies:
+            atoms = eqn.invars[1:] if name == "cond" else eqn.invars
+            own = inner_names(body, atoms, paths) if len(atoms) == len(body.invars) else {}
+            if name == "scan":  # what is scanned over is a layer of its array
+                num_whole = sum(scan_counts(eqn.params))
+                for variable in body.invars[num_whole:]:
+                    if variable in own:
+                        self.scanned.add(own[variable])
+                        own[variable] += OF_LAYER
+            outer_names(eqn, body, self.run(body, own), paths)
+        return bool(bodies)
+
+
+def _name(eqn: Any) -> str:
+    """Return the name of an equation's primitive, or of the call between GPUs that it is."""
+    target = str(eqn.params.get("target_name", ""))
+    return target if target in (call_order.START, call_order.DONE) else eqn.primitive.name
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether one line of code made two equations of the same collective."""
+    is_collective = one.primitive.name in _KINDS and one.primitive is other.primitive
+    return is_collective and one.source_info.traceback == other.source_info.traceback
+
+
+def _operands(eqn: Any, name: str) -> list[Any]:
+    atoms = list(eqn.invars)
+    if name in call_order.NATIVE:
+        return atoms[call_order.TOKEN + 1 :]
+    return atoms[1:] if name == call_order.START else atoms
+
+
+def _callback_name(eqn: Any) -> str:
+    found = str(eqn.params.get("callback", eqn.primitive.name))
+    return eqn.primitive.name if len(found) > 60 or "object at" in found else found
+
+
+def _dtype(dtype: Any) -> str:
+    name = getattr(dtype, "name", str(dtype))
+    short = {"bfloat16": "bf16", "bool": "pred"}
+    for long, first in (("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c")):
+        if name.startswith(long):
+            return first + name.removeprefix(long)
+    return short.get(name, name)

@@ -1,0 +1,170 @@
+"""The predicted time of a step: its schedule at the likely, the best and the worst rates."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from jdp.tools import timeline
+from jdp.tools.calibration import CACHED_BYTES, CollectiveLaw
+from jdp.tools.costs import Kernel
+from jdp.tools.hlo import HloProgram
+from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
+from jdp.tools.report import StepTime
+from jdp.tools.timeline import Groups, Timeline, Work
+
+# How much of its whole arrays a rank sends, over (n - 1) / n.
+_SENT = {"all-reduce": 2.0}
+_PERMUTE = "collective-permute"
+# Each rank reads all arrays of the others, or a part of each and then the other sums.
+_ONE_SHOT, _TWO_SHOT = "triton one-shot", "triton two-shot"
+_WHY_UNUSED = {
+    "matmul_flops": ": matmuls of float32 take matmul_flops_f32",
+    "matmul_flops_f32": ": matmuls of 16 bits take matmul_flops",
+    "memory_bytes_per_s": f": those of at most {CACHED_BYTES >> 20} MiB take cached_bytes_per_s",
+}
+
+
+class Likely:
+    """How long operations take at some rates.
+
+    Args:
+      rates: by name.
+      num_ranks: number of ranks along the data axis.
+      hosts: for each device of the program, in its order, the host that it is on.
+      which: attribute of a rate: `value`, `low` or `high`.
+      laws: measured times of collectives, by operation and algorithm.
+    """
+
+    def __init__(
+        self,
+        rates: Mapping[str, Rate],
+        num_ranks: int,
+        hosts: Sequence[int],
+        which: str = "value",
+        laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
+    ):
+        self._laws = laws or {}
+        self._which = which
+
+        def rate(name: str) -> float:
+            return getattr(rates[name], which)
+
+        # The shorter start is the better one.
+        other = {"low": "high", "high": "low"}.get(which, which)
+        self._matmul, self._matmul_f32 = rate("matmul_flops"), rate("matmul_flops_f32")
+        self._memory, self._link = rate("memory_bytes_per_s"), rate("link_bytes_per_s")
+        self._cached = rate("cached_bytes_per_s") if "cached_bytes_per_s" in rates else self._memory
+        name = "transcendentals_per_s"
+        self._transcendentals = rate(name) if name in rates else float("inf")
+        self._start_s = getattr(rates["operation_start_s"], other)
+        self._times = {
+            kind: getattr(rates[f"{kind}_times"], other) if f"{kind}_times" in rates else 1.0
+            for kind in ("matmul", "elementwise", "strided")
+        }
+        self._reduction_start_s = getattr(rates["reduction_start_s"], other)
+        if "kernel_reduction_start_s" in rates:
+            self._kernel_start_s = getattr(rates["kernel_reduction_start_s"], other)
+        if len({*hosts}) > 1:
+            self._host_link = rate("host_link_bytes_per_s")
+            self._host_start_s = getattr(rates["host_reduction_start_s"], other)
+        self._num_ranks, self._hosts = num_ranks, hosts
+
+    def compute_s(self, work: Work) -> float:
+        """Return the seconds of an operation: of its matmuls, memory or exponentials."""
+        wide = sum(value for dtype, value in work.flops.items() if dtype in ("f32", "f64"))
+        narrow = sum(work.flops.values()) - wide
+        matmul_s = wide / self._matmul_f32 + narrow / self._matmul
+        memory = self._cached if work.num_bytes <= CACHED_BYTES else self._memory
+        exponentials_s = work.transcendentals / self._transcendentals
+        kind = "matmul" if work.flops else "strided" if work.is_strided else "elementwise"
+        longest_s = max(matmul_s, work.num_bytes / memory, exponentials_s)
+        return self._start_s + self._times[kind] * longest_s
+
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
+        """Return the seconds of a collective: measured, or its start and its bytes over links.
+
+        All of its groups run at the same time, and share the network of each host.
+        """
+        n = len(groups[0]) if groups else self._num_ranks
+        if n == 1:
+            return self._start_s
+        # The laws are those of all ranks.
+        measured = "xla" if algorithm in (_ONE_SHOT, _TWO_SHOT) else algorithm
+        if n == self._num_ranks and (law := self._laws.get((kind, measured))):
+            # Measured times differ from the law; between two of them, it is a line through both.
+            is_between = law.points[0][0] <= num_bytes <= law.points[-1][0]
+            shortest, longest = time_interval(0.0 if is_between else law.largest_error)
+            factor = {"value": 1.0, "low": longest, "high": shortest}[self._which]
+            return factor * law.seconds(num_bytes)
+        sent = num_bytes if kind == _PERMUTE else _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
+        leaving = self._leaving_host(kind, num_bytes, sent, groups or [range(len(self._hosts))])
+        if algorithm == _ONE_SHOT:
+            sent = num_bytes * (n - 1)
+        if algorithm in (_ONE_SHOT, _TWO_SHOT):
+            return self._kernel_start_s + sent / self._link
+        if leaving is None:
+            return self._reduction_start_s + sent / self._link
+        return self._host_start_s + max(sent / self._link, leaving / self._host_link)
+
+    def _leaving_host(
+        self, kind: str, num_bytes: float, sent: float, groups: Groups
+    ) -> float | None:
+        """Return the bytes that leave the host which sends most; None if each group is on one.
+
+        The ring of a group leaves each of its hosts once, whatever the number of its ranks there.
+        """
+        leaving: dict[int, float] = defaultdict(float)
+        for group in groups:
+            on_host = Counter(self._hosts[rank] for rank in group)
+            if len(on_host) == 1:
+                continue
+            if kind == _PERMUTE:  # a pair, the one that sends first
+                on_host = Counter([self._hosts[group[0]]])
+            for host, num in on_host.items():
+                others = num * (len(group) - num) / len(group)  # of an array of each of its ranks
+                leaving[host] += num_bytes * others if "all-to-all" in kind else sent
+        return max(leaving.values(), default=None)
+
+
+class PredictedStep(NamedTuple):
+    """A compiled step, whose schedule is simulated at different rates.
+
+    Attributes:
+      program: the compiled step.
+      num_ranks, hosts, laws: as for `Likely`.
+      kernels: its Pallas kernels.
+    """
+
+    program: HloProgram
+    num_ranks: int
+    hosts: Sequence[int]
+    laws: Mapping[tuple[str, str], CollectiveLaw]
+    kernels: Sequence[Kernel]
+
+    def at(self, rates: Mapping[str, Rate], which: str = "value") -> Timeline:
+        """Return the schedule at some rates; `which` as for `Likely`."""
+        speeds = Likely(rates, self.num_ranks, self.hosts, which, self.laws)
+        return timeline.simulate(self.program, speeds, self.kernels)
+
+    def time(self, rates: Mapping[str, Rate], found: Timeline) -> StepTime:
+        """Return the time with its interval."""
+        return StepTime(
+            likely_s=found.step_s,
+            low_s=self.at(rates, "high").step_s,
+            high_s=self.at(rates, "low").step_s,
+            computing_s=found.computing_s,
+            exposed_s=sum(transfer.exposed_s for transfer in found.transfers.values()),
+            matmul_flops=sum(found.flops.values()),
+        )
+
+    def unused(
+        self, given: Mapping[str, Rate], rates: Mapping[str, Rate], found: Timeline
+    ) -> dict[str, Rate]:
+        """Return the given rates that no operation takes, with a source that says so."""
+        same = {}
+        for name, rate in given.items():
+            worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN
+            if self.at({**rates, name: replace(rate, value=worst)}).step_s == found.step_s:
+                same[name] = replace(rate, source=f"{UNUSED}{_WHY_UNUSED.get(name, '')}")
+        return same

@@ -1,0 +1,247 @@
+"""The devices that a step is compiled for: those of this process, or others that are not here."""
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from jdp.distributed import mesh as meshes
+from jdp.distributed import this_process
+from jdp.tools.rate import GPUS
+from jdp.worker.local_devices import require_few_cpu_ranks
+
+
+class MissingPluginError(Exception):
+    """Raised where something is missing to compile for a target; names it."""
+
+
+def gpus_of(name: str) -> tuple[str, int, int]:
+    """Return the kind of GPU of a target, the number of hosts, and GPUs of each host.
+
+    >>> gpus_of("12xH200")
+    ('H200', 2, 6)
+    """
+    number, _, kind = name.upper().partition("X")
+    num, most = int(number), GPUS[kind].per_host
+    num_hosts = -(-num // most)
+    if num % num_hosts:
+        equal = -(-num // num_hosts) * num_hosts
+        raise ValueError(
+            f"{name}: {num} GPUs are not the same number on each of {num_hosts} hosts, of "
+            f"{most} GPUs at most. Write {equal}x{kind}."
+        )
+    return kind, num_hosts, num // num_hosts
+
+
+def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any]:
+    """Return GPUs to compile for and never to run on."""
+    # Without it the CUDA plugin asks for cuDNN, which only a run would need.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    # Each host is a domain of its own: in one of several hosts XLA takes kernels that read the
+    # memory of any GPU, and its compiler aborts for 64 of them.
+    shape = f"{num_hosts}x1x{num_per_host}"
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology=shape, target_config=description
+        )
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        raise MissingPluginError(
+            f"JAX cannot describe {num_hosts * num_per_host} GPUs here: {error}"
+        ) from error
+    return list(topology.devices)
+
+
+@functools.cache  # the library has hundreds of megabytes
+def gpu_description(name: str) -> str:
+    """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12."""
+    found = importlib.util.find_spec("jax_plugins")
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
+    libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]
+    if not libraries:
+        raise MissingPluginError(
+            "to compile for GPUs that are not here, install JAX's CUDA plugin (no GPU or driver is "
+            "needed): pip install 'jdp[explain-gpu]'"
+        )
+    library = libraries[0].read_bytes()
+    end = f'device_description_str: "{name}"'.encode()  # in every description; `name:` is in some
+    if end not in library:
+        raise MissingPluginError(
+            f"this CUDA plugin does not describe {name}; that of JAX 0.12 does."
+        )
+    stop = library.index(end) + len(end)
+    start = library.rindex(b"gpu_device_info {", 0, stop)
+    lines = library[start:stop].decode().splitlines()
+    # JAX 0.10 knows no such field.
+    return "\n".join(line for line in lines if "collective_memory_granularity" not in line)
+
+
+_FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology of TPUs, or "cpu:4"'
+
+
+@dataclass(frozen=True)
+class TargetDevices:
+    """Devices to compile for.
+
+    Attributes:
+      name: of the target, such as `8xH200`.
+      mesh: of the devices.
+      hosts: for each device of the mesh, in its order, the number of the host that it is on.
+      description: XLA's description of a GPU, empty for others.
+    """
+
+    name: str
+    mesh: Mesh
+    hosts: Sequence[int]
+    description: str = ""
+
+    @property
+    def num_hosts(self) -> int:
+        """On how many hosts the devices are."""
+        return len({*self.hosts})
+
+    @property
+    def platform(self) -> str:
+        """The platform: cpu, gpu or tpu."""
+        platform = self.mesh.devices.flat[0].platform
+        return "gpu" if platform in ("cuda", "rocm") else platform
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of device, such as `NVIDIA H200 141GB HBM3e`."""
+        return self.mesh.devices.flat[0].device_kind
+
+    def memory_bytes(self) -> int | None:
+        """Return the memory of a device, None if it is not known."""
+        found = re.search(r"device_memory_size: (\d+)", self.description)
+        return int(found[1]) if found else None
+
+
+def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
+    """Return the devices of a name such as `8xH200`, as a mesh over the data axis."""
+    if isinstance(on, Mesh):
+        return _of_mesh(on, axis_names)
+    if not isinstance(on, str):
+        raise TypeError(f"on={on!r} is neither a text nor a jax.sharding.Mesh. Write {_FORMS}.")
+    require_name(on)
+    if on.startswith("cpu:"):
+        devices = _cpu_devices(int(on.removeprefix("cpu:")))
+        return TargetDevices(on, _mesh(devices, axis_names, num_hosts=1), [0] * len(devices))
+    if on.startswith("v"):
+        return _tpus(on, axis_names)
+    return _gpus(on, axis_names)
+
+
+def require_name(on: str) -> None:
+    """Raise an error if a text is not the name of a target.
+
+    Raises:
+      ValueError: lists the forms of names.
+
+    >>> require_name("cpu:0")
+    Traceback (most recent call last):
+    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, \
+GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
+    """
+    forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
+    if not any(re.fullmatch(form, on) for form in forms):
+        raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+    if on.startswith("cpu:"):
+        require_few_cpu_ranks("the number of ranks of cpu:N", int(on.removeprefix("cpu:")))
+    elif not on.startswith("v"):
+        gpus_of(on)
+
+
+def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
+    meshes.require_axes(mesh, axis_names)
+    first, size = mesh.devices.flat[0], mesh.size
+    processes = [device.process_index for device in mesh.devices.flat]
+    found = this_process.numbered_hosts(processes) if _is_of_this_run(first) else processes
+    if first.platform == "cpu":
+        return TargetDevices(f"cpu:{size}", mesh, found)
+    name = f"{size}x{first.device_kind}"
+    if first.platform == "tpu":  # whose links are the same within a host and between hosts
+        return TargetDevices(name, mesh, [0] * size)
+    try:
+        description = gpu_description(first.device_kind)
+    except MissingPluginError:  # of JAX before 0.12, or of another kind of GPU
+        description = ""
+    return TargetDevices(name, mesh, found, description)
+
+
+def _is_of_this_run(device: Any) -> bool:
+    """Whether JAX runs a device, which else is only described, with process numbers of its own."""
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:
+        return False
+
+
+def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:
+    if len(axis_names) > 2 or num_hosts == 1 and len(axis_names) > 1:
+        raise ValueError(
+            f"the data axis of this step is {axis_names}, and {len(devices)} devices of "
+            f"{num_hosts} host(s) do not say how long each axis is. Give a jax.sharding.Mesh."
+        )
+    shape = (len(devices),) if len(axis_names) == 1 else (num_hosts, -1)
+    grid = np.array(devices).reshape(shape)
+    return Mesh(grid, axis_names, axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def _cpu_devices(num: int) -> list[Any]:
+    try:
+        if jax.config.jax_num_cpu_devices < num:  # the script may need more than this target
+            jax.config.update("jax_num_cpu_devices", num)
+    except RuntimeError:
+        pass  # a backend runs already, and may have enough devices
+    found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
+    if not 1 <= num <= len(found):
+        raise MissingPluginError(
+            f"JAX runs with {len(found)} CPU device(s) here, and cannot compile for {num}. Call "
+            f"jdp.init(cpu_ranks={num}) or jax.config.update('jax_num_cpu_devices', {num}) before "
+            "anything that uses a device, or write `jdp explain` on the command line."
+        )
+    return found[:num]
+
+
+def _gpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
+    kind, num_hosts, num_per_host = gpus_of(name)
+    description = gpu_description(GPUS[kind].xla_name)
+    devices = gpu_devices(description, num_hosts, num_per_host)
+    mesh = _mesh(devices, axis_names, num_hosts)
+    found = [device.process_index for device in mesh.devices.flat]
+    return TargetDevices(name, mesh, found, description)
+
+
+def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
+    if importlib.util.find_spec("libtpu") is None:
+        raise MissingPluginError(
+            "to compile for TPUs that are not here, install libtpu (no TPU is needed): "
+            "pip install 'jdp[explain-tpu]'"
+        )
+    # Else libtpu asks the network which TPU this is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if not [*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")]:
+        # Where there are no TPUs, no two processes can take the same one.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if "lockfile" in str(error):
+            raise RuntimeError(
+                "another process of this machine has loaded libtpu, which only one may at a time: "
+                f"wait for its end ({error})"
+            ) from error
+        raise ValueError(f"libtpu knows no topology {name!r}: {error}") from error
+    devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
+    num_hosts = len({device.process_index for device in devices})
+    # The links of a topology are the same within a host and between hosts.
+    return TargetDevices(name, _mesh(list(devices), axis_names, num_hosts), [0] * len(devices))
