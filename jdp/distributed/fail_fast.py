@@ -43,7 +43,7 @@ _POLL_S = 0.05
 # The texts of JAX and pickle that a newcomer meets, and what to write.
 _HINTS = (
     (
-        re.compile(r"(?:Array|Buffer) has been deleted"),
+        re.compile(r"(?:Array|[Bb]uffer) has been deleted"),
         "a train step donates its state, so the arrays of an earlier state are gone. Keep a copy "
         "before the next step: best = jax.tree.map(jnp.copy, state).",
     ),
@@ -51,6 +51,17 @@ _HINTS = (
         re.compile(r"Can't (?:pickle|get) local object .*\b(?:chain|scale\w*)\.<locals>\.\w+_fn"),
         "a state holds its optimizer, whose functions pickle refuses. Save the state with "
         "jdp.Checkpointer, or its arrays alone: pickle.dump(jax.device_get(state.params), file).",
+    ),
+    (
+        re.compile(r"Gloo context initialization failed"),
+        "one process computed with an array of all processes, and the others did not. Let all of "
+        "them do it, outside of `if jax.process_index() == 0:`.",
+    ),
+    (
+        re.compile(r"spans non-addressable"),
+        "parts of this array lie on other processes. On all processes write "
+        "jax.experimental.multihost_utils.process_allgather(x, tiled=True), or read a checkpoint "
+        "by jdp.load.",
     ),
 )
 

@@ -62,7 +62,11 @@ def join() -> None:
         if not jax.distributed.is_initialized():
             start = time.monotonic()
             watching.record_joining()
-            _connect_as(assignment)
+            try:
+                _connect_as(assignment)
+            except Exception:
+                fail_fast.fail_fast()  # the launcher gets the traceback
+                raise
             launched.tell("joined", s=time.monotonic() - start)
     elif not jax.distributed.is_initialized():
         place = cluster_env.find(os.environ)

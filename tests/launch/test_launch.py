@@ -722,6 +722,15 @@ def test_training_with_jax_goes_on_when_process_0_is_killed(jdp_run):
     assert "imports its modules itself" not in run.output
 
 
+@pytest.mark.xdist_group("processes")
+def test_an_error_of_init_is_the_cause_and_not_an_end_of_the_script(jdp_run):
+    script = "import jax, jdp\nkey = jax.random.key(0)\njdp.init()"
+    run = jdp_run("--nproc-per-node=2", script=script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    assert run.wait() == 1
+    assert "came to the end of the script" not in run.output
+    assert "Move jdp.init() to the top of the program." in run.output.split("the cause: ")[1]
+
+
 OWN_LOOP = """
 import os, time
 from pathlib import Path
