@@ -225,7 +225,7 @@ class CompiledStep:
             self._hold_cache()
 
     def _hold_cache(self) -> None:
-        self._is_uncached = True
+        self._is_uncached = progress.own.is_uncached = True
         if not self._holds_cache:
             self._holds_cache = True
             begin_uncached()

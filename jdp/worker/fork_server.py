@@ -7,8 +7,6 @@ four descriptors, for the two sockets of the fork, its standard output and its s
 process forks a child, which forks a grandchild and ends. So the launcher, which is a subreaper,
 becomes the parent of the grandchild, can wait for it, and learns its exit code. The answer to the
 request is sent after that, and is the pid of the grandchild.
-
-A process is forked only if `why_not` knows no reason against it.
 """
 
 import contextlib
@@ -65,7 +63,7 @@ def why_not(own: Collection[int]) -> str | None:
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     if others:
         return f"thread {others[0]!r} runs before jdp.init(), and a fork does not have it"
-    if (extra := _num_native_threads() - 1) not in _sums(_openblas_threads()):
+    if (extra := len(os.listdir("/proc/self/task")) - 1) not in _sums(_openblas_threads()):
         return f"threads of a native library, {extra} with OpenBLAS's, run before jdp.init()"
     if any(each is _REMOVE_FOLDER for each in _finalizers()):
         return "a temporary folder exists before jdp.init(), and the first fork to end removes it"
@@ -216,10 +214,6 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _num_native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def _openblas_threads() -> list[int]:

@@ -13,7 +13,8 @@ From a process to its host:
   joined      s                 it found the others, which took s seconds
   restored    step, tier, s,    it has the state after `step` steps, from memory or disk; its calls
               base              of steps are counted from `base`: with models trained before
-  first_step  s, compile_s      it finished its first step, s seconds after `go`
+  first_step  s, compile_s,     it finished its first step, s seconds after `go`; whether its
+              is_uncached       program was kept out of JAX's compilation cache
   failed      code, traceback   its script raised, and it is about to exit with that code
   closed      step              its `Checkpointer` has saved the last step
   ended       steps             its script has ended, after so many steps if it trains

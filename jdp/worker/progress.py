@@ -193,6 +193,7 @@ class OwnProgress:
       num_own_steps: those of them that were not calls of a train step.
       is_first_step: whether no step was called yet, by a process that is not alone.
       compile_s: seconds of compiling.
+      is_uncached: whether a compiled program was kept out of JAX's cache.
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
       latest_kept: the newest step that this run could continue from, in words.
       restored: what a Checkpointer has restored, see `messages`; empty before.
@@ -210,7 +211,7 @@ class OwnProgress:
         self.between_own = self.unstepped = self.between
         self.num_steps = self.num_counted = self.num_own_steps = 0
         self.is_first_step = False
-        self.compile_s = 0.0
+        self.compile_s, self.is_uncached = 0.0, False
         self.longest_wait_s = math.inf
         self.latest_kept: str | None = None
         self.restored: dict[str, Any] = {}
@@ -439,4 +440,5 @@ def _tell_first_step() -> None:
     launcher = launcher_client.current()
     if launcher is not None:
         seconds = time.monotonic() - launcher.woken
-        launcher.tell("first_step", s=seconds, compile_s=own.compile_s)
+        facts = {"compile_s": own.compile_s, "is_uncached": own.is_uncached}
+        launcher.tell("first_step", s=seconds, **facts)

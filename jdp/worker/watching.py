@@ -61,7 +61,7 @@ def begin_watching(
     own.phases[0] = STARTING, time.monotonic_ns()
     own.num_steps = own.num_counted = own.num_own_steps = 0
     own.restored, own.closed_steps = {}, 0
-    own.is_first_step, own.compile_s = not is_alone, 0.0
+    own.is_first_step, own.compile_s, own.is_uncached = not is_alone, 0.0, False
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])

@@ -106,6 +106,15 @@ def test_steps_that_are_lost_are_those_of_the_model_that_trains(jdp_run):
     assert (recovered["restored_step"], recovered["lost_steps"]) == (5, 2)
 
 
+def test_a_recovery_whose_program_is_in_no_cache_says_why(jdp_run):
+    script = SCRIPT.replace("compile_s=0.0", "compile_s=9.3, is_uncached=True")
+    run = jdp_run("--nproc-per-node=2", script=script)
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+    assert re.search(r"\(compiled 9\.300, not cached: .*order of its collectives", run.output)
+
+
 def test_each_recovery_has_standbys_again(jdp_run):
     run = jdp_run("--nproc-per-node=2")
     for generation in range(3):

@@ -85,6 +85,9 @@ class RestartBudget:
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 
 
+_UNCACHED = "not cached: on CPUs XLA forgets the order of its collectives in a cached program"
+
+
 class Outage:
     """The time from a failure until all processes of a next generation have made a step.
 
@@ -95,7 +98,7 @@ class Outage:
         self._step = step
         # The step, and the same with the steps of models that were trained before.
         self._restored: tuple[int, int] | None = None
-        self._compile_s = 0.0
+        self._compile_s, self._is_uncached = 0.0, False
         self._causes: list[Cause] = []
         self._times: list[tuple[str, float]] = []
 
@@ -111,7 +114,9 @@ class Outage:
             return
         self._times.append((_PARTS[what], time.monotonic()))
         if what == "first_step":
+            told = [*told]
             self._compile_s = max(facts.get("compile_s") or 0.0 for facts in told)
+            self._is_uncached = any(facts.get("is_uncached") for facts in told)
 
     def record_restored(self, told: Iterable[dict[str, Any]]) -> None:
         """Record what each process has restored last before its first step."""
@@ -155,7 +160,8 @@ class Outage:
             parts.append(f"re-formed {record['end_s'] + record['form_s']:.3f}")
         if "restore_s" in record:
             parts.append(f"restored {record['restore_s']:.3f}")
-        compiled = f" (compiled {self._compile_s:.3f})" if self._compile_s else ""
+        why = f", {_UNCACHED}" if self._is_uncached else ""
+        compiled = f" (compiled {self._compile_s:.3f}{why})" if self._compile_s else ""
         parts.append(f"first step {record['step_s']:.3f}{compiled}")
         lost = record["lost_steps"]
         words = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
