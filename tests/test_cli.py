@@ -267,11 +267,11 @@ def test_a_wrong_command_says_what_to_write(line, said):
 
 
 def test_flags_that_mean_nothing_here_are_accepted_with_the_reason(capsys):
-    options = parsed("--start_method=spawn --monitor-interval 0.1 --role trainer train.py")
+    options = parsed("--signals-to-handle=SIGTERM --monitor-interval 0.1 --role trainer train.py")
     assert options == Options(("train.py",))
     said = capsys.readouterr().err.splitlines()
     assert [" ".join(line.split()[:3]) for line in said] == [
-        f"jdp run: --{flag}" for flag in ("start-method", "monitor-interval", "role")
+        f"jdp run: --{flag}" for flag in ("monitor-interval", "signals-to-handle", "role")
     ]
 
 

@@ -365,9 +365,10 @@ def _manifest_with_files(path: Path) -> dict[str, Any]:
 def _require_arrays(path: Path, found: dict[str, Any]) -> None:
     arrays = manifest.arrays(found["facts"])
     for folder in sorted({Path(name).parts[0] for name in found["files"]}):
-        files, wanted = orbax_files if folder == "state" else orbax_files, arrays.get(folder, {})
+        wanted = arrays.get(folder, {})
+        forms = orbax_files.forms if folder == "state" else orbax_files.forms_of_parts
         try:
-            stored = files.forms(path / folder)
+            stored = forms(path / folder)
         except (OSError, ValueError, KeyError) as error:
             raise TornError(f"{folder} cannot be read ({error})") from error
         for name in {**wanted, **stored}:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jdp import jax_compat
 from jdp.collectives import call_order, shards
 from jdp.collectives.cpu.primitives import Calls, all_gather_p, all_to_all_p
-from jdp.collectives.shards import COPIED_DTYPES
+from jdp.collectives.native_shards import COPIED_DTYPES
 
 # A token that orders the calls of an exchange; None for XLA's, which XLA orders.
 Token = Any

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.collectives import call_order, shards
+from jdp.collectives import call_order, native_shards, shards, xla_shards
 from jdp.tools import known_values
 
 AUTO = "auto"
@@ -27,7 +27,7 @@ _ALL_REDUCES = {
     "ppermute": collectives.ring,
     "xla": collectives.xla,
 }
-_MODULES = {AUTO: shards, "native": shards, "xla": shards}
+_MODULES = {AUTO: shards, "native": native_shards, "xla": xla_shards}
 
 # XLA would merge independent calls of a program into one.
 _APART_ON_CPU = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from support.analysed import UNIFORM, VARYING, local, psum, report
 
-from jdp.collectives import call_order, shards, split_rows
+from jdp.collectives import call_order, native_shards, split_rows, xla_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.split_rows import add_rows, take_rows
 
@@ -60,7 +60,9 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_classes_are_those_of_xla(name):
     program, axes = PROGRAMS[name]
-    mine, wanted = (report(lambda w, x, of=of: local(program(of, w, x))) for of in (shards, shards))
+    mine, wanted = (
+        report(lambda w, x, of=of: local(program(of, w, x))) for of in (native_shards, xla_shards)
+    )
     assert mine.outputs[0].axes == wanted.outputs[0].axes == axes
     assert mine.outputs == wanted.outputs
     assert [found.value for found in mine.marks] == [found.value for found in wanted.marks]
@@ -68,7 +70,7 @@ def test_classes_are_those_of_xla(name):
 
 def exchanged(of, function, *operands):
     """Call a function of `split_rows` as `of` does in a step."""
-    if of is shards:
+    if of is xla_shards:
         return function(*operands)
     with call_order.entered():
         (eqn,) = jax.make_jaxpr(function)(*operands).eqns
@@ -97,7 +99,7 @@ LOOKUPS = {
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_classes_of_lookups_are_those_of_xla(name):
     mine, wanted = (
-        report(lambda w, x, of=of: local(LOOKUPS[name](of, w, x))) for of in (None, shards)
+        report(lambda w, x, of=of: local(LOOKUPS[name](of, w, x))) for of in (None, xla_shards)
     )
     assert mine.outputs == wanted.outputs
     assert [found.value for found in mine.marks] == [found.value for found in wanted.marks]
@@ -124,7 +126,7 @@ def test_a_lookup_is_in_the_order_of_a_step_only_outside_of_loops_and_functions(
 @pytest.mark.parametrize("call", [cut, joined, sent])
 def test_a_call_that_some_ranks_skip_is_a_deadlock(call):
     def program(w, x):
-        return lax.cond(x[0] > 0, lambda x: jnp.sum(call(shards, x)), lambda x: 0.0, x)
+        return lax.cond(x[0] > 0, lambda x: jnp.sum(call(native_shards, x)), lambda x: 0.0, x)
 
     [found] = report(program).deadlocks
     assert (

@@ -9,10 +9,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from support.per_rank import per_rank
 
-from jdp.collectives import shards
+from jdp.collectives import native_shards, shards, xla_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 
-NATIVE = [shards] if cpu_runtime.why_missing() is None else []
+NATIVE = [native_shards] if cpu_runtime.why_missing() is None else []
 # (shape of a slice as it is sent, dim that is split, dim along which slices are joined).
 CUTS = [
     [((5,), 0, 0), ((3, 7), 0, 0), ((3, 7), 0, 1), ((3, 7), 1, 0), ((97, 1), 1, 0), ((1,), 0, 0)],
@@ -27,7 +27,7 @@ LARGE = {
 }
 
 each = pytest.mark.parametrize(
-    "algorithm", [shards, shards, *NATIVE], ids=lambda m: m.__name__.split(".")[-1]
+    "algorithm", [xla_shards, shards, *NATIVE], ids=lambda m: m.__name__.split(".")[-1]
 )
 needs_library = pytest.mark.skipif(not NATIVE, reason=f"{cpu_runtime.why_missing()}")
 
@@ -95,7 +95,7 @@ def test_large_leaves_have_the_bits_of_lax(make_mesh, size, num_ranks):
         ]
 
     mesh, sent = make_mesh(num_ranks), given(num_ranks, cuts)
-    got = per_rank(mesh, lambda x: exchange(shards, x, cuts), sent)
+    got = per_rank(mesh, lambda x: exchange(native_shards, x, cuts), sent)
     assert_exchanged(got, sent, cuts)
     for mine, wanted in zip(got[0], per_rank(mesh, by_lax, sent[0]), strict=True):
         assert mine.tobytes() == wanted.tobytes()
@@ -165,7 +165,7 @@ def test_transforms_as_xla_does(make_mesh, of, check_vma):
     mesh, x = make_mesh(3), np.stack([numbers((6,), rank) % 8 - 4 for rank in range(3)])
     mine, wanted = (
         per_rank(mesh, of(lambda x, a=a: exchanged(a, x)), x, check_vma=check_vma)
-        for a in (shards, shards)
+        for a in (native_shards, xla_shards)
     )
     jax.tree.map(np.testing.assert_array_equal, mine, wanted)
 
@@ -177,7 +177,9 @@ def test_rows_that_a_vmap_gives_the_name_of_the_axis_are_the_ranks(make_mesh):
     def fn(algorithm, x):
         return jax.vmap(lambda row: exchanged(algorithm, row), axis_name="data")(x)
 
-    mine, wanted = (per_rank(make_mesh(2), lambda x, a=a: fn(a, x), x) for a in (shards, shards))
+    mine, wanted = (
+        per_rank(make_mesh(2), lambda x, a=a: fn(a, x), x) for a in (native_shards, xla_shards)
+    )
     jax.tree.map(np.testing.assert_array_equal, mine, wanted)
 
 
@@ -208,7 +210,7 @@ def exchange_everywhere(cuts):
     def fn():
         rank = lax.axis_index("data")
         mine = [[numbers(x.shape[1:], rank, xp=jnp) for x in bucket] for bucket in sent]
-        got = shards.native_all_to_all(mine, dims_of(cuts), "data", mesh=mesh)
+        got = native_shards.all_to_all(mine, dims_of(cuts), "data", mesh=mesh)
         return jax.tree.map(lambda x: x[None], got)
 
     run = jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=P("data"), check_vma=False)

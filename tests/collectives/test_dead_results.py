@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.training import ranks
 
 import jdp
-from jdp.collectives import call_order, native, shards
+from jdp.collectives import call_order, native, native_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 pytestmark = pytest.mark.skipif(
@@ -47,7 +47,7 @@ def test_a_gather_sends_only_the_leaves_that_are_read(mesh):
     x = whole_numbers(mesh.size, 5)
 
     def fn(x):
-        (a, b, c), (d,) = shards.native_all_gather(
+        (a, b, c), (d,) = native_shards.all_gather(
             [[x, 2 * x, 3 * x], [4 * x]], [[0, 1, 0], [0]], "data", mesh=mesh
         )
         return b[:, :5] + native([[x]], "data", mesh=mesh)[0][0]
@@ -67,7 +67,7 @@ def test_a_sum_adds_only_the_leaves_that_are_read(mesh, kind):
         if kind == "all_reduce":
             a, b = native([[x, x + 1]], "data", mesh=mesh)[0]
             return b
-        a, b = shards.native_reduce_scatter([[x, x + 1]], [[1, 1]], "data", mesh=mesh)[0]
+        a, b = native_shards.reduce_scatter([[x, x + 1]], [[1, 1]], "data", mesh=mesh)[0]
         return b
 
     result, leaves = compiled(mesh, fn, x)
@@ -83,7 +83,7 @@ def test_in_a_loop_what_no_turn_reads_is_not_sent(mesh):
     x = whole_numbers(mesh.size, 2)
 
     def turn(carry, _):
-        ((whole,),) = shards.native_all_gather([[carry]], [[0]], "data", mesh=mesh)
+        ((whole,),) = native_shards.all_gather([[carry]], [[0]], "data", mesh=mesh)
         ((total,),) = native([[carry]], "data", mesh=mesh)
         return total, whole
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from support.per_rank import per_rank
 from support.transforms import each_transform
 
-from jdp.collectives import shards
+from jdp.collectives import native_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 pytestmark = pytest.mark.skipif(
@@ -59,7 +59,7 @@ def gathered(cuts, num_ranks, chosen, mesh=None):
         ]
         for bucket in cuts
     ]
-    return shards.native_all_gather(mine, dims_of(cuts), "data", mesh=mesh, overwrite=places)
+    return native_shards.all_gather(mine, dims_of(cuts), "data", mesh=mesh, overwrite=places)
 
 
 @pytest.mark.parametrize("chosen", [range(5), (1, 4), (0,)], ids=str)
@@ -76,7 +76,7 @@ def test_every_dtype_stays_as_it_is(make_mesh, dtype):
 
     def fn(x):
         old = jnp.zeros((2, 15), dtype)
-        return shards.native_all_gather([[x]], [[1]], "data", overwrite=[[old]])[0][0]
+        return native_shards.all_gather([[x]], [[1]], "data", overwrite=[[old]])[0][0]
 
     with jax.enable_x64(True):
         given = given.astype(jnp.dtype(dtype))
@@ -90,7 +90,7 @@ def test_an_array_that_is_read_later_keeps_its_values(make_mesh):
     old = np.arange(6, dtype=np.float32)
 
     def fn(x, old):
-        [[whole]] = shards.native_all_gather([[x]], [[0]], "data", overwrite=[[old]])
+        [[whole]] = native_shards.all_gather([[x]], [[0]], "data", overwrite=[[old]])
         return whole, 2 * old
 
     x = np.array([[-1, -2], [-3, -4], [-5, -6]], np.float32)
@@ -104,7 +104,7 @@ def test_one_array_that_two_results_overwrite_gives_two_results(make_mesh):
     def fn(x):
         old = jnp.zeros(6)
         both = [[old, old]]
-        return shards.native_all_gather([[x, 3 * x]], [[0, 0]], "data", overwrite=both)[0]
+        return native_shards.all_gather([[x, 3 * x]], [[0, 0]], "data", overwrite=both)[0]
 
     x = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
     once, thrice = per_rank(make_mesh(3), fn, x)
@@ -121,7 +121,7 @@ def test_one_array_that_two_results_overwrite_gives_two_results(make_mesh):
 def test_transforms_as_a_gather_that_overwrites_nothing(make_mesh, of, check_vma):
     def call(x, is_over):
         old = [[jnp.full((6,), 7.0) + 0 * x.sum() if is_over else None]]  # of x: batched, too
-        return shards.native_all_gather([[x]], [[0]], "data", overwrite=old)[0][0]
+        return native_shards.all_gather([[x]], [[0]], "data", overwrite=old)[0][0]
 
     mesh, x = make_mesh(3), (np.arange(6, dtype=np.float32).reshape(3, 2) - 3)
     mine, plain = (
@@ -133,7 +133,7 @@ def test_transforms_as_a_gather_that_overwrites_nothing(make_mesh, of, check_vma
 
 def test_the_derivative_by_an_overwritten_array_is_zero(make_mesh):
     def fn(x, old):
-        call = lambda old: shards.native_all_gather(  # noqa: E731
+        call = lambda old: native_shards.all_gather(  # noqa: E731
             [[x]], [[0]], "data", overwrite=[[old]]
         )[0][0]
         return jax.grad(lambda old: (call(old) ** 2).sum())(old)

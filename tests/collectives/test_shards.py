@@ -13,10 +13,10 @@ from support.per_rank import assert_equal_bits, per_rank
 from support.transforms import each_transform
 
 from jdp import collectives
-from jdp.collectives import shards
+from jdp.collectives import native_shards, shards, xla_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 
-NATIVE = [shards] if cpu_runtime.why_missing() is None else []
+NATIVE = [native_shards] if cpu_runtime.why_missing() is None else []
 # Sizes of a slice: (shape, dim along which it is cut).
 CUTS = [
     [((5,), 0), ((1,), 0), ((3, 7), 0), ((3, 7), 1), ((97, 1), 1)],
@@ -41,16 +41,16 @@ LARGE_KEPT = [((1,), None), ((50_021, 3), 1), ((300_007,), None), ((7, 31), 0), 
 
 def exchange(*args, **options):
     """What `xla_shards` does between CPU processes with a JAX whose reduce-scatter cannot wait."""
-    with mock.patch.object(shards, "_does_not_wait", lambda mesh: True):
-        return shards.xla_reduce_scatter(*args, **options)
+    with mock.patch.object(xla_shards, "_does_not_wait", lambda mesh: True):
+        return xla_shards.reduce_scatter(*args, **options)
 
 
 EXCHANGE = types.SimpleNamespace(
-    __name__="exchange", reduce_scatter=exchange, all_gather=shards.xla_all_gather
+    __name__="exchange", reduce_scatter=exchange, all_gather=xla_shards.all_gather
 )
 
 each = pytest.mark.parametrize(
-    "algorithm", [shards, EXCHANGE, shards, *NATIVE], ids=lambda m: m.__name__.split(".")[-1]
+    "algorithm", [xla_shards, EXCHANGE, shards, *NATIVE], ids=lambda m: m.__name__.split(".")[-1]
 )
 needs_library = pytest.mark.skipif(not NATIVE, reason=f"{cpu_runtime.why_missing()}")
 
@@ -157,8 +157,8 @@ def test_large_leaves_are_exact_on_every_rank(make_mesh, size):
     dims = [[dim for _, dim in cuts[0]]]
 
     def fn(x):
-        parts = shards.native_reduce_scatter(x, dims, "data")
-        return parts, shards.native_all_gather(parts, dims, "data")
+        parts = native_shards.reduce_scatter(x, dims, "data")
+        return parts, native_shards.all_gather(parts, dims, "data")
 
     given = wholes(3, cuts)
     parts, joined = per_rank(make_mesh(3), fn, given)
@@ -201,7 +201,7 @@ def test_a_slice_has_the_bits_of_the_native_all_reduce(mesh, dtype):
     def fn(x):
         [[total, _]] = collectives.native([[x, x.T]], "data", scale=1 / 3)
         dims = [[0, 1, None]]
-        return total, shards.native_reduce_scatter([[x, x.T, x]], dims, "data", scale=1 / 3)
+        return total, native_shards.reduce_scatter([[x, x.T, x]], dims, "data", scale=1 / 3)
 
     total, [[rows, columns, kept]] = per_rank(mesh, fn, draw)
     assert_equal_bits(total)
@@ -256,8 +256,8 @@ def whole_alone(algorithm, x):
 @each_transform()
 def test_transforms_as_xla_does(make_mesh, of, call, check_vma):
     mesh, x = make_mesh(3), numbers(3, (6,)) - 4
-    mine = per_rank(mesh, of(lambda x: call(shards, x)), x, check_vma=check_vma)
-    wanted = per_rank(mesh, of(lambda x: call(shards, x)), x, check_vma=check_vma)
+    mine = per_rank(mesh, of(lambda x: call(native_shards, x)), x, check_vma=check_vma)
+    wanted = per_rank(mesh, of(lambda x: call(xla_shards, x)), x, check_vma=check_vma)
     np.testing.assert_array_equal(mine, wanted)
 
 
@@ -270,7 +270,9 @@ def test_rows_that_a_vmap_gives_the_name_of_the_axis_are_the_ranks(make_mesh):
         each = lambda row: [call(algorithm, row) for call in calls]  # noqa: E731
         return jax.vmap(each, axis_name="data")(x)
 
-    mine, wanted = (per_rank(make_mesh(2), lambda x, a=a: fn(a, x), x) for a in (shards, shards))
+    mine, wanted = (
+        per_rank(make_mesh(2), lambda x, a=a: fn(a, x), x) for a in (native_shards, xla_shards)
+    )
     for got, want in zip(mine, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -306,11 +308,11 @@ def scatter_and_gather(cuts):
     def fn():
         rank = jax.lax.axis_index("data")
         mine = [[pattern(shape, rank, jnp) for shape in bucket] for bucket in shapes]
-        parts = shards.native_reduce_scatter(mine, dims, "data", mesh=mesh)
+        parts = native_shards.reduce_scatter(mine, dims, "data", mesh=mesh)
         if None in sum(dims, []):
             joined = parts
         else:
-            joined = shards.native_all_gather(parts, dims, "data", mesh=mesh)
+            joined = native_shards.all_gather(parts, dims, "data", mesh=mesh)
         return jax.tree.map(lambda x: x[None], (parts, joined))
 
     run = jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=P("data"), check_vma=False)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from support.training import assert_close, batch, fetched, loss_fn, plain_step, ranks, state
 
 import jdp
-from jdp.collectives import native, shards
+from jdp.collectives import native, native_shards, shards, xla_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.hazards import loses_order, runs_beside, why_not_beside
 
@@ -32,15 +32,15 @@ def total(x):
 
 
 def cut(x):
-    return shards.native_reduce_scatter([[x]], [[0]], "data")[0][0]
+    return native_shards.reduce_scatter([[x]], [[0]], "data")[0][0]
 
 
 def sent(x):
-    return shards.native_all_to_all([[x]], [[(0, 0)]], "data")[0][0]
+    return native_shards.all_to_all([[x]], [[(0, 0)]], "data")[0][0]
 
 
 def joined(x):
-    return shards.native_all_gather([[x]], [[0]], "data")[0][0]
+    return native_shards.all_gather([[x]], [[0]], "data")[0][0]
 
 
 def largest(x):
@@ -67,7 +67,7 @@ PAIRS = {
     ),
     "a slice": lambda x: (cut(x), lax.psum(x, "data")),
     "what was sent": lambda x: (sent(x), largest(x)),
-    "a whole": lambda x: (joined(x), shards.xla_all_gather([[x]], [[0]], "data")[0][0]),
+    "a whole": lambda x: (joined(x), xla_shards.all_gather([[x]], [[0]], "data")[0][0]),
 }  # fmt: skip
 NO_PAIRS = {
     "no collective of XLA": lambda x: (total(x), total(x + 1)),

@@ -267,7 +267,7 @@ raise ValueError("no luck")
 def test_a_traceback_is_shown_though_process_0_has_stopped():
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     inherited |= {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
-    command = program(before="initialize.HEARTBEAT_TIMEOUT_S = 600", after=STOPS)
+    command = program(before="mesh.HEARTBEAT_TIMEOUT_S = 600", after=STOPS)
     started = [spawn.spawn(command, inherited | own) for own in torchrun(2, free_port())]
     try:
         _, errors = started[1].communicate(timeout=DEADLINE_S)
@@ -386,7 +386,7 @@ def test_joining_after_jax_has_started_names_the_line_to_move():
 
 def test_a_first_process_that_does_not_come_is_named():
     port = free_port()
-    before = "initialize.JOIN_TIMEOUT_S = 0.2"
+    before = "mesh.JOIN_TIMEOUT_S = 0.2"
     [(code, _, errors)] = run(program(before), variables=torchrun(2, port)[1:])
     assert code == 1
     error = errors.splitlines()[-1]
@@ -397,7 +397,7 @@ def test_a_first_process_that_does_not_come_is_named():
 @several
 def test_processes_whose_last_one_does_not_come_end_with_the_address_where_they_meet():
     port = free_port()
-    before = "initialize.JOIN_TIMEOUT_S = 4"
+    before = "mesh.JOIN_TIMEOUT_S = 4"
     ended = run(*[program(before)] * 2, variables=jax_names(3, port)[:2])
     for process_id, (code, _, errors) in enumerate(ended):
         assert code == 1, errors

@@ -197,6 +197,7 @@ def full(step, values):
 def test_the_error_of_a_tracker_is_raised_by_the_next_call_and_names_it(path):
     jdp.log({"loss": 1.0}, 1, file=path, also=full)
     metrics_log.write_all()
+    assert all(each.flush_trackers(9.0) for each in metrics_log._open.files.values())
     with pytest.raises(RuntimeError, match="also=full failed at step 1: OSError.*No space"):
         jdp.log({"loss": 1.0}, 2, file=path)
     assert [line["step"] for line in lines(path)] == [1]

@@ -231,13 +231,17 @@ def test_elastic_language_model_outlives_a_process_and_saves_at_sigterm(tmp_path
         try:
             events = tmp_path / "logs" / "events.jsonl"
             until("ready", events)  # Standbys wait.
-            os.kill(until("first_step", events)["pid"], signal.SIGKILL)
+            pid = until("first_step", events)["pid"]
+            shown = ""
+            while "step 20:" not in shown:  # steps are committed
+                shown += launched.stdout.readline()
+            os.kill(pid, signal.SIGKILL)
             assert "killed by SIGKILL" in until("recovered", events)["cause"]
             launched.terminate()
             launched.wait(DEADLINE_S)
         finally:
             launched.kill()
-            output = launched.stdout.read()
+            output = shown + launched.stdout.read()
     begins = re.findall(r"one of 2 ranks, begins after step (\d+)", output)
     saved = re.search(r"step (\d+) is saved in", output)
     assert launched.returncode == 75 and len(begins) == 2 and saved, output

@@ -35,8 +35,7 @@ def h200s():
     if DESCRIBED:
         text = Path(DESCRIBED).read_text()
         with pytest.MonkeyPatch.context() as patch:
-            for module in (targets, targets):
-                patch.setattr(module, "gpu_description", lambda name: text)
+            patch.setattr(targets, "gpu_description", lambda name: text)
             yield "8xH200"
         return
     try:

@@ -10,7 +10,7 @@ import pytest
 from support.calibrations import FOUND
 
 from jdp.__main__ import main
-from jdp.collectives import shards
+from jdp.collectives import native_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.tools import calibration, known_values
 from jdp.tools.bench import collectives, output
@@ -81,7 +81,7 @@ def test_an_algorithm_that_is_none_is_refused_with_those_that_are(capsys):
 
 @NEEDS_LIBRARY
 def test_a_wrong_result_ends_the_bench_with_rank_element_and_size(capsys, monkeypatch):
-    right = shards.native_all_to_all
+    right = native_shards.all_to_all
 
     def wrong(buckets, dims, axis_name, *, mesh=None):
         from jax import lax
@@ -89,7 +89,7 @@ def test_a_wrong_result_ends_the_bench_with_rank_element_and_size(capsys, monkey
         [[leaf]] = right(buckets, dims, axis_name, mesh=mesh)
         return [[leaf.at[0, 5].add((lax.axis_index(axis_name) == 6).astype(leaf.dtype))]]
 
-    monkeypatch.setattr(shards, "native_all_to_all", wrong)
+    monkeypatch.setattr(native_shards, "all_to_all", wrong)
     assert main(["bench", "all-to-all", *QUICK]) == 1
     printed = capsys.readouterr().err
     assert "all-to-all (native)" in printed and "on rank 6 in round 1" in printed

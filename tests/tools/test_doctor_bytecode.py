@@ -84,8 +84,8 @@ def test_a_package_that_uv_has_installed_is_one_for_an_option_of_uv(examine, sit
 @pytest.mark.parametrize(("seconds", "shown"), [(0.7, "0.5"), (0.8, "1"), (3.4, "3.5"), (12, "12")])
 def test_processes_that_measure_nearly_the_same_have_one_line(monkeypatch, seconds, shown):
     found = Uncompiled(900, seconds, 100, "", "python -m compileall")
-    monkeypatch.setattr(versions.bytecode, "without_bytecode", lambda: [None] * 900)
-    monkeypatch.setattr(versions.bytecode, "examine", lambda missing, budget_s: found)
+    monkeypatch.setattr(versions.modules, "without_bytecode", lambda: [None] * 900)
+    monkeypatch.setattr(versions.modules, "examine", lambda missing, budget_s: found)
     monkeypatch.setattr(versions, "_do", lambda command, missing: command)
     line = versions.bytecode()
     assert f"about {shown} s" in line.found
@@ -94,6 +94,6 @@ def test_processes_that_measure_nearly_the_same_have_one_line(monkeypatch, secon
 
 def test_a_long_compile_is_measured_by_a_part_of_it(monkeypatch):
     monkeypatch.setattr(versions, "_BUDGET_S", 0.0)
-    monkeypatch.setattr(versions.bytecode, "without_bytecode", lambda: sources()[:50])
+    monkeypatch.setattr(versions.modules, "without_bytecode", lambda: sources()[:50])
     facts = versions.bytecode().facts
     assert (facts["without"], facts["measured"]) == (50, 1)

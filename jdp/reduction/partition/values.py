@@ -12,7 +12,7 @@ from jax import lax
 from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.analysis.marks import ALL_REDUCED
-from jdp.collectives import call_order, shards
+from jdp.collectives import call_order, shards, xla_shards
 from jdp.reduction import shard_registry, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 
@@ -197,7 +197,7 @@ class Ranks:
         scope = step_context.innermost()
         mesh = None if scope is None else scope.mesh
         # In a loop, and where costs are estimated, no token of the step would order native calls.
-        of = shards if call_order.is_in_step() else shards
+        of = shards if call_order.is_in_step() else xla_shards
         [[x]] = of.all_to_all([[x]], [[(other, dim)]], self.axes, mesh=mesh)
         return shard_registry.part_of_whole(x, self.axes)
 

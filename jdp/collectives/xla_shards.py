@@ -1,0 +1,158 @@
+"""Reduce-scatter, all-gather and all-to-all by XLA's collectives."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jdp import axis, jax_compat
+from jdp.axis import AxisName
+from jdp.collectives.xla import Scale, scaled, split_scale
+
+
+def reduce_scatter(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[int | None]],
+    axis_name: AxisName,
+    *,
+    scale: Scale = 1.0,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Sum every leaf over `axis_name`, and keep this rank's slice, as `shards.reduce_scatter` does.
+
+    XLA determines the order of additions and where they are rounded.
+    """
+    names = axis.names(axis_name)
+    scatter = _exchanged if _does_not_wait(mesh) else _scattered
+    platform = axis.platform(mesh)
+    if platform == "tpu":
+        scatter = _scattered_rows
+    aborts = axis.aborts_in_bfloat16(platform)
+    results = []
+    for bucket, own_dims in zip(buckets, dims, strict=True):
+        before, after = split_scale(scale, bucket[0].dtype)
+        parts = [
+            axis.psum(scaled(leaf, before), names, platform)
+            if dim is None
+            else scatter(scaled(leaf, before), dim, names, aborts)
+            for leaf, dim in zip(axis.as_varying(list(bucket), names), own_dims, strict=True)
+        ]
+        results.append([scaled(part, after) for part in parts])
+    return results
+
+
+def all_gather(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[int]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does."""
+    names = axis.names(axis_name)
+    is_cpu = axis.platform(mesh) == "cpu"
+    return [
+        [
+            (_gathered_bits if is_cpu and _is_short(part) else _gathered)(part, dim, names)
+            for part, dim in zip(axis.as_varying(list(bucket), names), own_dims, strict=True)
+        ]
+        for bucket, own_dims in zip(buckets, dims, strict=True)
+    ]
+
+
+def all_to_all(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[tuple[int, int]]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does."""
+    names = axis.names(axis_name)
+    return [
+        [
+            _sent(leaf, split, joined, names)
+            for leaf, (split, joined) in zip(
+                axis.as_varying(list(bucket), names), own_dims, strict=True
+            )
+        ]
+        for bucket, own_dims in zip(buckets, dims, strict=True)
+    ]
+
+
+# StableHLO refuses to split or to join arrays without elements.
+def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
+    if leaf.size == 0:
+        return lax.slice_in_dim(leaf, 0, leaf.shape[dim] // lax.axis_size(names), axis=dim)
+    dtype = leaf.dtype
+    if aborts and dtype == jnp.bfloat16:
+        leaf = lax.convert_element_type(leaf, jnp.float32)
+    part = lax.psum_scatter(leaf, names, scatter_dimension=dim, tiled=True)
+    return lax.convert_element_type(part, dtype)
+
+
+def _scattered_rows(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
+    """Scatter a vector as rows: XLA for TPUs sums all of a vector on each device (v5e:2x4)."""
+    # A tile of a TPU has 8 rows of 128.
+    if leaf.ndim != 1 or not leaf.size or leaf.size % (8 * 128 * lax.axis_size(names)):
+        return _scattered(leaf, dim, names, aborts)
+    return _scattered(leaf.reshape(-1, 128), 0, names, aborts).ravel()
+
+
+def _does_not_wait(mesh: Mesh | None) -> bool:
+    """Whether XLA's reduce-scatter would end a run in which one process is slow."""
+    if not jax_compat.CPU_SCATTER_DOES_NOT_WAIT or axis.platform(mesh) != "cpu":
+        return False
+    if mesh is None:
+        return jax.process_count() > 1
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def _exchanged(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
+    """Send every rank its slice, and add up those that arrive: as many bytes as a scatter."""
+    if leaf.size == 0:
+        return _scattered(leaf, dim, names, aborts)
+    num_ranks = lax.axis_size(names)
+    size = leaf.shape[dim] // num_ranks
+    slices = leaf.reshape(*leaf.shape[:dim], num_ranks, size, *leaf.shape[dim + 1 :])
+    arrived = lax.all_to_all(slices, names, dim, dim, tiled=True)
+    wide = jnp.promote_types(leaf.dtype, jnp.float32) if _is_narrow(leaf.dtype) else leaf.dtype
+    return arrived.sum(axis=dim, dtype=wide).astype(leaf.dtype)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _gathered(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
+    if part.size == 0:
+        return lax.concatenate([part] * lax.axis_size(names), dim)
+    return lax.all_gather(part, names, axis=dim, tiled=True)
+
+
+def _sent(leaf: jax.Array, split: int, joined: int, names: tuple[str, ...]) -> jax.Array:
+    if leaf.size == 0:
+        part = lax.slice_in_dim(leaf, 0, leaf.shape[split] // lax.axis_size(names), axis=split)
+        return lax.concatenate([part] * lax.axis_size(names), joined)
+    return lax.all_to_all(leaf, names, split, joined, tiled=True)
+
+
+def _is_short(part: jax.Array) -> bool:
+    return part.dtype in (jnp.bfloat16, jnp.float16)
+
+
+# XLA's CPU backend widens a gather of 16-bit floats, and would send twice their bytes.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _gathered_bits(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
+    bits = _gathered(lax.bitcast_convert_type(part, jnp.uint16), dim, names)
+    return lax.bitcast_convert_type(bits, part.dtype)
+
+
+@_gathered_bits.defjvp
+def _jvp(dim: int, names: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (part,), (slope,) = primals, tangents
+    return _gathered_bits(part, dim, names), _gathered(slope, dim, names)
