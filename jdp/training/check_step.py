@@ -1,7 +1,8 @@
 """`check_step`: the same step on one rank and on all, leaf by leaf, and why it may differ."""
 
+import contextlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -313,7 +314,8 @@ _CAUSES: _Causes = [
     (
         _are_n_times_smaller,
         "Every change is {num_ranks} times smaller. The loss is summed over rows instead of "
-        "averaged: the mean over ranks of sums divides by the ranks. Write .mean(), not .sum().",
+        "averaged, so that the mean over ranks divides by the ranks: write .mean(), not .sum(). Or "
+        "a loss or gradient is divided by the number of devices: leave that out.",
     ),
     (
         _are_n_times_larger,
@@ -450,7 +452,9 @@ def check_step(
     findings = step.findings(_on(start, ranks), *others, **keywords)
     found, wire = StepDifference([], None, num_ranks), digits_of_wire(state)
     for number in range(1, num_steps + 1):
-        results = [step(each, *others, **keywords) for each in states]
+        with _of_one_device():
+            results = [step(states[0], *others, **keywords)]
+        results.append(step(states[1], *others, **keywords))
         states, reported = zip(*results, strict=True)
         one, many = map(pytrees.hold, states)
         limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
@@ -469,6 +473,17 @@ def check_step(
     print(found)
     _require_equal(step, found)
     return found
+
+
+@contextlib.contextmanager
+def _of_one_device() -> Iterator[None]:
+    """Let the author's function find one device."""
+    before = jax.device_count
+    jax.device_count = lambda backend=None: 1
+    try:
+        yield
+    finally:
+        jax.device_count = before
 
 
 def _require_train_step(step: Any) -> None:

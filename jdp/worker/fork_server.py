@@ -35,7 +35,7 @@ _NUMBERS = re.compile(
     rb"[\"'](RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT))[\"']"
 )
 
-# Whether a fork is made now that will train: handlers of `os.register_at_fork` leave it its state.
+# Whether a fork is made that will train: handlers of `os.register_at_fork` keep its state.
 is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
 
 _PR_SET_PDEATHSIG = 1
@@ -129,7 +129,7 @@ class ForkServer:
     def _end_with_launcher(self) -> None:
         # The signal comes when the parent ends, so the launcher must be the parent by now.
         while os.getppid() != self._launcher:
-            if not _is_alive(self._launcher):
+            if not os.path.exists(f"/proc/{self._launcher}"):
                 os._exit(1)
             time.sleep(0.0002)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -206,14 +206,6 @@ def _ends_at_error() -> Iterator[None]:
         yield
     except BaseException:
         os._exit(1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _openblas_threads() -> list[int]:

@@ -86,7 +86,7 @@ class LauncherClient:
       forks: answers requests for forks while this process waits; None if there will be none.
 
     Attributes:
-      forked: functions that a fork of this process calls when it has its own slot.
+      forked: functions that a fork calls when it has its own slot.
     """
 
     def __init__(

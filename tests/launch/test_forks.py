@@ -246,11 +246,10 @@ def test_output_before_init_is_shown_once(jdp_run):
     assert run.output.count("rest of a line now") == 1
 
 
-def test_the_script_may_end_by_signals_and_codes_in_forks(jdp_run):
+def test_a_signal_in_a_fork_is_the_exit_code(jdp_run):
     ends = "if a.process_id == 2: os.kill(os.getpid(), signal.SIGSEGV)"
     run = jdp_run("--nproc-per-node=3", "--max-restarts=0", "--standbys=1", after=ends)
-    assert run.wait() == 128 + signal.SIGSEGV
-    assert "process 2 (pid" in run.output and "SIGSEGV" in run.output
+    assert run.wait() == 128 + signal.SIGSEGV and "process 2 (pid" in run.output
 
 
 def test_forks_end_with_a_killed_launcher(jdp_run):
@@ -260,6 +259,5 @@ def test_forks_end_with_a_killed_launcher(jdp_run):
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 20
-    while run.alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not run.alive()
+    while run.alive():
+        assert time.monotonic() < deadline

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 251,
-    "lines of jdp": 56_820,
+    "lines of jdp": 56_830,
     "words of docstrings and comments in jdp": 95_910,
-    "lines of tests": 73_500,
+    "lines of tests": 73_510,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 150,
 }

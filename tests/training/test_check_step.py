@@ -52,6 +52,20 @@ def test_arguments_by_keyword_are_passed_on():
         jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale)
 
 
+def test_a_division_by_the_number_of_devices_is_found():
+    num = jax.device_count()
+    ranks(num)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(jax.tree.map(lambda g: g / jax.device_count(), grads)), {}
+
+    with pytest.raises(ValueError, match=rf"{num} times smaller.*divided by the number of devices"):
+        jdp.check_step(step, state(), batch(num_rows=3 * num))
+    assert jax.device_count() == num
+
+
 def test_one_rank_is_refused_since_any_step_would_pass():
     ranks(1)
     with pytest.raises(ValueError, match=r"has 1 rank.*cpu_ranks=4"):
