@@ -91,7 +91,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    # A standby runs the code before init() ahead of time.
+    # The processes of a host and the standbys share what is made before init().
     rows = {"text": read_rows(args.length)}
     params = new_params(args.length, args.dim, args.depth)
 

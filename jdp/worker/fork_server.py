@@ -1,6 +1,6 @@
 """Forks of a process that waits in `jdp.init()`, on request of its launcher.
 
-A fork has the imports and the data of the script after milliseconds, and shares their memory.
+A fork shares the imports and the data of the script after milliseconds.
 
 The launcher sends a request to a waiting process on a socket of its own: the slot of the fork, and
 four descriptors, for the two sockets of the fork, its standard output and its standard error. The
@@ -57,7 +57,6 @@ def why_not(own: Collection[int]) -> str | None:
     Args:
       own: descriptors that every fork shares or replaces.
     """
-    source_files.record()
     if place := source_files.find_executed(_NUMBERS):
         return f"{place[0]} names {place[1]}, which jdp.init() sets"
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
@@ -138,8 +137,8 @@ class ForkServer:
 
 
 def _why_not_processes() -> str | None:
-    if children := _children():
-        return f"process {children[0]} was started before jdp.init(), and has one parent only"
+    if found := children():
+        return f"child process {min(found)} runs before jdp.init(), and a fork is not its parent"
     adopts = ctypes.c_int()
     ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
     if adopts.value:
@@ -240,12 +239,17 @@ def _mapped_files(*permissions: str) -> list[str]:
     return [each[5] for each in parts if len(each) == 6 and {*permissions} <= {*each[1]}]
 
 
-def _children() -> list[int]:
-    found = []
-    for thread in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{thread}/children") as file:
-            found += [*map(int, file.read().split())]
-    return found
+def children() -> set[int] | None:
+    """Return the pids of the children of this process, None if this kernel does not tell."""
+    found: set[int] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                with open(f"/proc/self/task/{thread}/children") as file:
+                    found |= {*map(int, file.read().split())}
+    except OSError:
+        return None
+    return found if os.path.exists("/proc/thread-self/children") else None
 
 
 def _finalizers() -> list[Any]:

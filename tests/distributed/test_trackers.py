@@ -266,8 +266,9 @@ def test_threads_that_log_and_flush_begin_one_run_and_lose_no_line(path, monkeyp
     assert sorted(run.lines) == sorted([*range(20)] * 4)
 
 
-def test_the_thread_of_a_tracker_runs_when_the_first_call_returns(path):
+def test_the_thread_of_a_tracker_runs_when_the_first_call_returns(path, monkeypatch):
     # The thread that writes lines may come to it when the interpreter starts no threads any more.
+    monkeypatch.setattr(trackers.TrackerQueue, "put", lambda *args: None)
     before = {*threading.enumerate()}
     jdp.log({"loss": 1.0}, 1, file=path, also="csv")
     assert any(each.name == "jdp track" for each in {*threading.enumerate()} - before)

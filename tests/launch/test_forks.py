@@ -60,7 +60,7 @@ def test_without_standbys_a_recovery_runs_the_beginning_once(jdp_run):
          "name='loader', daemon=True).start()", "thread 'loader' runs before"),
         ("import tempfile; folder_ = tempfile.TemporaryDirectory()", "temporary folder exists"),
         ("rank = os.environ['RANK']", r"train\.py:\d+ names RANK, which"),
-        ("import subprocess; child = subprocess.Popen(['sleep', '99'])", "was started before"),
+        ("import subprocess; child = subprocess.Popen(['sleep', '99'])", r"child process \d+ runs"),
         ("import multiprocessing as mp; lock = mp.Lock()", "a lock of multiprocessing exists"),
         ("import mmap; memory = mmap.mmap(-1, 9)", "shared memory or"),
         ("import mmap; file = open(__file__); memory = mmap.mmap(file.fileno(), 0, prot=1)",
@@ -137,12 +137,13 @@ def test_a_log_file_and_a_name_without_quotes_are_no_reasons(jdp_run):
 
 
 def test_a_first_process_that_is_late_is_not_waited_for(jdp_run):
-    late = f"{COUNTS}\ntime.sleep(12 * (len(open(folder / 'starts').read().split()) == 1))"
-    run = jdp_run("--nproc-per-node=2", "--standbys=0", before=late)
+    late = f"{COUNTS}\ntime.sleep(3 * (len(open(folder / 'starts').read().split()) == 1))"
+    soon = "from jdp.launch.host import agent; agent._FIRST_S = 0.5"
+    run = jdp_run("--nproc-per-node=2", "--standbys=0", before=late, changes=soon)
     run.pids(0, 2)
     assert run.finish() == 0
     assert starts(run) == 2
-    assert "process 0 has not called jdp.init() for 10 s" in run.output
+    assert "process 0 has not called jdp.init() for 0.5 s" in run.output
 
 
 def test_mapped_memory_is_shared(jdp_run):

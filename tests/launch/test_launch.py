@@ -547,7 +547,7 @@ def test_a_second_interrupt_kills_at_once(jdp_run):
 def test_nothing_outlives_a_killed_launcher(jdp_run):
     run = jdp_run("--nproc-per-node=2", after="os.fork()")
     run.pids(0, 2)
-    run.standbys(0, 4)
+    run.until_true(lambda: len(run.alive()) == 6, "two standbys, two children")
     run.process.kill()
     run.close()
 

@@ -18,6 +18,7 @@ from jdp.launch.host import spawn
 from jdp.launch.host.output import OutputMux
 from jdp.launch.host.reaper import Guardian
 from jdp.launch.options import Options
+from jdp.worker.fork_server import children
 from jdp.worker.launcher_client import Assignment, environment, invitation
 from jdp.worker.local_devices import num_gpus
 from jdp.worker.process_status import COMPILING, STARTING
@@ -106,8 +107,8 @@ class Orphans:
         A launcher that has other children already, such as a sidecar of a shell that became the
         launcher by `exec`, adopts none: their helpers could not be told from those of the run.
         """
-        children = _children()
-        if children is not None and children <= self._own:
+        found = children()
+        if found is not None and found <= self._own:
             self.adopts = _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
     def stop_adopting(self) -> None:
@@ -127,7 +128,7 @@ class Orphans:
     def reap(self) -> set[int]:
         """Wait for the orphans that have ended, and return the others; quick."""
         left = set()
-        for pid in (_children() or set()) - self._own if self.adopts else ():
+        for pid in (children() or set()) - self._own if self.adopts else ():
             with suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG) == (0, 0):
                     left.add(pid)
@@ -141,19 +142,6 @@ class Orphans:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
-
-
-# None if this kernel does not tell.
-def _children() -> set[int] | None:
-    found: set[int] = set()
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                with open(f"/proc/self/task/{thread}/children") as file:
-                    found |= {*map(int, file.read().split())}
-    except OSError:
-        return None
-    return found if os.path.exists("/proc/thread-self/children") else None
 
 
 def _prctl(option: int, value: int) -> int:
