@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import jax
@@ -92,6 +94,20 @@ def is_deleted(array: Any) -> bool:
     return any(each.is_deleted() for each in arrays)
 
 
+_is_deleted = operator.methodcaller("is_deleted")
+_shards_of = operator.attrgetter("_arrays")
+
+
+def any_deleted(arrays: Sequence[Any]) -> bool:
+    """Whether any array, or a shard of one, was donated, in a twentieth of `is_deleted`'s time."""
+    if any(map(_is_deleted, arrays)):
+        return True
+    try:
+        return any(map(_is_deleted, chain.from_iterable(map(_shards_of, arrays))))
+    except AttributeError:  # a key of JAX's, or another JAX
+        return any(map(is_deleted, arrays))
+
+
 def start_copy_to_host(array: jax.Array) -> None:
     """Start copying an array to the host; its memory on a CPU is read in place.
 
@@ -124,6 +140,34 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         constants, carry, _ = params["ft_in"].unpack()
         return len(list(constants)), len(list(carry))
     return params["num_consts"], params["num_carry"]
+
+
+class CacheMiss(Exception):  # noqa: N818 - a signal, not an error
+    """A call that JAX has no executable for, or only after it has placed its arguments."""
+
+
+def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], Any]) -> Any:
+    """Return a function that runs the executables of `jitted`, without Python where it has one.
+
+    JAX compares the tree, types, shapes, shardings and options of a call with those of earlier
+    ones. If they are new, the function returns `may_compile(compile_and_run, args)`. JAX never
+    caches a call of which that raised an error.
+
+    Returns:
+      The function; None if this JAX has no such function.
+    """
+    try:
+        facts = jitted.__getstate__()
+        compile_and_run = facts["cache_miss"]
+
+        def cache_miss(*args: Any) -> Any:
+            return may_compile(compile_and_run, args)
+
+        found = type(jitted).__new__(type(jitted))
+        found.__setstate__({**facts, "cache_miss": cache_miss})
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return None
+    return found
 
 
 def is_tracing() -> bool:

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from jdp import pytrees
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.saved_leaves import describe
@@ -237,6 +238,7 @@ class Checkpointer:
                 f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
                 "or never after a restart. Give them to both, or to none."
             )
-        require_alive(state)
+        if pytrees.was_donated(state):
+            require_alive(state)
         session.record(state, batches)
         return session

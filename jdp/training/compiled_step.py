@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jdp import axis, pytrees
+from jdp import axis, jax_compat, pytrees
 from jdp.analysis import program_lines
 from jdp.analysis.diagnostics import TraceFindings
 from jdp.analysis.step_refusals import Proved
@@ -100,7 +100,8 @@ def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
     if uniform.found.weighed:
         why_not = with_code("JDP125", _NO_GRADIENT.format(spec.name))
         state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
-    return state, metrics, uniform.weight, split.reports, uniform.found
+    reports = None if split.reports == (None, None) else split.reports
+    return state, metrics, uniform.weight, reports, uniform.found
 
 
 def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
@@ -140,11 +141,15 @@ class CompiledStep:
       jaxprs: the latest programs that were traced, each with the names of its inputs.
       returns_rows: whether metrics that a program returns hold `jdp.rows`.
       called: what calls keep of it.
+      hits: runs an executable on arguments that need no preparation, or raises `CacheMiss`; None
+        between processes, which compare each call, and where JAX has no such function.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh, floats: frozenset[str], is_part: bool):
         self.mesh = mesh
         self.spec = spec
+        self.hits: Any = None
+        self.is_prepared: Callable[[tuple], bool] = lambda args: False
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
         self._traced_programs: deque[startup.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
@@ -278,7 +283,22 @@ class CompiledStep:
 
     def _new_jit(self, compiler_options: dict[str, int] | None = None) -> Any:
         donated = 0 if self.spec.donate else ()
-        return jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
+        jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
+        if self.arguments is None and not self._is_part:
+            self.hits = jax_compat.with_miss(jitted, self._compile)
+        return jitted
+
+    def _compile(self, compile_and_run: Callable[..., Any], args: tuple) -> Any:
+        if not self.is_prepared(args):
+            raise jax_compat.CacheMiss
+        self._begin_call(args)
+        try:
+            return compile_and_run(*args)
+        except ValueError as error:
+            error_hints.add_hint_of_lowering(error, self.spec)
+            raise
+        finally:
+            self._end_call(has_compiled=True)
 
     def _new_on_mesh(self) -> Callable[..., Any]:
         def on_mesh(*args: Any) -> Any:

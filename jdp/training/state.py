@@ -235,7 +235,7 @@ def _without_apply_fn(create: Callable[_Args, _Result]) -> Callable[_Args, _Resu
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class TrainState:
     """Parameters, optimizer state and step number: a pytree, the same on every rank.
 
@@ -256,6 +256,22 @@ class TrainState:
     seed: jax.Array
     tx: Replicated = dataclasses.field(metadata={"static": True})
     trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+
+    # JAX makes one in each call. The `__init__` of a frozen dataclass takes twice as long.
+    def __init__(
+        self,
+        step: jax.Array,
+        params: Any,
+        opt_state: Any,
+        model_state: Any,
+        seed: jax.Array,
+        tx: Replicated,
+        trainable: tuple[bool, ...],
+    ) -> None:
+        own = self.__dict__
+        own["step"], own["params"], own["opt_state"] = step, params, opt_state
+        own["model_state"], own["seed"] = model_state, seed
+        own["tx"], own["trainable"] = tx, trainable
 
     @classmethod
     @_without_apply_fn

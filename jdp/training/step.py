@@ -5,6 +5,7 @@ import _signal  # pyrefly: ignore[missing-import]
 import dataclasses
 import functools
 import operator
+import re
 import signal
 import threading
 import weakref
@@ -25,18 +26,19 @@ from jdp.reduction import step_metrics
 from jdp.step_spec import StepSpec
 from jdp.training import parameters, placing
 from jdp.training.compiled_step import CompiledStep
+from jdp.training.state import TrainState
 from jdp.worker import progress
 
-_is_deleted = operator.methodcaller("is_deleted")
 _flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
 
 
 class KnownState:
-    """A state that a step takes as it is, by its leaves. It holds none of them.
+    """A state that a step takes as it is. It holds none of its arrays.
 
-    The containers of a state may be new, as after `replace`, and the author may have exchanged a
-    leaf within a dict, so the leaves are compared. Another thread may call the step, too: the call
-    of one then finds the state of the other, and is prepared.
+    Its leaves are compared: its containers may be new, as after `replace`, and the author may have
+    exchanged a leaf. A `TrainState` is frozen, so a loop that gives back the object itself is
+    spared that. If another thread calls the step too, a call of one finds the state of the other,
+    and is prepared.
 
     Args:
       state: the state.
@@ -44,27 +46,58 @@ class KnownState:
       is_callers: whether it is the caller's, who may donate it to another step.
 
     Attributes:
-      leaves: references to its leaves.
+      leaves: references to its leaves; None if the object alone is known.
+      by_object: whether an object may be enough. JAX must refuse what is wrong with its leaves.
     """
 
-    __slots__ = ("_any_deleted", "leaves")
+    __slots__ = ("_any_deleted", "_object", "_shardings", "by_object", "comes_back", "leaves")
 
     def __init__(self, state: Any, mesh: Mesh, *, is_callers: bool = False) -> None:
         self._any_deleted: Any = None
         if is_callers or jax_compat.DELETED_ARRAY_CRASHES:
-            # On one device an array has one shard, and JAX's own method tells all.
-            self._any_deleted = _any_deleted_of_one if mesh.size == 1 else _any_deleted
+            self._any_deleted = jax_compat.any_deleted
+        self.by_object = self.comes_back = False
+        self._shardings: dict[int, Any] = {}
         self.is_followed_by(state)
 
     def is_followed_by(self, state: Any) -> None:
         """Record that the step has returned another state."""
-        self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+        is_object = self.by_object and type(state) is TrainState
+        self._object = weakref.ref(state) if is_object else None
+        if not (is_object and self.comes_back):
+            self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
+            return
+        self.leaves = None
+        # All results of one executable share its objects of shardings.
+        if id(state.step.sharding) not in self._shardings:
+            shardings = (leaf.sharding for leaf in jax.tree.leaves(state))
+            self._shardings = {id(sharding): sharding for sharding in shardings}
 
     def are_leaves(self, leaves: Sequence[Any]) -> bool:
         """Whether the leaves of another state are those of this one, and alive."""
-        if not state_check.are_known(self.leaves, leaves):
+        if self.leaves is None or not state_check.are_known(self.leaves, leaves):
             return False
         return self._any_deleted is None or not self._any_deleted(leaves)
+
+    def begins(self, args: tuple) -> bool:
+        """Whether this is the first of some arguments, and shares no array with the others."""
+        is_object = self._object is not None and self._object() is args[0]
+        if self.leaves is None:
+            return is_object and self.is_apart(args)
+        leaves = _flatten(args[0])[0]
+        self.comes_back = is_object
+        return self.are_leaves(leaves) and _are_apart(leaves, args[1:])
+
+    def is_apart(self, args: tuple) -> bool:
+        """Whether no leaf of the first argument, a returned state, is in another one."""
+        if self.leaves is None:
+            try:
+                leaves = _flatten(args[1:])[0]
+                if all(id(leaf.sharding) not in self._shardings for leaf in leaves):
+                    return True
+            except (AttributeError, ValueError):
+                return False  # to be placed, or refused
+        return _are_apart(_flatten(args[0])[0], args[1:])
 
 
 class LatestCall:
@@ -76,26 +109,37 @@ class LatestCall:
       rest: the other arguments.
     """
 
-    __slots__ = ("_places", "_tree", "known", "program")
+    __slots__ = ("_is_alone", "_places", "_tree", "known", "program")
 
     def __init__(self, program: Any, known: KnownState, rest: tuple) -> None:
         self.program, self.known = program, known
+        is_refused = program.hits is not None and not jax_compat.DELETED_ARRAY_CRASHES
+        self._is_alone = is_refused and program.mesh.size == 1
+        known.by_object = is_refused and program.spec.returns_state
+        known.comes_back = self._is_alone
         leaves, self._tree = jax.tree.flatten(rest)
         self._places = [_place(leaf) for leaf in leaves]
 
     def is_like(self, args: tuple) -> bool:
-        """Whether another call has this state, and further arrays that lie as those of this one."""
+        """Whether another call needs no preparation, unless JAX finds arrays of other kinds."""
         if not args:
             return False
-        state = _flatten(args[0])[0]
-        if not self.known.are_leaves(state):
+        if self._is_alone:
+            # JAX itself refuses aliased and deleted arrays, and deletes none.
+            return len(args) == 2 or self.known.is_apart(args)
+        if not self.known.begins(args):
             return False
-        try:
-            leaves, tree = _flatten(args[1:])
-        except ValueError:  # keys that cannot be sorted, which have an error of their own
+        return self.program.hits is not None or self._lies_as_this(args[1:])
+
+    def is_followed_by(self, state: Any) -> None:
+        """Record the state that the step has returned."""
+        if not self._is_alone or type(state) is TrainState:
+            self.known.is_followed_by(state)
+
+    def _lies_as_this(self, rest: tuple) -> bool:
+        leaves, tree = _flatten(rest)
+        if tree != self._tree:
             return False
-        if tree != self._tree or not {*map(id, leaves)}.isdisjoint(map(id, state)):
-            return False  # a donated array is copied for another argument
         for leaf, (kind, shape, sharding, committed) in zip(leaves, self._places, strict=True):
             if not (
                 type(leaf) is kind  # not a tracer
@@ -104,7 +148,7 @@ class LatestCall:
                 and leaf.committed == committed
             ):
                 return False
-        return not (jax_compat.DELETED_ARRAY_CRASHES and any(map(jax_compat.is_deleted, leaves)))
+        return True
 
 
 def record_call(
@@ -122,12 +166,15 @@ def record_call(
     return LatestCall(program, known, given[1:])
 
 
-def _any_deleted(leaves: Sequence[Any]) -> bool:
-    return any(map(jax_compat.is_deleted, leaves))
-
-
-def _any_deleted_of_one(leaves: Sequence[Any]) -> bool:
-    return any(map(_is_deleted, leaves))
+def _are_apart(state: Sequence[Any], rest: tuple) -> bool:
+    """Whether no leaf is in both: a donated array is copied for another argument."""
+    try:
+        leaves = _flatten(rest)[0]
+    except ValueError:  # keys that cannot be sorted, which have an error of their own
+        return False
+    if not {*map(id, leaves)}.isdisjoint(map(id, state)):
+        return False
+    return not (jax_compat.DELETED_ARRAY_CRASHES and jax_compat.any_deleted(leaves))
 
 
 def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:
@@ -200,6 +247,10 @@ class Shield:
 SHIELD = Shield()
 
 
+# What JAX says before it runs or deletes anything: of an array that is donated twice, or donated and
+# read; of one that is gone; of keys of a dict that it cannot sort.
+_UNPREPARED = re.compile("INVALID_ARGUMENT.*donate|has been deleted|Comparator raised")
+
 # The calls of a step after which the state that went in is looked at: one look takes longer.
 _LOOKS_FOR_VIEWS = frozenset([2, 3, 10, 30, 100, 300, 1000, 10_000, 100_000])
 
@@ -240,7 +291,10 @@ class Step:
         """Run one step: `(state, metrics, weight)`."""
         latest = self._latest  # read once: another thread may replace it
         if latest and not kwargs and latest.is_like(args) and not jax_compat.is_tracing():
-            return self._run(latest.program, args, args, self.spec.returns_state, latest)
+            try:
+                return self._run(latest.program, args, args, self.spec.returns_state, latest)
+            except jax_compat.CacheMiss:
+                self._num_calls -= 1
         compiled, taken, is_traced, is_returned = self._prepare(args, kwargs)
         if is_traced:
             state, metrics, weight, *_ = compiled(*taken)  # inside a jit or scan of the caller's
@@ -267,9 +321,14 @@ class Step:
             in_flight.begin_call(call)
             SHIELD.donates(args[0] if self.spec.donate else None)
             try:
-                results = compiled(*args, is_returned=is_returned, given=call.given)
+                if latest is not None and compiled.hits is not None:
+                    results = compiled.hits(*args)
+                else:
+                    results = compiled(*args, is_returned=is_returned, given=call.given)
                 state, metrics, call.weight, call.reports, found = results
             except (RuntimeError, ValueError) as error:
+                if latest is not None and _UNPREPARED.search(str(error)):
+                    raise jax_compat.CacheMiss from None
                 self._explain(error, compiled, args, call)
                 raise
             finally:
@@ -302,7 +361,7 @@ class Step:
         if self.spec.returns_state:
             if latest is not None:
                 known = latest.known
-                known.is_followed_by(state)
+                latest.is_followed_by(state)
             else:
                 self._returned = known = KnownState(state, compiled.mesh)
             if compiled.arguments is not None:
@@ -401,8 +460,15 @@ class Step:
         fail_fast.hint_at_uncaught()
         floats = parameters.floats_of_equinox(state)
         key = where, is_traced, spec.keywords
-        self._compiled_steps[key] = CompiledStep(spec, where, floats, is_traced)
-        return self._compiled_steps[key]
+        self._compiled_steps[key] = compiled = CompiledStep(spec, where, floats, is_traced)
+        compiled.is_prepared = functools.partial(self._is_prepared, compiled)
+        return compiled
+
+    def _is_prepared(self, compiled: CompiledStep, args: tuple) -> bool:
+        """Whether a program takes these arguments as they are."""
+        prepared, taken, is_traced, _ = self._prepare(args, {})
+        leaves, taken_leaves = jax.tree.leaves(args), jax.tree.leaves(taken)
+        return prepared is compiled and not is_traced and _are_taken(leaves, taken_leaves)
 
     def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
         """Return the arguments in order, keyword-only ones last.

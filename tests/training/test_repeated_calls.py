@@ -1,5 +1,6 @@
 """A call like the last one is not prepared again; any other is, and all compute the same."""
 
+import copy
 import dataclasses
 import gc
 import random
@@ -61,6 +62,7 @@ def values(state):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_calls_that_go_on_with_the_state_are_prepared_once(n, prepared):
     batch, state = placed(ranks(n)), made()
+    step, evaluated = map(copy.copy, (globals()["step"], globals()["evaluated"]))
     for i in range(5):
         state, metrics = step(state, batch)
         assert metrics["sum"] == ROWS.mean()
@@ -357,3 +359,30 @@ def test_a_step_that_is_dropped_leaves_no_program():
     del own, program
     gc.collect()
     assert dropped() is None
+
+
+def test_the_executable_is_asked_first_and_other_kinds_are_prepared(prepared):
+    batch, state = placed(ranks(2)), made()
+    own = copy.copy(step)
+    for _ in range(4):
+        state, _ = own(state, batch)
+    [program] = own._compiled_steps.values()
+    assert prepared == ["step"] and program.hits._cache_size() == 1
+    state, _ = own(state, placed(ranks(2), ROWS[:12]))  # JAX has no executable: prepared, then kept
+    before = len(prepared)
+    for rows in (ROWS, ROWS[:12], ROWS, ROWS[:12]):
+        state, _ = own(state, placed(ranks(2), rows))
+    assert len(prepared) == before and program.hits._cache_size() == 2
+    state, _ = own(state, {"x": ROWS.copy()})
+    assert len(prepared) > before
+    assert values(state)[0][0] == -(7 * ROWS.mean() + 3 * ROWS[:12].mean())
+
+
+def test_without_the_function_of_jax_each_call_is_prepared(monkeypatch, prepared):
+    monkeypatch.setattr("jdp.jax_compat.with_miss", lambda *args: None)
+    batch, state = placed(ranks(2)), made()
+    own = copy.copy(step)
+    for _ in range(3):
+        state, _ = own(state, batch)
+    assert values(state) == [[k - 3 * ROWS.mean() for k in range(4)]] * 2
+    assert prepared == ["step"]
