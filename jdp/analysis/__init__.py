@@ -1,4 +1,4 @@
-"""Which values may differ from rank to rank, and where ranks could wait for each other."""
+"""The uniformity analysis: which values may differ from rank to rank, and where ranks deadlock."""
 
 from jdp.analysis.backward_slice import Node
 from jdp.analysis.diagnostics import bulleted, line_of, shown, source_of

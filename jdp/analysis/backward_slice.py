@@ -1,4 +1,4 @@
-"""From a value back to the values it was computed from, through calls, branches and loops."""
+"""Backward slices through calls, branches and loops."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jdp.analysis.records import Record, value_of
 
 
 class Frame(NamedTuple):
-    """A body during a search, with the equation that calls it and the frame of that equation."""
+    """A body during a search, its calling equation, and the frame of that equation."""
 
     record: Record
     eqn: Any
     around: Frame | None
 
     def key(self) -> tuple[int, ...]:
-        """Return a key that differs between two calls of one body."""
+        """Return a key of this call."""
         around = () if self.around is None else self.around.key()
         return *around, id(self.record), id(self.eqn)
 
@@ -32,18 +32,20 @@ class Node(NamedTuple):
     variable: Any
 
     def key(self) -> tuple[Any, ...]:
-        """Return a key that differs between any two nodes."""
+        """Return a key of this node."""
         return self.variable, *self.frame.key()
 
     def shared_key(self) -> tuple[Any, ...]:
-        """Return a key that all calls of the body with equal classes share."""
+        """Return a key that calls with equal input classes share."""
         return self.variable, id(self.frame.record)
 
 
 class WayBack:
-    """The way back through the `body` of a shard_map `eqn`, which the record `root` calls.
+    """A backward slice through the `body` of a shard_map `eqn`.
 
-    A value differs if it has one of `bits`, see `Bits`.
+    Args:
+      root: the record that calls `eqn`.
+      bits: the bits of a differing value, see `Bits`.
     """
 
     def __init__(self, body: Any, root: Record, eqn: Any, bits: int):
@@ -60,7 +62,7 @@ class WayBack:
         only_same: bool = False,
         until: Iterable[tuple[Any, ...]] = (),
     ) -> Iterator[Node]:
-        """Yield the differing values among `nodes` and all before them, the nearest first."""
+        """Yield the differing values among `nodes` and all before them, nearest first."""
         seen, waiting = set(), deque(nodes)
         while waiting:
             node = waiting.popleft()
@@ -79,7 +81,7 @@ class WayBack:
                 waiting += self.before(node)
 
     def before(self, node: Node) -> Iterator[Node]:
-        """Yield the values that a value was computed from, in any body."""
+        """Yield the operands of a value, in any body."""
         frame, variable = node
         if jaxprs.is_literal(variable):
             return
@@ -94,7 +96,7 @@ class WayBack:
             yield from (Node(frame, atom) for atom in eqn.invars)
 
     def varying_before(self, node: Node) -> Iterator[Node]:
-        """Yield the differing values that a value was computed from."""
+        """Yield the differing operands of a value."""
         return (each for each in self.before(node) if self.differs(each))
 
     def differs(self, node: Node) -> bool:
@@ -104,21 +106,21 @@ class WayBack:
         return bool(value_of(node.frame.record.env.get(node.variable, 0)) & self._bits)
 
     def maker(self, node: Node) -> Any | None:
-        """Return the equation that computed a value, None for an input of its body."""
+        """Return the equation of a value, None for an input of its body."""
         record = node.frame.record
         if id(record) not in self._makers:
             self._makers[id(record)] = {v: eqn for eqn in record.jaxpr.eqns for v in eqn.outvars}
         return self._makers[id(record)].get(node.variable)
 
     def plain(self, node: Node) -> Any | None:
-        """Return the equation that computed a value, None if it has bodies or is a source."""
+        """Return the equation of a value, None if it has bodies or is a source."""
         eqn = self.maker(node)
         if eqn is None or node.frame.record.calls(eqn) or is_source(eqn):
             return None
         return eqn
 
     def predicates(self, frame: Frame | None, eqn: Any) -> Iterator[Node]:
-        """Yield the values that decide how often the bodies of `eqn`, in `frame`, run."""
+        """Yield the values that decide how often the bodies of `eqn` run."""
         if frame is None:
             return
         if eqn.primitive.name == "cond":
@@ -128,7 +130,7 @@ class WayBack:
             yield Node(Frame(frame.record.child(eqn, cond), eqn, frame), cond.outvars[0])
 
     def frame_of(self, kind: str, eqn: Any) -> Frame | None:
-        """Return a body with a finding of this kind at an equation, see `Record.add`."""
+        """Return a body with a finding at an equation, see `Record.add`."""
         waiting, seen = [self.top], set()
         while waiting:
             frame = waiting.pop()
@@ -142,7 +144,7 @@ class WayBack:
         return None
 
     def line(self, frame: Frame | None, eqn: Any) -> str:
-        """Return the author's line of an equation in `frame`, or of the nearest one around it."""
+        """Return the author's line of an equation, or of the nearest one around it."""
         line = "" if eqn is None else source_of(eqn)
         while not line and frame is not None and frame.eqn is not None:
             line, frame = source_of(frame.eqn), frame.around
@@ -161,7 +163,7 @@ class WayBack:
                 yield from self.predicates(frame.around, frame.eqn)
 
     def _last_round(self, frame: Frame) -> Frame:
-        """Return the frame of a loop's body, given that of its body or its condition."""
+        """Return the frame of a while loop's body, also for the frame of its condition."""
         if frame.eqn.primitive.name != "while":
             return frame
         assert frame.around is not None
@@ -188,7 +190,7 @@ class WayBack:
             yield Node(Frame(body, eqn, frame), body.jaxpr.outvars[i])
 
     def _written(self, node: Node) -> Iterator[Node]:
-        """Yield the values that are written into a Ref in this body and in bodies that it calls."""
+        """Yield the values written into a Ref, also in called bodies."""
         frame, ref = node
         for eqn in frame.record.jaxpr.eqns:
             if ref not in [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]:
@@ -204,14 +206,14 @@ class WayBack:
                             yield from self._written(Node(inner, variable))
 
 
-# Beyond this number of nodes, calls of a body with equal classes are treated as one.
+# With more nodes, calls of a body with equal classes count as one.
 _MANY_NODES = 10_000
 
 _KNOWN = frozenset({"cond", "scan", "shard_map", "while", "call_hi_primitive", *jaxprs.CALLS})
 
 
 def is_source(eqn: Any) -> bool:
-    """Whether an equation is a mark that names a differing value."""
+    """Whether an equation marks a differing value."""
     return eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == SOURCE
 
 
@@ -220,7 +222,7 @@ def _fits(eqn: Any, body: Any) -> bool:
 
 
 def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield the operand of `eqn` that is the body's i-th input, and the output that replaces it."""
+    """Yield the operand that is the body's i-th input, and the output that replaces it."""
     name = eqn.primitive.name
     if name == "cond":
         yield i + 1, None

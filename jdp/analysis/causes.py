@@ -1,4 +1,4 @@
-"""Refuse values that differ from rank to rank, with the cause and what to write instead."""
+"""Refusals of values that differ from rank to rank."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from jdp.error_codes import with_code
 
 
 def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[str]:
-    """Yield a text for every collective that some ranks may skip.
+    """Yield a refusal for each collective that some ranks may skip.
 
     Args:
       inputs: names of the inputs of the shard_map, in order.
@@ -45,12 +45,12 @@ def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> I
         )
 
 
-# Leaves that are computed on the way to the new parameters, not from these.
+# Leaves computed for the new parameters, not from them.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
 
 
 def refusals(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for each group of values that may differ from rank to rank and must not."""
+    """Yield a refusal for each group of values that may differ and must not."""
     yield from _layers(report, traced)
     outputs = [*_outputs(report, traced)]
     yield from outputs or _parts(report, traced)
@@ -58,7 +58,7 @@ def refusals(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def input_names(report: Report, traced: Traced) -> list[str]:
-    """Return the names of the inputs of a step: first the captured arrays, then the arguments."""
+    """Return the names of a step's inputs: captured arrays first, then arguments."""
     return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 
@@ -73,7 +73,7 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _parts(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for each value that is put together from parts of ranks that may not match."""
+    """Yield a text for each value combined from shards that may not match."""
     for found, sources in _differing(report, traced, PART):
         yield with_code(
             "JDP114",
@@ -85,7 +85,7 @@ def _parts(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _differing(report: Report, traced: Traced, kind: str) -> Iterator[tuple[Marked, str]]:
-    """Yield the marks of a kind on values that may differ, each with the reason as a clause."""
+    """Yield the marks of a kind on differing values, each with the reason as a clause."""
     for found in report.marks:
         axes = found.value.axes & set(found.axes)
         if found.kind == kind and axes:
@@ -150,10 +150,10 @@ def _advice(output: Output) -> str:
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# Metrics of nnx that a state keeps, below a key such as train_metrics, or by their variables.
+# Metrics of nnx in a state: a key such as train_metrics, or their variables.
 _METRICS = re.compile(r"(\['|\.)\w*metrics?('\]|\.|\[|$)|\['(total|count|m2)'\]\.value$")
 
-# The states of Flax linen and nnx, of Haiku, and those of Equinox, whose paths in JAX are numbers.
+# States of Flax linen, nnx and Haiku; Equinox, whose paths are numbers.
 _MODEL_STATE = re.compile(
     r"model_state|batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|\.|$)|(mean|var)_ema'\]|/ema_"
     r"|<flat index"
@@ -217,7 +217,7 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:
-    """Return the leaves, by position, that differ for another reason than that others differ."""
+    """Return the leaves, by position, that do not differ because of other leaves."""
     nodes = {i: back.of_output(i) for i in leaves}
     causes = [nodes[i] for i, path in leaves.items() if not _ON_THE_WAY.search(path)]
     left = {i: node for i, node in nodes.items() if not back.is_consequence(node, causes)}

@@ -1,4 +1,4 @@
-"""Facts of the variables of a jaxpr, through calls, branches and loops, forward and backward."""
+"""Forward and backward dataflow over jaxprs, through calls, branches and loops."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from jdp.analysis.marks import WEIGHED
 
 
 class Forward:
-    """One pass over a jaxpr. A call's body gets its operands; other bodies get the join of theirs.
+    """A forward pass. A call's body gets its operands; other bodies get their join.
 
     Args:
-      join: returns the value that stands for several; for none, that of a constant.
-      visit: `(eqn, operands, place) -> outputs`, or None to compute them from the bodies of `eqn`.
-      enter: `(place, eqn) -> place` of the bodies of an equation, as for `placed_equations`.
+      join: joins values; without values, returns that of a constant.
+      visit: `(eqn, operands, place) -> outputs`, or None to compute them from the bodies.
+      enter: `(place, eqn) -> place` of an equation's bodies, as for `placed_equations`.
     """
 
     def __init__(
@@ -25,15 +25,11 @@ class Forward:
         enter: Callable[[Any, Any], Any] = lambda place, eqn: place,
     ):
         self._join, self._visit, self._enter = join, visit, enter
-        # The results of analysed bodies: without them nested calls would take 2^depth passes.
+        # Without these results nested calls would take 2^depth passes.
         self._known: dict[Any, list[Any]] = {}
 
     def outputs(self, jaxpr: Any, ins: Sequence[Any], place: Any = None) -> list[Any]:
-        """Return the values of a jaxpr's outputs.
-
-        Args:
-          ins: values of its inputs, in order.
-        """
+        """Return the values of the outputs for the values `ins` of the inputs."""
         key = id(jaxpr), place, *ins
         if key not in self._known:
             env = dict(zip(jaxpr.invars, ins, strict=True))
@@ -61,16 +57,15 @@ class Forward:
         return [value] * len(eqn.outvars)
 
 
-# A flag for each output of a jaxpr (whether it is wanted) or each input (whether it is needed).
+# A flag for each output (wanted) or each input (needed).
 _Flags = tuple[bool, ...]
 _Known = dict[tuple[int, _Flags], _Flags]
 
 
 def used_inputs(jaxpr: Any) -> _Flags:
-    """Return for each input whether an output or a side effect depends on it.
+    """Return for each input whether an output or side effect depends on it.
 
-    A `WEIGHED` mark does not count as a use of its operand. An input is not used if the call,
-    branch or loop that takes it ignores it, or if nothing uses the results.
+    A `WEIGHED` mark does not use its operand.
     """
     return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 

@@ -1,4 +1,4 @@
-"""How a refusal names things: the author's line of an equation, leaves, axes and problems."""
+"""Names in refusals: lines of the author, leaves, axes, problems."""
 
 import functools
 import sysconfig
@@ -14,7 +14,7 @@ from jdp.step_spec import StepSpec
 
 
 def shown(names: Iterable[str]) -> str:
-    """Return a list of at most five different names, with a count of the others.
+    """Return at most five different names, and a count of the others.
 
     >>> shown(["`a`", "`b`", "`a`"]), shown(["`w`"] + [f"`v{i}`" for i in range(6)])
     ('`a`, `b`', '`w`, `v0`, `v1`, `v2`, `v3` and 2 more')
@@ -25,7 +25,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def bulleted(problems: Sequence[str]) -> str:
-    """Return a list of at most eight problems, one on each line, with a count of the others."""
+    """Return at most eight problems, one a line, and a count of the others."""
     lines = [f"- {problem}" for problem in problems[:8]]
     if len(problems) > 8:
         lines.append(f"- and {len(problems) - 8} more")
@@ -33,35 +33,34 @@ def bulleted(problems: Sequence[str]) -> str:
 
 
 def spelled(names: Collection[str]) -> str:
-    """Return axes as a program spells them: a name, or a tuple of names."""
+    """Return axes as a program writes them: a name, or a tuple."""
     ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
     return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))
 
 
 _JDP = Path(__file__).parents[1]
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
-# Libraries whose lines are never named, because they do not help a user.
+# Libraries whose lines do not help a user.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
 
 
 def source_of(eqn: Any) -> str:
-    """Return the innermost line of the author's, such as "train.py:41", empty if there is none.
+    """Return the author's innermost line, such as "train.py:41"; empty without one.
 
-    Files of installed packages, of Python's standard library and of jdp are not the author's. A
-    line of an installed program is returned only if there is no other.
+    The fallback is a line of an installed package, except for `_LIBRARIES`.
     """
     found = eqn.source_info.traceback
     return "" if found is None else _line(found)
 
 
 def is_of_author(eqn: Any) -> bool:
-    """Whether the author's code, or a library that it calls, made an equation, and not jdp."""
+    """Whether an equation comes from outside jdp."""
     found = eqn.source_info.traceback
     return found is not None and not is_of_jdp(frame.file_name for frame in found.frames)
 
 
 def is_of_jdp(files: Iterable[str]) -> bool:
-    """Whether the innermost of some files, JAX's own left out, is one of jdp."""
+    """Whether the innermost file, apart from JAX's own, belongs to jdp."""
     for name in files:
         path = Path(name)
         if path.is_relative_to(_JDP):
@@ -72,7 +71,7 @@ def is_of_jdp(files: Iterable[str]) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of the author's that raised an error, as `source` does."""
+    """Return the author's innermost line that raised an error, see `source_of`."""
     frames = traceback.extract_tb(error.__traceback__)
     return innermost_line((frame.filename, frame.lineno or 0) for frame in reversed(frames))
 
@@ -84,7 +83,7 @@ def _line(found: Any) -> str:
 
 
 def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
-    """Return the innermost line of the author's among frames, as `source` does."""
+    """Return the author's innermost line among frames, see `source_of`."""
     second_best = ""
     for file_name, number in frames:
         whose = _whose(file_name)
@@ -112,11 +111,10 @@ WEIGHT = "weight"
 
 
 class NamedTree:
-    """A tree whose leaves errors name. The names are built only for errors.
+    """A tree whose leaf names are built only for errors.
 
     Args:
-      name: of the tree, as the author would write it.
-      tree: the tree.
+      name: the tree as the author would write it.
 
     >>> NamedTree("metrics", {"loss": 1.0, "norms": (2.0, 3.0)}).paths
     ["metrics['loss']", "metrics['norms'][0]", "metrics['norms'][1]"]
@@ -128,19 +126,18 @@ class NamedTree:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The path of each leaf, as the author would write it."""
+        """The paths of the leaves, as the author would write them."""
         named = jax.tree_util.tree_leaves_with_path(self._tree)
         return [self.name + jax.tree_util.keystr(path) for path, _ in named]
 
 
 class Output(NamedTuple):
-    """One output leaf of a step.
+    """An output leaf of a step.
 
     Attributes:
-      tree: the tree that it belongs to.
-      position: of the leaf in that tree.
+      position: of the leaf in its tree.
       kind: "state", "metric", "rows", or "own": a metric before it is averaged.
-      aval: shape and dtype, over all ranks.
+      aval: global shape and dtype.
     """
 
     tree: NamedTree
@@ -162,20 +159,19 @@ class Output(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class TraceFindings:
-    """Findings of the trace of a step, returned from the trace as a node without leaves.
+    """Findings of a step's trace, a pytree node without leaves.
 
     Attributes:
-      marked: paths of the gradients whose reduction was traced.
+      marked: paths of the gradients with a traced reduction.
       split: paths of the gradients that are sent as soon as they are ready.
-      averaged: paths of the gradients that the author gets as means over the ranks.
-      weighed: name of the function that weighs ranks, such as jdp.train_step; empty if none does.
-      gradient_bytes: bytes of all gradients that are sent.
-      gathers: a text for each array that a sharded optimizer's update gathers whole on every rank.
-      owned: a text for each kind of matrix that such an update computes on one rank each.
-      gather_dtype: in which losses see parameters that an optimizer updates in more bits; empty if
-        the step updates none.
-      integer_sums: the author's line of each sum of integers whose overflow is reported.
-      group_bytes: bytes of the parameters that are gathered together before use; 0 if none are.
+      averaged: paths of the gradients that the author receives as means over ranks.
+      weighed: name of the function that weights ranks, such as jdp.train_step; or empty.
+      gradient_bytes: bytes of all sent gradients.
+      gathers: a text for each array that a sharded update gathers on every rank.
+      owned: a text for each kind of matrix that a sharded update computes on one rank.
+      gather_dtype: dtype of parameters in losses if the optimizer updates more bits; or empty.
+      integer_sums: the author's lines of integer sums whose overflow is reported.
+      group_bytes: bytes of the parameters gathered together before use; 0 without gathers.
     """
 
     marked: frozenset[str]
@@ -195,12 +191,10 @@ class Traced:
     """A traced step.
 
     Attributes:
-      spec: the step's function and options.
-      platform: the platform that it is compiled for, such as "cpu".
-      inputs: paths of the leaves of its arguments, in order.
-      mask: position among `inputs` of the padding mask of the batch, or None.
-      outputs: its output leaves, in order.
-      found: the findings of the trace.
+      platform: the compile target, such as "cpu".
+      inputs: paths of the argument leaves, in order.
+      mask: position of the batch's padding mask among `inputs`, or None.
+      outputs: the output leaves, in order.
     """
 
     spec: StepSpec

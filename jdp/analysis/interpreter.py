@@ -1,4 +1,4 @@
-"""Interpret a jaxpr: compute the class of every value, and record marks and deadlocks."""
+"""Interpret a jaxpr: compute the class of each value, record marks and deadlocks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
             args = jax.tree.unflatten(primitive.in_tree, flat)
             return jax.tree.leaves(primitive.expand(*args))
 
-        # Trace inside a shard_map, so that the axes are bound that the body may name.
+        # Inside a shard_map, because the body may name axes.
         spec = PartitionSpec()
         mapped = jax.shard_map(
             expand, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
@@ -36,8 +36,8 @@ def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
     return jaxprs.mapped_body(mapped_eqn)
 
 
-# XLA's partitioner sends the edges of a split dim to the neighbours with a collective-permute, in
-# which all devices take part. Its other collectives stay among devices that share a data rank.
+# XLA sends the edges of a split dim to neighbours by a collective-permute of all devices. Its other
+# collectives stay among devices of one data rank.
 _SHIFTS = frozenset(
     "concatenate conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
     "dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min reduce_window_sum "
@@ -46,15 +46,15 @@ _SHIFTS = frozenset(
 )
 
 
-# XLA's CPU backend widens the operands of these reductions to float32. If an axis is left to the
-# compiler, the widening fails and the process aborts.
+# XLA's CPU backend widens operands of these to float32. With a compiler-partitioned axis the
+# widening aborts the process.
 _REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
 
 
 def bfloat16_reductions(eqn: Any) -> list[Any]:
-    """Return the reductions of bfloat16 in an outermost shard_map that leaves axes to the compiler.
+    """Return bfloat16 reductions of an outermost shard_map with compiler-partitioned axes.
 
-    The body of a nested shard_map that leaves no axis to the compiler is skipped.
+    A nested shard_map without such axes is skipped.
     """
     every = frozenset(eqn.params["mesh"].axis_names)
 
@@ -76,12 +76,11 @@ def _is_bfloat16(eqn: Any) -> bool:
 
 
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
-    """Return an equation that may become a collective-permute, where its operands are split.
+    """Return an equation that may become a collective-permute of split operands.
 
-    With one partitioned axis, an array is split along one dim or another, and a change of the dim
-    is an all-to-all. With several axes, two arrays may have the same parts on different devices.
-    Where the arrays meet, or are the results of different branches, XLA may reorder the parts with
-    a collective-permute.
+    With one partitioned axis an array is split along one dim, and a change of dim is an
+    all-to-all. With several axes, equal shards of two arrays may be on different devices. XLA may
+    reorder the shards by a collective-permute where arrays meet or branches return them.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:
@@ -105,17 +104,16 @@ def _is_local(eqn: Any) -> bool:
     return not any(shapes)
 
 
-# Computes the class of an equation's result, or a list with a class for each output, from the
-# analysis, the equation and the classes of its operands: `(interp, eqn, ins) -> class`.
+# `(interp, eqn, ins) -> class`, or a class for each output.
 Rule = Callable[..., Any]
 
-# Zero if all operands are zero. Nothing depends on whether other operations return zeros.
+# Zero if all operands are zero. The analysis needs no zeros of other operations.
 ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 
-# The innermost loop of the interpreter repeats these rules, which it meets most often.
+# The innermost loop of the interpreter repeats these frequent rules.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands. The result differs where one of them does, and is not a scaled sum."""
+    """Join the operands: the result is not a scaled sum."""
     value = 0
     for operand in ins:
         value |= operand
@@ -125,7 +123,7 @@ def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands, as mix does, but a sum that is n times too large stays a wrong number."""
+    """Join the operands as mix does, but a sum n times too large stays wrong."""
     (value,) = ins
     if value & interp.lattice.data:
         return value | interp.lattice.imaged
@@ -135,12 +133,12 @@ def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def move(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Return the class of the first operand: its elements, each at most scaled by a constant."""
+    """Return the class of the first operand, moved or scaled by a constant."""
     return ins[0]
 
 
 class Quotient(NamedTuple):
-    """A value that was divided by numbers: its class before, and the divisors."""
+    """A value divided by numbers: its class before, and the divisors."""
 
     value: int
     divisors: tuple[float, ...]
@@ -150,11 +148,11 @@ class Interpreter:
     """The state of one analysis.
 
     Args:
-      rules: the rule of each primitive, by name.
+      rules: rules by primitive name.
       unknown: the rule of all other primitives.
       mesh: the mesh of the analysed shard_map.
-      manual: names of its manual axes: those along which ranks run their own code.
-      trusts_unknown: whether to treat unknown primitives as pure.
+      manual: axes along which ranks run their own code.
+      trusts_unknown: whether unknown primitives count as pure.
     """
 
     def __init__(
@@ -169,11 +167,10 @@ class Interpreter:
         self._rules, self._unknown = rules, unknown
         self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
-        # Axes along which ranks may skip the current body, and the control flow that causes it.
+        # Axes along which ranks may skip the current body, and the control flow around it.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
-        # The record of the current body, and those of all analysed bodies. The key of a body holds
-        # everything that its results depend on.
+        # The key of a known body holds everything that its results depend on.
         self.record = Record(None, {})
         self._known: dict[tuple, Record] = {}
         self._mesh = mesh
@@ -182,12 +179,12 @@ class Interpreter:
         self.trusts_unknown = trusts_unknown
         # Captured arrays whose value is a number of ranks, or one over it.
         self.numbers: dict[Any, float] = {}
-        # How often a constant was divided by a number of ranks; negative if it was multiplied.
+        # How often a constant was divided by a number of ranks; negative for products.
         self.divisions: dict[Any, int] = {}
-        # Values that were divided by numbers, and the sizes that sums added up: see `local`.
+        # Values that were divided by numbers, and the sizes of sums: see `local`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
-        # Results of gathers: the class of a rank's part, the axes, and the dim that counts ranks.
+        # Results of gathers: the class of a shard, the axes, and the dim that counts ranks.
         self.gathered: dict[Any, tuple[int, int, int]] = {}
         # Axes of more than one device that the compiler partitions.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
@@ -197,14 +194,14 @@ class Interpreter:
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
-        """Return the value of a literal or of a captured array, None if it is unknown."""
+        """Return the value of a literal or captured array, None if unknown."""
         return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
-        """Return the classes of the outputs of `jaxpr`, a body of `eqn`, for classes of its inputs.
+        """Return the output classes of `jaxpr`, a body of `eqn`.
 
-        A body is analysed once for equal classes of inputs. Otherwise nested functions that are
-        called twice each would be analysed 2^depth times.
+        Each body is analysed once for equal input classes, because nested double calls would take
+        2^depth analyses.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)
@@ -232,7 +229,7 @@ class Interpreter:
         return Cell(self.anything()) if jaxprs.is_ref(variable) else self.lattice.nonzero
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-        # The innermost loop: for speed, names are local and the most frequent rules are repeated.
+        # The innermost loop: for speed, names are local and frequent rules repeated.
         rule_of, unknown, imaged = self._rules.get, self._unknown, self.lattice.imaged
         data, nonzero, mixed = self.lattice.data, self.lattice.nonzero, self.lattice.mixed
         for eqn in eqns:
@@ -265,7 +262,7 @@ class Interpreter:
                 env[variable] = value
 
     def under(self, varying: int, control: str, jaxpr: Any, ins: list[Any], eqn: Any) -> list[Any]:
-        """Return the classes of the outputs of a body that some ranks may skip."""
+        """Return the output classes of a body that some ranks may skip."""
         outside = self.where
         self.where |= varying
         if varying and self._automatic:
@@ -281,7 +278,7 @@ class Interpreter:
 
     @contextlib.contextmanager
     def manual_too(self, names: frozenset[str]) -> Iterator[None]:
-        """Analyse, inside a with block, a body in which further axes are manual."""
+        """Analyse, inside a with block, a body with more manual axes."""
         outside = self.everywhere, self._automatic
         self.everywhere |= self.lattice.axes(names)
         self._automatic = self._automatic - names
@@ -289,14 +286,14 @@ class Interpreter:
         self.everywhere, self._automatic = outside
 
     def expanded(self, eqn: Any) -> Any | None:
-        """Return the traced body of a high-level primitive, None if it cannot be traced."""
+        """Return the traced body of a high-level primitive, or None."""
         if id(eqn) not in self._expanded:
             manual = self.lattice.names(self.everywhere)
             self._expanded[id(eqn)] = expanded(eqn, self._mesh, manual)
         return self._expanded[id(eqn)]
 
     def record_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
-        """Record the collective `eqn` over `axes` that ranks along the `absent` axes may skip."""
+        """Record the collective `eqn` over `axes` that ranks along `absent` may skip."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
         self.record.add("deadlock", eqn, axes, absent, control)
 

@@ -1,4 +1,4 @@
-"""Read the parameters of JAX's primitives, and the names of mesh axes in them."""
+"""Parameters of JAX's primitives, and mesh axes in them."""
 
 import contextlib
 import dataclasses
@@ -15,12 +15,12 @@ from jdp.jax_compat import opened, scan_counts
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:
-    """Return the names of the axes that a shard_map makes manual."""
+    """Return the axes that a shard_map makes manual."""
     return frozenset(eqn.params["newly_manual_axes"])
 
 
 def spec_axes(spec: PartitionSpec) -> set[Any]:
-    """Return the names of the axes along which arrays with this spec differ, also partial sums."""
+    """Return the axes along which arrays with this spec differ, also partial sums."""
     found = set(spec.unreduced)
     for entry in spec.partitions:
         found.update(entry if isinstance(entry, tuple) else (entry,))
@@ -28,19 +28,19 @@ def spec_axes(spec: PartitionSpec) -> set[Any]:
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """Return the axes of a collective: names of mesh axes, or positions of dims under a vmap."""
+    """Return a collective's axes: mesh axis names, or dims under a vmap."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def axis_groups(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return the groups of ranks of a collective, None if all ranks form one group."""
+    """Return a collective's groups of ranks, None for one group."""
     found = eqn.params.get("axis_index_groups")
     return found if found is not None and len(found) > 1 else None
 
 
 def named_axes(eqn: Any) -> set[str]:
-    """Return every string in the parameters of an equation that may be the name of an axis."""
+    """Return all strings in an equation's parameters that may name an axis."""
     return _strings_in(value for key, value in eqn.params.items() if key != "name")
 
 
@@ -56,8 +56,8 @@ def _strings_in(values: Any) -> set[str]:
     return found
 
 
-# Operations of a kernel on its own device: Refs and bodies are joined. jdp assumes that the kernel
-# reads only memory that it has written, and that it orders its writes.
+# Operations of a kernel on its own device; Refs and bodies are joined. jdp assumes that kernels
+# read only written memory, and order their writes.
 JOINED = frozenset(
     """
     all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem async_copy_smem_to_tmem
@@ -81,7 +81,7 @@ JOINED = frozenset(
     """.split()
 )
 
-# Memory that other devices or programs write, hidden states, and kernels that jdp cannot open.
+# Memory that other devices or programs write, hidden states, and opaque kernels.
 SOURCES = frozenset(
     """
     atomic_cas atomic_rmw get_barrier_semaphore get_global mosaic_gpu_p multimem_load_reduce
@@ -111,17 +111,14 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def bodies(eqn: Any) -> list[Any]:
-    """Return all jaxprs in the parameters of an equation."""
+    """Return all jaxprs in an equation's parameters."""
     values = eqn.params.values()
-    # The set of types is built in C: a step has thousands of equations, and few have a body.
+    # C builds the set of types: a step has thousands of equations, few with a body.
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
 def remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
-    """Remember results for as long as the jaxpr lives: several questions about a program ask again.
-
-    A result must not hold the jaxpr, and with it the constants of its program.
-    """
+    """Cache results for the lifetime of the jaxpr, which a result must not reference."""
     known: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fn)
@@ -140,13 +137,12 @@ def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
-    """Return the bodies of each equation that has some, by its id, also of those in bodies."""
+    """Return the bodies of each equation by its id, also inside bodies."""
     return _nested(opened(jaxpr))[1]
 
 
 @remembered
 def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
-    """Return all bodies in a jaxpr, and those of each equation by its id."""
     found: dict[int, Any] = {}
     by_equation, left = {}, [jaxpr]
     while left:
@@ -161,7 +157,7 @@ def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
 
 
 def primitive_names(jaxpr: Any) -> frozenset[str]:
-    """Return the names of the primitives of a jaxpr and of all bodies in it."""
+    """Return the names of all primitives in a jaxpr and its bodies."""
     return _primitive_names(opened(jaxpr))
 
 
@@ -171,7 +167,7 @@ def _primitive_names(jaxpr: Any) -> frozenset[str]:
 
 
 def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
-    """Return the equations of a jaxpr and of all bodies in it, in order, each body once."""
+    """Return the equations of a jaxpr and its bodies, in order, each body once."""
 
     def enter(place: bool, eqn: Any) -> bool | None:
         return place if mapped or eqn.primitive.name != "shard_map" else None
@@ -182,10 +178,10 @@ def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
 def placed_equations(
     jaxpr: Any, place: _Place, enter: Callable[[_Place, Any], _Place | None]
 ) -> list[tuple[Any, _Place]]:
-    """Return what `equations` returns, each with its place; a body comes once for each place.
+    """Return `equations`, each with its place; a body occurs once for each place.
 
     Args:
-      enter: returns the place of an equation's bodies from the equation's own; None skips them.
+      enter: returns the place of an equation's bodies from its own; None skips them.
     """
     found: list[tuple[Any, _Place]] = []
     _add_placed(found, opened(jaxpr), place, enter, set())
@@ -204,7 +200,7 @@ def _add_placed(found: list[Any], jaxpr: Any, place: Any, enter: Any, seen: set[
                 _add_placed(found, body, inside, enter, seen)
 
 
-# Types whose values hold no jaxpr, such as int. Most parameters have one of these types.
+# Types whose values hold no jaxpr, such as int.
 _PLAIN: set[type] = set()
 
 
@@ -218,7 +214,7 @@ def _jaxprs_in(values: Collection[Any]) -> list[Any]:
         elif is_jaxpr(value):
             found.append(opened(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            # The dataclass with which a Pallas kernel chooses its blocks.
+            # The dataclass by which a Pallas kernel chooses its blocks.
             fields = dataclasses.fields(value)
             found += _jaxprs_in([getattr(value, each.name, None) for each in fields])
         elif not hasattr(value, "jaxpr"):  # the attribute may be None here, and a jaxpr elsewhere
@@ -227,7 +223,7 @@ def _jaxprs_in(values: Collection[Any]) -> list[Any]:
 
 
 def called(eqn: Any) -> Any | None:
-    """Return the program of a call, with its constants, None as for `called_body`."""
+    """Return the program of a call with its constants, None as for `called_body`."""
     for name in _CALLED:
         program = eqn.params.get(name)
         if program is not None and is_jaxpr(program):
@@ -238,7 +234,7 @@ def called(eqn: Any) -> Any | None:
 
 
 def called_body(eqn: Any) -> Any | None:
-    """Return the body of a call, None if its inputs and outputs are not those of the call."""
+    """Return the body of a call, None if inputs or outputs do not match."""
     program = called(eqn)
     return None if program is None else opened(program)
 
@@ -249,15 +245,14 @@ def constants(program: Any) -> list[tuple[Any, Any]]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a literal, not a variable."""
+    """Whether an operand is a literal."""
     return type(atom) is Literal
 
 
 def number(atom: Any) -> float | None:
-    """Return the number that a literal holds, 0 or one that can be divided by; otherwise None.
+    """Return a literal's number, 0 or invertible; otherwise None.
 
-    None is returned for a variable, several numbers, infinities, NaN, and denormal numbers whose
-    reciprocal is infinite.
+    None stands for variables, arrays, infinities, NaN and denormals with an infinite reciprocal.
     """
     if type(atom) is not Literal or getattr(atom.val, "shape", ()):
         return None
@@ -270,10 +265,10 @@ def number(atom: Any) -> float | None:
 
 
 def captured_numbers(jaxpr: Any) -> dict[Any, float]:
-    """Return the scalars that a traced program has captured as arrays, by variable."""
+    """Return the scalars that a program captured as arrays, by variable."""
     found = {}
     for variable, value in constants(jaxpr):
-        # This process cannot read an array that other processes hold parts of.
+        # A process cannot read arrays with shards in other processes.
         if not variable.aval.shape and getattr(value, "is_fully_addressable", True):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # traced, or deleted
                 found[variable] = float(value)
@@ -281,12 +276,12 @@ def captured_numbers(jaxpr: Any) -> dict[Any, float]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation computes a cotangent, judged by the names of JAX's traces."""
+    """Whether an equation computes a cotangent, by the names of JAX's traces."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def is_ref(variable: Any) -> bool:
-    """Whether a variable is a `jax.Ref`: its type wraps the type of its contents."""
+    """Whether a variable is a `jax.Ref`."""
     return hasattr(variable.aval, "inner_aval")
 
 
@@ -296,13 +291,13 @@ def acts(eqn: Any) -> bool:
 
 
 def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
-    """Return a while loop's condition, its body, and the number of constants of each of them."""
+    """Return a while loop's condition, body, and the number of constants of each."""
     p = eqn.params
     return opened(p["cond_jaxpr"]), opened(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"]
 
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
-    """Return a scan's body, the number of its constants and the number of its carried values."""
+    """Return a scan's body, and its numbers of constants and of carried values."""
     return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 
@@ -312,14 +307,14 @@ def branches(eqn: Any) -> list[Any]:
 
 
 def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
-    """Return `solve` and `matvec`, each with the position of its constants, and that of the rhs."""
+    """Return `solve` and `matvec` with the positions of their constants, and that of the rhs."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     before_solve = lengths.matvec + lengths.vecmat
     return (opened(jaxprs.solve), before_solve), (opened(jaxprs.matvec), 0), sum(lengths)
 
 
 def mapped_body(eqn: Any) -> Any:
-    """Return the body of a shard_map, which every rank runs."""
+    """Return the body of a shard_map."""
     return opened(eqn.params["jaxpr"])
 
 

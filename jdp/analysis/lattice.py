@@ -1,4 +1,4 @@
-"""The lattice of classes: how each kind of operation changes them."""
+"""The lattice of classes, and the operations on it."""
 
 import functools
 import itertools
@@ -11,28 +11,25 @@ class AbstractValue(NamedTuple):
     """The facts about one value in a program that every rank runs.
 
     The one-rank value is what one rank would compute from the whole batch. Over n ranks, a *mean*
-    is the one-rank value; averaging a mean again over the same ranks does not change it. A *total*
-    is n times the one-rank value, as `psum` of the ranks' own means is.
+    is the one-rank value; another mean over the same ranks does not change it. A *total* is n times
+    the one-rank value, as `psum` of the ranks' means is.
 
-    The analysis reads the division by n off the program: after the sum, by the number of ranks
-    (`pmean`, the scale of jdp's own reductions), or before it, by a rank's share of the weight of
-    all ranks. Where a sum was divided by something else, or its operand was divided, the analysis
-    cannot tell whether it is a mean and calls it *unclear*: `psum(losses) / psum(counts)` is a
-    mean, `psum(gradient) / 2` is not.
+    The analysis looks for the division by n: after the sum (`pmean`, jdp's reductions), or before
+    it, by a rank's share of the total weight. With any other division the value is *unclear*:
+    `psum(losses) / psum(counts)` is a mean, `psum(gradient) / 2` is not.
 
     Attributes:
       axes: mesh axes along which ranks may hold different values. Empty: uniform.
-      reduced: mesh axes along which it is a sum or mean of values that differed, or was added up or
-        put together from several of these. Since then it was at most scaled by a uniform value,
-        negated, cast, reshaped, sliced or copied.
+      reduced: mesh axes along which it is a sum or mean of values that differed, or consists of
+        several of these. Afterwards it was only scaled by a uniform value, negated, cast, reshaped,
+        sliced or copied.
       zero: whether it is known to be zero everywhere.
-      total: the axes in `reduced` along which it is a total: nothing has divided it by n.
+      total: the axes in `reduced` along which it is a total.
       unclear: the axes in `reduced` along which it may be a total or a mean. Along the other axes
         in `reduced` it is a mean.
-      repeated: mesh axes along which it is a sum over ranks of a value that was equal on every
-        rank, and so is n times too large.
-      even: mesh axes along which it was computed from means over ranks that all count the same, and
-        from no other exchange between ranks.
+      repeated: mesh axes along which it is a sum of values equal on every rank, n times too large.
+      even: mesh axes along which it depends on means that count all ranks the same, and on no
+        other exchange between ranks.
       undivided: mesh axes along which it may depend, through any operations, on a total that no
         number has scaled since.
       duplicated: mesh axes along which it may depend in this way on a sum of equal values.
@@ -49,7 +46,7 @@ class AbstractValue(NamedTuple):
     duplicated: frozenset[str] = frozenset()
 
     def either(self, other: "AbstractValue") -> "AbstractValue":
-        """Return the facts about a value of a function that is called in several places."""
+        """Return the facts about a value of a function called in several places."""
         pairs: Any = zip(self, other, strict=True)  # sets, except for zero
         joined = AbstractValue._make(mine | its for mine, its in pairs)
         return joined._replace(zero=self.zero and other.zero)
@@ -63,36 +60,31 @@ _KINDS = (
 class Bits:
     """Classes encoded as integers. `|` joins two classes: a set bit is the weaker claim.
 
-    There are eleven bits for each axis, and six for the value as a whole. Here n is the number of
-    ranks along the axis, and the one-rank value is the one that a single rank would compute from
-    the whole batch:
+    Each axis has eleven bits, and the value as a whole has six. Here n is the number of ranks
+    along the axis, and the one-rank value is as in `AbstractValue`:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it may be something else than a scaled sum over the axis;
     - unrepeated: it may be something else than a sum of values that were equal along the axis;
-    - single: it may be the one-rank value or, where it varies, the rank's own part of that, so that
-      the mean over the ranks is the one-rank value;
+    - single: it may be the one-rank value or, where it varies, a rank's part whose mean over the
+      ranks is the one-rank value;
     - total: it may be n times the one-rank value or, where it varies, computed from such a value;
     - divided: it may be the one-rank value divided by n, so that the sum over the ranks is a mean;
-    - even: it may depend on a mean in which all ranks count the same: a sum that was divided by n;
+    - even: it may depend on a mean with equal weights: a sum that was divided by n;
     - uneven: it may depend on another exchange between ranks, such as a weighted mean;
     - averaging: it is a constant that was divided by n, or by a number of elements that equals n;
-    - undivided: it may depend on a total that no number has scaled since. This bit stays set after
-      an operation that is not linear, which ends the claim of being a sum;
+    - undivided: it may depend on a total that no number has scaled since, also through nonlinear
+      operations, which end the claim of being a sum;
     - duplicated: it may depend in this way on a sum of values that were equal along the axis;
     - data: the value depends on data and is not a constant of the program;
     - nonzero: it may differ from zero. This takes two bits: the constants 1 and -1 have only one;
-    - bent: it may be a root, power or logarithm of a sum over ranks, a sum of the elements of such
-      a sum, or a sum over groups of ranks. Then a factor other than 1/n corrects a repeated sum;
+    - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or a
+      sum over groups of ranks. Then a factor other than 1/n corrects a repeated sum;
     - by_ranks: it may have been multiplied by a number of ranks;
     - capped: it may be a constant that replaces the computed value, as in `max(x, 1)`.
 
     Args:
-      sizes: number of ranks along each axis of the mesh, by name.
-
-    >>> bits = Bits({"data": 4, "model": 2})
-    >>> bits.names(bits.axes(["model"]) | bits.over("total", 1))
-    frozenset({'model'})
+      sizes: number of ranks along each mesh axis, by name.
     """
 
     def __init__(self, sizes: Mapping[str, int]):
@@ -115,11 +107,11 @@ class Bits:
         self.bent = 8 * self.data
         self.by_ranks = 16 * self.data
         self.capped = 32 * self.data
-        # The bits that an operation adds to a value of data if it invalidates every claim.
+        # The bits that an operation adds to data if it invalidates every claim.
         self.mixed = self.unsummed | self.unrepeated | self.single | self.data | self.nonzero
-        # The same where a sum that was n times too large stays a wrong number.
+        # The same where a sum n times too large stays wrong.
         self.imaged = self.mixed & ~self.unrepeated
-        # An unknown value that is the same on all ranks.
+        # An unknown value that is equal on all ranks.
         self.anything = self.mixed | self.total | self.divided | self.uneven
         self._products = [
             (self.axes(chosen), math.prod(sizes[name] for name in chosen))
@@ -128,14 +120,14 @@ class Bits:
         ]
 
     def axes(self, names: Iterable[Any]) -> int:
-        """Return the varying bits of axes. A name that is not an axis of the mesh adds none."""
+        """Return the varying bits of axes; names that are not mesh axes add none."""
         bits = 0
         for name in names:
             bits |= self._bit.get(name, 0)
         return bits
 
     def names(self, value: int) -> frozenset[str]:
-        """Return the names of the axes along which `value` varies."""
+        """Return the axes along which `value` varies."""
         return frozenset(name for name, bit in self._bit.items() if value & bit)
 
     def over(self, kind: str, axes: int) -> int:
@@ -143,17 +135,17 @@ class Bits:
         return axes << self._shift[kind]
 
     def at(self, value: int, kind: str) -> int:
-        """Return the axes for which the bits of one kind are set, as varying bits."""
+        """Return the axes with a bit of one kind, as varying bits."""
         return value >> self._shift[kind] & self.varying
 
     def sums(self, single: int, total: int, divided: int) -> int:
-        """Return the bits of three kinds together, each for the axes given as varying bits."""
+        """Return the bits of three kinds, each for axes as varying bits."""
         return (
             self.over("single", single) | self.over("total", total) | self.over("divided", divided)
         )
 
     def is_constant(self, value: int) -> bool:
-        """Whether a value is a constant of the program, the same on every rank."""
+        """Whether a value is a constant of the program, equal on every rank."""
         return not value & (self.data | self.varying)
 
     def is_data(self, value: int) -> bool:
@@ -161,7 +153,7 @@ class Bits:
         return bool(value & self.data and value & self.nonzero)
 
     def decode(self, value: int) -> AbstractValue:
-        """Return the class that `value` stands for."""
+        """Return the class that `value` encodes."""
         uniform = self.varying & ~value if self.is_data(value) else 0
         summed = uniform & ~self.at(value, "unsummed")
         total = summed & self.at(value, "total")
@@ -179,9 +171,9 @@ class Bits:
         )
 
     def axes_of_size(self, size: float, among: int) -> int:
-        """Return the axes that together have `size` ranks.
+        """Return the axes with `size` ranks in all.
 
-        These are all of `among` if they fit, else the axes of all its subsets that fit.
+        These are all of `among` if they fit, else the axes of every subset that fits.
         """
         # In bfloat16, 1 / 3 is 0.2 % too large. A sum over one rank is already a mean.
         found = 0
@@ -194,22 +186,17 @@ class Bits:
         return found
 
 
-# Operations that an interpreter calls most often, and with few different classes.
+# The most frequent operations, with few different classes.
 _REMEMBERED = (
     "add all_reduce contract decode divisions names product quotient scale_by_number".split()
 )
 
 
 class Lattice(Bits):
-    """Operations on classes.
+    """Operations on encoded classes (`value`, `a`, `b`, see `Bits`); `axes` are varying bits.
 
-    The methods take classes encoded as integers (`value`, `a`, `b`, see `Bits`) and sets of axes as
-    their varying bits (`axes`).
-
-    A constant has none of the bits of sums, so that it can be joined with a sum without ending a
-    claim: where a uniform predicate chooses between the two, or where a loop starts with the
-      constant.
-    `decode` claims only of data that it is a sum.
+    A constant has no bits of sums, so a join with a sum keeps the claim. This occurs in a loop
+    that starts with a constant, and in a choice by a uniform predicate.
 
     >>> lattice = Lattice({"data": 4})
     >>> rows = lattice.mixed | lattice.axes(["data"])
@@ -226,23 +213,23 @@ class Lattice(Bits):
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def rescaled(self, value: int, axes: int) -> int:
-        """Return the class of `value` after it was divided by the number of ranks along `axes`."""
+        """Return the class of `value` divided by the number of ranks along `axes`."""
         return value & ~(self.over("undivided", axes) | self.over("duplicated", axes))
 
     def without_scale(self, value: int) -> int:
-        """Return the class of a boolean, a sign or a position, which a factor n does not change."""
+        """Return the class of a boolean, sign or position, which a factor n does not change."""
         return value & ~self.scale
 
     def _met(self, a: int, b: int) -> int:
         """Return the bits of means of a product or ratio.
 
-        A ratio of two means is not itself a mean: `pmean(w * x) / pmean(w)` is a weighted mean.
+        A ratio of two means is no mean: `pmean(w * x) / pmean(w)` is a weighted mean.
         """
         met = self.over("even", self.at(a | b, "even")) | (a | b) & self.uneven
         return met | self.over("uneven", self.at(a, "even") & self.at(b, "even"))
 
     def mix(self, value: int) -> int:
-        """Return the class of a result whose operands have the join `value`, without any claim."""
+        """Return the class of a result of operands with the join `value`, without claims."""
         return value | (self.mixed if value & self.data else self.nonzero)
 
     def invert(self, value: int) -> int:
@@ -258,20 +245,19 @@ class Lattice(Bits):
             return value
         if not value & self.data:
             if not differed:
-                # n times a constant. If the constant was divided by n before, as in the transpose
-                # of pmean, the sum is the constant itself.
+                # n times a constant. The sum undoes an earlier division by n, as in the transpose
+                # of pmean.
                 undone = self.at(value, "divided") & axes
                 value &= ~self.over("divided", undone)
                 return value | self.nonzero | self.over("divided", axes & ~undone)
-            # A constant that a varying predicate chose is a sum only over the axes of the
-            # predicate.
+            # A constant chosen by a varying predicate is a sum only over the predicate's axes.
             value |= self.mixed
         single, total, divided = (each & axes for each in self._parts(value))
         shares = divided & ~single & ~total
         met = (divided | total) & ~shares
         value = self.rescaled(value, divided) & ~self.sums(axes, axes, axes)
         value |= self.sums(shares | met, axes & ~shares, 0)
-        # The operand may be weighted by that mean, or be a sum itself.
+        # The operand may be weighted by that mean, or be a sum.
         value |= self.over("uneven", self.at(value, "even") & differed | total & ~differed)
         repeats = axes & ~differed & ~divided
         if repeats:
@@ -280,7 +266,7 @@ class Lattice(Bits):
         return value & ~self.over("unsummed", differed)
 
     def sum_in_groups(self, value: int, axes: int) -> int:
-        """Return the class of the sums of `value` over groups of ranks along `axes`."""
+        """Return the class of sums over groups of ranks along `axes`."""
         if not value & self.data:
             return value | self.nonzero if value & self.nonzero else value
         same = axes & ~value
@@ -288,14 +274,14 @@ class Lattice(Bits):
         return value & ~self.over("unrepeated", same)
 
     def mean(self, value: int, axes: int) -> int:
-        """Return the class of the mean over `axes` that is `value`, a sum, divided by n."""
+        """Return the class of the sum `value` divided by n, a mean over `axes`."""
         value = self.rescaled(value, axes)
         axes &= ~value
         value &= ~self.sums(0, axes, axes)
         return value | self.sums(axes, 0, 0) | self.over("unrepeated", axes)
 
     def agree(self, value: int, axes: int) -> int:
-        """Return the class of `value` after an exchange made it equal on all ranks along `axes`."""
+        """Return the class of `value` after an exchange made it equal along `axes`."""
         differed = value & axes
         if differed:
             value = value & ~differed | self.data | self.sums(0, axes, axes)
@@ -303,7 +289,7 @@ class Lattice(Bits):
         return self.mix(value)
 
     def scale_by(self, value: int, by: int) -> int:
-        """Return the class of `value * by`, where the class `by` is that of a constant."""
+        """Return the class of `value * by` for a constant of class `by`."""
         if not by & (self.other | self.divided | self.averaging):  # by is 1
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
@@ -316,7 +302,7 @@ class Lattice(Bits):
         return value | self.unrepeated * bool(divided or value & self.bent)
 
     def scale_by_number(self, value: int, number: float) -> int:
-        """Return the class of `value * number`, which is a mean if this divides a sum by n."""
+        """Return the class of `value * number`, a mean if this divides a sum by n."""
         if not value & self.nonzero or not number:
             return value & self.varying
         if value & self.bent and abs(number) != 1:
@@ -329,7 +315,7 @@ class Lattice(Bits):
         if value & self.data and total:
             matched = self.axes_of_size(1 / number, total)
             if matched:
-                # Axes along which the value is known to be a sum of values that differed.
+                # Axes along which the value is surely a sum of values that differed.
                 sums = matched & ~self.at(value, "unsummed") & ~self.at(value, "single")
                 return self.mean(value, matched) | self.over("even", sums)
             return value if abs(number) == 1 else value | self.sums(total, 0, 0)
@@ -338,7 +324,7 @@ class Lattice(Bits):
         return value | self.over("divided", self.axes_of_size(1 / number, self.varying))
 
     def divisions(self, divisor: float) -> int:
-        """Return 1 if `divisor` is a number of ranks, -1 if it is 1 over such a number, else 0."""
+        """Return 1 if `divisor` is a number of ranks, -1 if 1 over one, else 0."""
         if divisor and self.axes_of_size(divisor, self.varying):
             return 1
         return -1 if divisor and self.axes_of_size(1 / divisor, self.varying) else 0
@@ -373,7 +359,7 @@ class Lattice(Bits):
         return value | self._met(a, b) | self.over("uneven", total_a & total_b)
 
     def _scaled_by(self, value: int, factor: int) -> int:
-        """Return the class of `value` after a product with `factor`, which may be 1 over a sum."""
+        """Return the class of `value` times `factor`, which may be 1 over a sum."""
         return value if factor & self.capped else self.rescaled(value, self.at(factor, "divided"))
 
     def quotient(self, a: int, b: int) -> int:

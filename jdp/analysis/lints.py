@@ -1,4 +1,4 @@
-"""Findings about steps that are uniform, and may still not be what their author means."""
+"""Findings about uniform steps that may still not be what the author means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jdp.error_codes import with_code
 
 
 def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
-    """Return the author's lines that draw numbers for rows from a key that all ranks share."""
+    """Return the author's lines that draw numbers for rows from a shared key."""
     step = find_shard_maps(jaxpr)[0]
     lines: dict[str, None] = {}
 
@@ -43,13 +43,12 @@ def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
 
 
 class _Gradient(NamedTuple):
-    """The facts about a value of a step: whether it is such a gradient.
+    """Facts about a value that may be such a gradient.
 
     Attributes:
-      of_rows: whether it depends on the rows of the batch, other than by the gradient of a loss
-        that saw narrow parameters.
-      is_wide: whether it depends on a derivative of these that JAX computed in full precision.
-      line: the author's line of that derivative, empty if that is not known.
+      of_rows: whether it depends on the batch, apart from gradients of narrow losses.
+      is_wide: whether it depends on a full-precision derivative of the batch.
+      line: the author's line of that derivative, or empty.
     """
 
     of_rows: bool = False
@@ -62,7 +61,7 @@ class _Context(NamedTuple):
 
     Attributes:
       is_transposed: whether it computes a cotangent.
-      is_narrow: whether it belongs to a loss that saw narrow parameters.
+      is_narrow: whether its loss saw narrow parameters.
     """
 
     is_transposed: bool = False
@@ -76,10 +75,10 @@ class _Context(NamedTuple):
 
 
 def require_narrow(jaxpr: Any, traced: Traced) -> None:
-    """Refuse an update by the gradient of a loss that saw parameters in full precision.
+    """Refuse an update by the gradient of a loss that saw full-precision parameters.
 
-    Such a gradient comes from the batch, by a derivative outside of `jdp.value_and_grad` that does
-    not end in a cast to more bits: that would be the derivative of a cast in the loss.
+    Such a gradient comes from the batch by a derivative outside `jdp.value_and_grad`. A final cast
+    to more bits excludes it, as the derivative of a cast in the loss.
     """
     dtype = traced.found.gather_dtype
     if not dtype:
@@ -100,7 +99,7 @@ def require_narrow(jaxpr: Any, traced: Traced) -> None:
 
 
 def _wide_gradients(body: Any, traced: Traced) -> dict[str, str]:
-    """Return the paths of the gradients of wide losses, each with the line of the loss."""
+    """Return the paths of gradients of wide losses, each with the loss's line."""
     found: dict[str, str] = {}
 
     def visit(eqn: Any, operands: list[_Gradient], around: _Context) -> list[_Gradient] | None:
@@ -124,7 +123,6 @@ def _wide_gradients(body: Any, traced: Traced) -> dict[str, str]:
 
 
 def _widens(eqn: Any) -> bool:
-    """Whether an equation casts a float to one of more bits."""
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -141,13 +139,12 @@ def _join(values: Sequence[_Gradient]) -> _Gradient:
     )
 
 
-# Warn of nonlinear functions of one rank's gradients before the mean over the ranks.
-#
-# The mean over ranks of linear functions is the function of the mean, as on one device. A function
-# is linear here if all other values in it, such as factors and masks, do not depend on gradients.
+# Warn of nonlinear functions of one rank's gradients before the mean over ranks.
+# Linear functions commute with that mean. A function counts as linear if its other operands, such
+# as factors and masks, do not depend on gradients.
 
 
-# Linear in all operands together. Logic of booleans is included: their comparisons are reported.
+# Linear in all operands together. Comparisons are reported, so logic of booleans is included.
 _LINEAR = frozenset(
     "add add_any and broadcast_in_dim complex concatenate conj cumsum dynamic_slice "
     "dynamic_update_slice fft gather imag jdp_mark jdp_weigh not or pad real reduce_and reduce_or "
@@ -165,7 +162,7 @@ _MOVES_EACH = frozenset(
 )
 _SUMS = frozenset("dot_general reduce_sum".split())
 _LOOPS = frozenset("scan while".split())
-# Exchanges between ranks, and functions whose content jdp does not know.
+# Exchanges between ranks, and functions with content unknown to jdp.
 _UNKNOWN = (
     frozenset(collectives.RULES) - {"jdp_mark"}
     | control_flow.SOURCES
@@ -173,15 +170,15 @@ _UNKNOWN = (
     | jaxprs.SOURCES
     | frozenset("buffer_callback call_exported debug_callback ffi_call pure_callback".split())
 )
-# A warning that contains it is about a change of gradients, not about a metric.
+# Marks a warning about a change of gradients, not about a metric.
 NONLINEAR = "is not linear in the gradient of this rank's rows"
-# Beyond this number of values the calls of a body count as one, and beyond the second the rest is
-# linear: functions that each call the next one twice have 2^depth values.
+# With more values, calls of a body count as one; beyond the second bound the rest counts as linear.
+# Functions that each call the next one twice have 2^depth values.
 _MANY_NODES, _MOST_NODES = 10_000, 200_000
 
 
 def clip_warnings(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for metrics and updates that bend gradients before they are averaged."""
+    """Yield a warning for nonlinear changes of gradients before their mean."""
     axes = frozenset(traced.spec.axis_name)
     local = [each for each in report.marks if each.kind == LOCAL and each.value.axes & axes]
     if not local:
@@ -222,7 +219,7 @@ def _changed(updates: _Linearity, gradients: Iterable[tuple[str, Node | None]]) 
 
 
 class _Bend(NamedTuple):
-    """An operation that is not linear in gradients, with its place in the step."""
+    """An operation nonlinear in gradients, and its place in the step."""
 
     position: int
     frame: Frame
@@ -233,9 +230,8 @@ class _Dependence(NamedTuple):
     """How a value depends on gradients of this rank's rows.
 
     Attributes:
-      depends: whether it depends on such a gradient.
-      bend: the first operation on the way that is not linear; None if all are.
-      of_rows: whether it depends on gradients of single rows, which other functions may add up.
+      bend: the first nonlinear operation, or None.
+      of_rows: whether it depends on gradients of single rows, which may be added up later.
     """
 
     depends: bool = False
@@ -244,11 +240,10 @@ class _Dependence(NamedTuple):
 
 
 class _Linearity:
-    """Whether values of a step are linear in gradients before the mean over the ranks.
+    """Whether values are linear in gradients before the mean over ranks.
 
     Args:
-      back: the way back through the step.
-      shapes: those of the gradients of parameters.
+      shapes: of the gradients of parameters.
       among: keys of the gradients that count; None: all.
     """
 
@@ -264,7 +259,7 @@ class _Linearity:
         self._first = next(derived, len(back.body.eqns))
 
     def bend(self, node: Node) -> _Bend | None:
-        """Return the first operation before a value that is not linear, None if all are."""
+        """Return the first nonlinear operation before a value, or None."""
         waiting, key = [node], None
         while waiting:
             each = waiting[-1]
@@ -297,7 +292,7 @@ class _Linearity:
         return list(self._back.varying_before(node))
 
     def _ends(self, eqn: Any) -> bool:
-        """Whether the operands of what made a value say nothing about it."""
+        """Whether the search ends at the equation of a value."""
         name = eqn.primitive.name
         return jaxprs.is_transposed(eqn) or name in _UNKNOWN or _tests_for_finite(eqn)
 
@@ -330,7 +325,7 @@ class _Linearity:
         return node.variable.aval.shape in self.shapes
 
     def _bends(self, frame: Frame, eqn: Any) -> bool:
-        """Whether an operation is not linear in those of its operands that depend on gradients."""
+        """Whether an operation is nonlinear in operands that depend on gradients."""
         name = eqn.primitive.name
         nodes = [Node(frame, atom) for atom in eqn.invars]
         depending = [
@@ -349,7 +344,7 @@ class _Linearity:
         return name not in _LINEAR | _MOVES_EACH and rule is not None and rule is not move
 
     def _position(self, node: Node) -> int:
-        """Return the place in the step of the equation that computed a value, or contains it."""
+        """Return the position of the step's equation that computes or contains a value."""
         frame: Frame | None = node.frame
         eqn = None
         while frame is not None and frame.around is not None:
@@ -359,7 +354,7 @@ class _Linearity:
 
 
 def _holds_transposed(eqn: Any) -> bool:
-    """Whether JAX computes a gradient in an equation or its bodies."""
+    """Whether an equation or its bodies compute a gradient."""
     if jaxprs.is_transposed(eqn):
         return True
     return any(map(_body_is_derived, jaxprs.bodies(eqn)))
@@ -371,7 +366,7 @@ def _body_is_derived(body: Any) -> bool:
 
 
 def _tests_for_finite(eqn: Any) -> bool:
-    """Whether an equation asks for NaN or infinities, which change nothing where there are none."""
+    """Whether an equation tests for NaN or infinities."""
     if eqn.primitive.name == "is_finite":
         return True
     if eqn.primitive.name not in ("eq", "ne"):

@@ -1,4 +1,4 @@
-"""Marks: identity operations that the uniformity analysis looks for in a traced program."""
+"""Marks: identity operations that the uniformity analysis reads in a traced program."""
 
 from typing import Any
 
@@ -9,63 +9,61 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
-# The kind of mark on a gradient that is about to be reduced.
+# A gradient that is about to be reduced.
 LOCAL = "local"
-# The kind of mark that a collective puts on its result, see `mark`.
+# The result of a collective, see `mark`.
 ALL_REDUCED = "all_reduced"
-# Marks the inputs of a step's weight. Reading an input for the weight does not count as a use.
+# An input of a step's weight, which does not count as a use.
 WEIGHED = "weighed"
-# The kind of mark on gradients that have a weight other than that of their step.
+# A gradient with a weight other than that of its step.
 OWN_WEIGHT = "own_weight"
-# Marks of `jdp.scan_layers`: a value that must be the same on every rank, and a gradient that is
-# a mean over ranks and may be averaged again.
+# `jdp.scan_layers`: a value that must be equal on every rank, and a gradient that is a mean over
+# ranks and may be averaged again.
 SHARED = "shared"
 AVERAGED = "averaged"
-# Marks on the parameters of `jdp.scan_layers`: on this platform it reduces in the backward loop;
-# on this platform it does not; it would do so on more than one rank.
+# Parameters of `jdp.scan_layers`: it reduces in the backward loop here; only on other platforms;
+# only on more ranks.
 LATE_HERE = "late_here"
 LATE_ELSEWHERE = "late_elsewhere"
 LATE_ON_MORE_RANKS = "late_on_more_ranks"
-# Facts that a program does not show: a reduction was divided by the number of ranks; a number is
-# this rank's share of the weights of all ranks, which add up to 1; the user wants the sum.
+# Facts that a program does not show: a reduction was divided by the number of ranks; a rank's share
+# of the total weight 1; a sum that the user wants.
 MEAN = "mean"
 SHARE = "share"
 SUMMED = "summed"
-# A sum over the rounds of a loop, of terms that each round has divided by the number of rounds.
+# A sum over the rounds of a loop, of terms already divided by the number of rounds.
 ROUNDS = "rounds"
 # A gradient that the user has declared as reduced.
 SYNCED = "synced"
-# A gradient that goes into the update of parameters which losses see in fewer bits. Its result is
-# not used.
+# A gradient for parameters that losses see in fewer bits; its result is not used.
 OF_MASTERS = "of_masters"
-# A rank's part of a value that is equal on all ranks; a value that must be equal on all ranks
-# because their parts of it are put together; and the value that was put together.
+# A shard of a value that is equal on all ranks; a value that must be equal on all ranks because
+# their shards of it are combined; and the combined value.
 SHARD = "shard"
 PART = "part"
 WHOLE = "whole"
-# A value that differs from rank to rank. Its path is the name for it in errors.
+# A differing value; its path is its name in errors.
 SOURCE = "source"
 
 # A value whose type has lost the mesh.
 MESHLESS = "meshless"
 
-# The name scope of jdp's weighted sum over ranks. JAX keeps the name in the transposed sum, which
-# the analysis thereby distinguishes from a user's collective.
+# The scope of jdp's weighted sum. JAX keeps it in the transposed sum, and so distinguishes it from
+# a user's collective.
 WEIGHTED_SUM = "jdp_weighted_sum"
-# The name scope of `jdp.value_and_grad` where it hands the loss parameters in fewer bits.
+# The scope in which `jdp.value_and_grad` computes a loss of narrow parameters.
 NARROW_LOSS = "jdp_narrow_loss"
-# The name of the jitted function that computes one micro-batch and its gradient.
+# The name of the jitted function of a micro-batch and its gradient.
 MICRO_BATCH = "jdp_micro_batch"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
     """Return `x` unchanged, with a mark in the traced program.
 
-    The mark survives grad, vmap, jvp, scan, jit and rematerialization. It is an operation that no
-    policy of `jax.checkpoint` saves by name and that no lowering emits (on CPU a local gradient may
-    get an optimization barrier, see `_unfolded`). Cotangents are not marked, and tangents only if
-    the kind is `"all_reduced"`. Under a `vmap` that binds one of `axes`, the mark loses that axis:
-    the operation then runs over the rows of an array, not over ranks.
+    The mark survives grad, vmap, jvp, scan, jit and rematerialization. No policy of
+    `jax.checkpoint` saves it by name. No lowering emits it, except for a barrier on CPU, see
+    `_unfolded`. Cotangents are not marked, and tangents only for `"all_reduced"`. A `vmap` over one
+    of `axes` removes that axis: the operation then runs over rows, not ranks.
 
     >>> import jax
     >>> noted = lambda x: mark(x, kind="local", path="['w']", axes=("data",)) ** 2
@@ -119,16 +117,16 @@ mlir.register_lowering(
     cacheable=False,
 )
 
-# Operations that may stand between product and gradient, and move or cast single elements.
+# Moves or casts of single elements between product and gradient.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
 
 
 def _unfolded(x: Any) -> Any:
     """Keep XLA from folding the transpose of a weight's gradient into the product before it.
 
-    JAX turns the gradient of `x @ w` into a transposed product, and XLA's CPU backend is slower if
-    the product writes the transpose (a transformer's step takes 6 to 15 % longer). In a jitted step
-    without jdp, the all-reduce separates the two. Here a barrier does.
+    JAX computes the gradient of `x @ w` as a transposed product. On XLA:CPU a step of a transformer
+    takes 6 to 15 % longer if the product writes the transpose. Without jdp the all-reduce
+    separates both operations; here a barrier does.
     """
     moves = []
     product = x
@@ -147,8 +145,8 @@ def _unfolded(x: Any) -> Any:
 
 
 def _sums_over_dims(op: Any) -> bool:
-    # For example over rows and positions. If the product sums over rows only, it can write the
-    # transpose at full speed, and a separate transpose took a fifth longer.
+    # Such as rows and positions. A product over rows alone writes the transpose at full speed, and
+    # a separate transpose takes a fifth longer.
     if op.name != "stablehlo.dot_general":
         return False
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])

@@ -1,4 +1,4 @@
-"""Refuse a step that ignores its padding mask, and warn of means that do not weigh by it."""
+"""Refusals of steps that ignore the padding mask, warnings of means that it does not weight."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -13,8 +13,6 @@ from jdp.error_codes import with_code
 
 
 class _Kind(IntEnum):
-    """The data from which a value is computed."""
-
     CONSTANT = 0
     MASK = 1  # the mask and constants, a value for each row
     COUNT = 2  # sums of such values
@@ -25,7 +23,7 @@ _SUMS = frozenset(("reduce_sum", "dot_general"))
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield an error for a step that averages over rows and does not read the mask."""
+    """Yield an error for a step that averages over rows without the mask."""
     averages = any(
         out.kind in ("state", "metric") and out.tree.name != WEIGHT for out in traced.outputs
     )
@@ -43,7 +41,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for a step that averages means of ranks which the mask does not weigh."""
+    """Yield a warning for means of ranks that the mask does not weight."""
     if traced.mask is None:
         return
     body, place = jaxprs.mapped_body(step), _place(report, traced)
@@ -65,13 +63,13 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _place(report: Report, traced: Traced) -> int:
-    """Return the position of the mask among the inputs of the shard_map's body."""
+    """Return the mask's position among the inputs of the shard_map's body."""
     assert traced.mask is not None
     return report.num_inputs - len(traced.inputs) + traced.mask
 
 
 def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
-    """Whether the weight of the step may depend on an input, by any path."""
+    """Whether the step's weight may depend on an input."""
     pass_over = Forward(any, lambda eqn, operands, _: None)
     depends = pass_over.outputs(body, [i == place for i in range(len(body.invars))])
     return any(
@@ -80,9 +78,9 @@ def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
 
 
 def local_means(body: Any, mask: int) -> list[str]:
-    """Return the author's lines that divide by the number of this rank's unpadded rows.
+    """Return the author's lines that divide by the number of a rank's unpadded rows.
 
-    Empty if that number, or the mask, is reduced over the ranks: the user then weights by hand.
+    Empty if the user reduces that number or the mask over ranks, and so weights by hand.
     """
     walk, inputs = _Walk(), [_Kind.OTHER] * len(body.invars)
     inputs[mask] = _Kind.MASK
@@ -96,7 +94,7 @@ class _Walk:
         self.is_weighed = False
 
     def follow(self, jaxpr: Any, inputs: Sequence[_Kind]) -> list[_Kind]:
-        """Return the kinds of a jaxpr's outputs, for the kinds of its inputs."""
+        """Return the kinds of a jaxpr's outputs for the kinds of its inputs."""
         kinds = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def kind_of(atom: Any) -> _Kind:

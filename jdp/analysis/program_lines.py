@@ -1,7 +1,7 @@
-"""The operations of a traced program as lines that are equal whenever the program is traced again.
+"""A traced program as lines that are equal in every process and trace.
 
-Neither the order of operations nor names, addresses, meshes and jdp's own numbers are part of them,
-so they are equal in each process that traces a program, also where the author loops over a set.
+The lines leave out the order of operations, names, addresses, meshes and jdp's own numbers. They
+are equal even if the author loops over a set.
 """
 
 import enum
@@ -24,17 +24,17 @@ from jdp.jax_compat import opened
 from jdp.pytrees import is_deleted, without_key
 
 _ARRAYS = bool, int, np.ndarray, np.generic, jax.Array
-_MOST_ELEMENTS = 1 << 16  # of an array that are read
-# Parameters that say nothing about the result.
+_MOST_ELEMENTS = 1 << 16  # elements read of an array
+# Parameters that do not change the result.
 _LEFT_OUT = frozenset("name mesh weak_type out_sharding sharding debug_info ctx_mesh".split())
 
 
 class ProgramLines(NamedTuple):
-    """A program, in a form that a file can hold.
+    """A program in a form for files.
 
     Attributes:
-      counts: 8 hexadecimal digits of a line -> how often the program has it.
-      texts: the same digits -> the line and its place in the author's code, in order.
+      counts: 8 hexadecimal digits of a line -> how often it occurs.
+      texts: the same digits -> the line and the author's line, in order.
     """
 
     counts: Mapping[str, int]
@@ -46,7 +46,7 @@ class ProgramLines(NamedTuple):
         return hashlib.sha256(repr(sorted(self.counts.items())).encode()).hexdigest()[:16]
 
     def difference(self, saved: Mapping[str, int]) -> str:
-        """Describe the first line that the program has more often than another one."""
+        """Describe the first line that occurs more often than in `saved`."""
         for line, (text, where) in self.texts.items():
             now, then = self.counts[line], saved.get(line, 0)
             if now > then:
@@ -73,7 +73,7 @@ def _times(number: int) -> str:
     return {0: "nowhere", 1: "once"}.get(number, f"{number} times")
 
 
-# A body that is called from several places counts at each. `known`: of bodies, by their id.
+# A body counts for each call. `known`: counts by the id of a body.
 def _counts(
     jaxpr: Any, texts: dict[str, tuple[str, str]], known: dict[int, Counter[str]]
 ) -> Counter[str]:
@@ -101,10 +101,10 @@ def _line(eqn: Any) -> str:
     name, params = eqn.primitive.name, sorted(eqn.params.items())
     operands, results = [*map(_operand, eqn.invars)], [_type(x.aval) for x in eqn.outvars]
     if bodies(eqn):
-        # A body captures arrays, and returns them, in the order in which it was traced.
+        # A body captures and returns arrays in the order of its trace.
         operands, results = sorted(operands), sorted(results)
         params = [(key, value) for key, value in params if not isinstance(value, (tuple, list))]
-    # Callbacks have texts and functions as parameters, primitives of jdp the numbers of calls.
+    # Callbacks have texts and functions as parameters, jdp's primitives numbers of calls.
     if name.startswith("jdp_") or "callback" in name or "debug" in name:
         params = []
     shown = ((key, _param(value)) for key, value in params if key not in _LEFT_OUT)
@@ -123,8 +123,8 @@ def _type(aval: Any) -> str:
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
 
-# The value of a scalar, and digits of an array. Arrays computed on a device may differ in the
-# last bits from run to run, so floats have few digits.
+# A scalar's value, or digits of an array. Devices may compute different last bits in each run, so
+# floats have few digits.
 def _described(value: Any) -> str:
     if isinstance(value, (float, complex)):
         return f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""Find where a value that differs from rank to rank comes from. Used only for refusals."""
+"""The origin of a differing value, for refusals."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class Origin(NamedTuple):
     """The reason why a value differs from rank to rank.
 
     Attributes:
-      line: the author's line that combines a varying value with a reduced one; empty if there is
-        none.
+      line: the author's line that combines a varying value with a reduced one, or empty.
       primitive: the operation of that line, such as "mul".
-      sources: origins of the varying value: positions of inputs of the shard_map, and descriptions.
+      sources: origins of the varying value: positions of shard_map inputs, and descriptions.
       is_reduced: whether any value on the way was reduced.
       is_of_gradient: whether the reduced value depends on a gradient.
     """
@@ -55,10 +54,10 @@ _ADDING = frozenset(
 
 
 class Provenance(WayBack):
-    """Answers to questions about a refused value: its origin, and its reductions."""
+    """A backward slice that finds origins and reductions."""
 
     def of_output(self, i: int) -> Node:
-        """Return the value that an output of the shard_map is a cast or copy of, or the output."""
+        """Return an output of the shard_map, or the value that it casts or copies."""
         return self._computed(Node(self.top, self.body.outvars[i]))
 
     def of_input(self, i: int) -> Node:
@@ -71,7 +70,7 @@ class Provenance(WayBack):
         return None if frame is None else Node(frame, eqn.invars[0])
 
     def of_predicate(self, eqn: Any) -> Node | None:
-        """Return the predicate that lets some ranks skip a collective."""
+        """Return the predicate by which some ranks skip a collective."""
         frame = self.frame_of("deadlock", eqn)
         while frame is not None and frame.eqn is not None:
             for node in self.predicates(frame.around, frame.eqn):
@@ -91,7 +90,7 @@ class Provenance(WayBack):
                 continue
             operands = [Node(each.frame, atom) for atom in eqn.invars]
             differing = [operand for operand in operands if self.differs(operand)]
-            # A choice that all ranks make alike does not combine what it chooses from.
+            # A choice that is equal on all ranks does not combine its cases.
             first = 1 if eqn.primitive.name == "select_n" else 0
             same = [operand for operand in operands[first:] if not self.differs(operand)]
             if not differing:
@@ -103,7 +102,7 @@ class Provenance(WayBack):
         return Origin("", "", tuple(sources), is_reduced)
 
     def reduction(self, node: Node) -> str:
-        """Return the author's line of the nearest reduction before a reduced value."""
+        """Return the author's line of the nearest reduction before a value."""
         lines = (self.line(each.frame, eqn) for each, eqn in self._reductions(node))
         return next(filter(None, lines), "")
 
@@ -113,14 +112,14 @@ class Provenance(WayBack):
         return next(filter(None, lines), "")
 
     def repetition(self, node: Node) -> tuple[Any, str] | None:
-        """Return the nearest sum over ranks of a value that all of them share, and its line."""
+        """Return the nearest sum over ranks of an equal value, and its line."""
         sums = self.sums(node, _SUMS, everything=True)
         return next(((eqn, line) for eqn, line, _ in sums), None)
 
     def sums(
         self, node: Node, names: Collection[str] = _ADDING, *, everything: bool = False
     ) -> Iterator[tuple[Any, str, Node]]:
-        """Yield the sums over ranks that leave a value undivided, the nearest first."""
+        """Yield the sums over ranks that leave a value undivided, nearest first."""
         for each in self.back([node], everything=everything):
             eqn = self.maker(each)
             if eqn is not None and eqn.primitive.name in names:
@@ -131,7 +130,7 @@ class Provenance(WayBack):
                     yield eqn, self.line(each.frame, eqn), operand
 
     def is_of_cotangent(self, node: Node) -> bool:
-        """Whether a number was computed from a cotangent that differs, as a gradient is."""
+        """Whether a number depends on a differing cotangent, as a gradient does."""
         seen, waiting = set(), [node]
         while waiting:
             each = waiting.pop()
@@ -232,19 +231,18 @@ def _moves(eqn: Any) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of the analysis of one `shard_map`.
+    """The analysis of one `shard_map`.
 
     Attributes:
-      outputs: class of each output of its body, before `out_specs` combines the ranks' parts.
-      output_sources: the author's line that computed an output, for outputs that vary along an axis
-        which `out_specs` does not name; empty for the others.
-      deadlocks: collectives under control flow on which ranks may differ.
-      marks: the marks in its body.
+      outputs: class of each output of the body, before `out_specs` combines shards.
+      output_sources: the author's lines of outputs that vary along an axis missing in `out_specs`;
+        empty for the others.
+      deadlocks: collectives under control flow that may differ between ranks.
       opaque: primitives whose body jdp could not open.
-      unknown: primitives without a rule, each with the author's line on which it stands.
-      num_inputs: number of inputs of its body; the captured arrays come first.
+      unknown: primitives without a rule, each with the author's line.
+      num_inputs: number of inputs of the body, captured arrays first.
       refs: position and final class of each input that is a `jax.Ref`.
-      back: returns the way back for some axes: from the values that vary along them, or that are
+      back: returns the backward slice of values that vary along some axes, or that are
         "undivided" or "duplicated", see `AbstractValue`.
     """
 
@@ -260,11 +258,10 @@ class Report:
 
 
 def decision(back: Provenance, node: Node) -> Node | None:
-    """Return the decision that makes a value differ, None if there are other causes.
+    """Return the decision that makes a value differ, None for other causes.
 
-    The decision is a boolean, and the value would be the same on every rank if the boolean were. If
-    that boolean depends on one other boolean alone, the farthest back is returned. None if the
-    boolean is an input, such as a mask, or if it is counted.
+    The decision is the farthest boolean that alone makes the value differ. None if it is an input,
+    such as a mask, or if it is counted.
     """
     found, seen = None, set()
     while node.key() not in seen:
@@ -289,7 +286,7 @@ _COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
 def without_skipped(
     back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
 ) -> dict[int, Node]:
-    """Return the values that differ for another reason than a collective that ranks skip."""
+    """Return the values that differ for another reason than a skipped collective."""
     skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
     return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}
 
@@ -305,12 +302,12 @@ _VERBS = {
     "sub": "subtracts {} and {} from each other",
 }
 _COMBINES = "combines {1} with {0}"
-# Ends the explanation of a value that nothing has reduced on its way.
+# Ends the explanation of an unreduced value.
 NEVER_AVERAGED = "was never averaged"
 
 
 def since(origin: Origin, inputs: Sequence[str]) -> str:
-    """Return `why` for one value, as a clause that follows a comma.
+    """Return `why` for one value, as a clause after a comma.
 
     Args:
       inputs: names of the inputs of the shard_map, in order.
@@ -319,7 +316,7 @@ def since(origin: Origin, inputs: Sequence[str]) -> str:
 
 
 def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that explains why values differ that share one reason.
+    """Return a clause that explains why values with one reason differ.
 
     Args:
       inputs: names of the inputs of the shard_map, in order.

@@ -1,4 +1,4 @@
-"""Records of the marks, deadlocks, shifts and unknown primitives in each analysed body."""
+"""Records of marks, deadlocks, shifts and unknown primitives in analysed bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdp.analysis.lattice import AbstractValue, Lattice
 
 
 class Cell:
-    """The contents of a Ref: the join of all values ever written, also where ranks may skip it."""
+    """A Ref's contents: the join of all written values, also of skipped writes."""
 
     __slots__ = ("value",)
 
@@ -20,22 +20,20 @@ class Cell:
 
 
 def value_of(value: int | Cell) -> int:
-    """Return the class of a value, or of the contents of a Ref."""
+    """Return the class of a value, or of a Ref's contents."""
     return value.value if isinstance(value, Cell) else value
 
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A collective that some ranks may skip while other ranks wait for them.
+    """A collective that some ranks may skip while others wait.
 
     Attributes:
-      primitive: name of the primitive.
-      axes: names of the mesh axes along which it communicates.
+      axes: mesh axes along which it communicates.
       control: the control flow around it, "cond" or "while".
-      source: the author's line, such as "train.py:41"; empty if no line is the author's.
+      source: the author's line, such as "train.py:41", or empty.
       under: mesh axes along which ranks may skip it.
-      eqn: the equation.
-      is_compilers: whether XLA would add the collective, to split `primitive` over `axes`.
+      is_compilers: whether XLA would add it, to split `primitive` over `axes`.
     """
 
     primitive: str
@@ -53,11 +51,9 @@ class Marked:
 
     Attributes:
       kind, path, axes: as given to `mark`.
-      value: class of the marked value. If a function is called in several places, or a loop has
-        several rounds, `reduced` holds the axes that were reduced in any of them.
+      value: class of the marked value, joined over calls and rounds of loops.
       under: mesh axes along which ranks may skip the mark.
       source: the author's line, as in `Deadlock`.
-      eqn: the equation.
     """
 
     kind: str
@@ -70,10 +66,9 @@ class Marked:
 
 
 class _Note(NamedTuple):
-    """A finding at an equation: a "mark", "deadlock", "shift", "unknown" primitive or a "call".
+    """A finding at an equation: "mark", "deadlock", "shift", "unknown" or "call".
 
-    The facts of a call are the record of its body. The facts of the others are those given to
-    `add`.
+    The facts of a call are the record of its body, otherwise those given to `add`.
     """
 
     kind: str
@@ -82,12 +77,9 @@ class _Note(NamedTuple):
 
 
 class Record:
-    """A body with the class of every variable, analysed for one set of input classes.
-
-    Calls with equal input classes share a record.
+    """A body with the class of every variable, shared by calls with equal input classes.
 
     Args:
-      jaxpr: the body.
       env: the class of each variable, which the interpreter fills in.
     """
 
@@ -97,9 +89,8 @@ class Record:
         self.jaxpr = jaxpr
         self.env = env
         self.has_notes = False
-        # In the order of the program. A later note overwrites an earlier one at the same equation,
-        # because only the last round of a loop counts. The first round is kept too, for the marks
-        # in it.
+        # In program order. A later note replaces an earlier one, because only a loop's last round
+        # counts; the first round is kept for its marks.
         self._notes: dict[Any, _Note] = {}
         # The last analysed bodies, by the ids of an equation and of its jaxpr.
         self._bodies: dict[int, dict[int, Record]] = {}
@@ -112,7 +103,7 @@ class Record:
         self.has_notes = True
 
     def add_call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
-        """Record that `body` is the analysis of `jaxpr`, a body of `eqn`."""
+        """Record `body` as the analysis of `jaxpr`, a body of `eqn`."""
         key = id(eqn), id(jaxpr)
         before = self._notes.get(key)
         if before is not None and before.facts != (body,):
@@ -130,16 +121,16 @@ class Record:
         return self._bodies[id(eqn)][id(jaxpr)]
 
     def has(self, kind: str, eqn: Any) -> bool:
-        """Whether there is a finding of this kind at an equation."""
+        """Whether an equation has a finding of this kind."""
         return (kind, id(eqn)) in self._notes
 
     def calls_with_notes(self) -> list[tuple[Any, Record]]:
-        """Return the equations whose bodies hold findings, each with the record of its body."""
+        """Return equations with findings in bodies, each with its body's record."""
         calls = [(note.eqn, *note.facts) for note in self._notes.values() if note.kind == "call"]
         return [(eqn, body) for eqn, body in calls if body.has_notes]
 
     def end(self, ins: Sequence[Any], outs: list[Any]) -> None:
-        """Record the results, and the final contents of the Refs among the inputs."""
+        """Record the results, and the final contents of input Refs."""
         self._cells = [x.value if isinstance(x, Cell) else None for x in ins]
         self._outs = outs
         for i, out in enumerate(outs):
@@ -147,7 +138,7 @@ class Record:
                 self._outs[i] = next((j for j, x in enumerate(ins) if x is out), None), out.value
 
     def results(self, ins: Sequence[Any]) -> list[Any]:
-        """Return the results of a call whose inputs equal the recorded ones."""
+        """Return the results of a call with the recorded input classes."""
         for value, after in zip(ins, self._cells, strict=True):
             if isinstance(value, Cell) and after is not None:
                 value.value = after
@@ -158,7 +149,7 @@ class Record:
         return Cell(value) if position is None else ins[position]
 
     def deadlocks(self, lattice: Lattice) -> tuple[Deadlock, ...]:
-        """Return the deadlocks in all bodies below this one."""
+        """Return the deadlocks in all bodies below."""
         found = {}
         for note, line in self._found("deadlock", "shift"):
             if note.kind == "shift":
@@ -176,14 +167,14 @@ class Record:
         return tuple(found.values())
 
     def unknown(self) -> tuple[tuple[str, str], ...]:
-        """Return the primitives without a rule, each with a line on which it stands."""
+        """Return the primitives without a rule, each with a line."""
         found: dict[str, str] = {}
         for note, line in self._found("unknown"):
             found.setdefault(note.eqn.primitive.name, line)
         return tuple(found.items())
 
     def marks(self, lattice: Lattice) -> tuple[Marked, ...]:
-        """Return the marks in all bodies below this one, one for each equation."""
+        """Return the marks in all bodies below, one for each equation."""
         found: dict[int, Marked] = {}
         for note, line in self._found("mark"):
             value, under = lattice.decode(note.facts[0]), lattice.names(note.facts[1])
@@ -196,9 +187,9 @@ class Record:
         return tuple(found.values())
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
-        """Return the findings with their lines, each once for every line that calls it."""
+        """Return the findings with their lines, each once for every calling line."""
         seen: set[tuple[int, str]] = set()
-        # Skip the line of the shard_map around everything: it is not specific enough.
+        # Skip the line of the outermost shard_map, which is not specific enough.
         bodies = [body for _, body in self.calls_with_notes()]
         return [each for body in bodies for each in body._below(kinds, "", seen)]
 
@@ -209,8 +200,7 @@ class Record:
             return
         seen.add((id(self), around))
         for note in self._notes.values():
-            # JAX cuts tracebacks where it traces a body. If no line in the traceback is the
-            # author's, use the line of the equation around the body.
+            # JAX cuts tracebacks where it traces a body, so the line may be that around the body.
             if note.kind in kinds:
                 line = source_of(note.facts[0]) if note.kind == "shift" else ""
                 yield note, line or source_of(note.eqn) or around

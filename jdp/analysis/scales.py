@@ -1,4 +1,4 @@
-"""Refusals of gradients and values with a wrong scale: reduced twice, not divided, not weighted."""
+"""Refusals of wrong scales: reduced twice, not divided, not weighted."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from jdp.error_codes import with_code
 
 
 def reduction_refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line that gets gradients with a wrong scale along `names`."""
+    """Yield a refusal for each line that gets gradients with a wrong scale along `names`."""
     grouped: dict[tuple[str, str], list[str]] = {}
     beside = _lines_of_varying(report)
     for found in report.marks:
@@ -30,7 +30,7 @@ def reduction_refusals(eqn: Any, report: Report, names: Collection[str]) -> Iter
 
 
 def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line that gets gradients which were averaged without the weights."""
+    """Yield a refusal for each line that gets gradients averaged without the weights."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for found in report.marks:
         axes = found.value.even & (frozenset(found.axes) | frozenset(names))
@@ -58,7 +58,7 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
 
 
 def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line that weighs the means of `jdp.value_and_grad` once more."""
+    """Yield a refusal for each line that weights the means of `jdp.value_and_grad` again."""
     grouped: dict[str, list[str]] = {}
     for found in report.marks:
         if found.kind == OWN_WEIGHT and found.path in averaged and not _varies(found):
@@ -74,7 +74,7 @@ def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
 
 
 def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
-    """Return, by line, the paths of gradients where all gradients of the line are already means."""
+    """Return the gradients' paths of each line whose gradients are all means."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
         if found.kind == LOCAL and found.path not in averaged:
@@ -89,7 +89,7 @@ def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
-    """Return how many times too large a sum over some axes is, as a text."""
+    """Return as text how many times too large a sum over some axes is."""
     groups = None if collective is None else jaxprs.axis_groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
@@ -97,7 +97,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
 
 
 def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
-    """Return a clause that says how many times too large a repeated sum is, and on which line."""
+    """Return a clause with the factor and line of a repeated sum."""
     found = None if node is None else back.repetition(node)
     collective, line = (None, "") if found is None else found
     return (
@@ -122,9 +122,8 @@ def _reason(
     if not total:
         if not (value.unclear | value.undivided) & axes:
             return ""
-        # A user who reduces by hand reduces a whole tree. If a single gradient is reduced and
-        # others are not, its parameter multiplies a sum over ranks, such as losses divided by
-        # their number.
+        # A user who reduces by hand reduces a whole tree. A single reduced gradient is that of a
+        # parameter that multiplies a sum over ranks.
         if found.kind == LOCAL and found.source in beside:
             return ""
         line = _undivided(report, found, value.undivided & axes)
@@ -154,7 +153,7 @@ def _synced_sum(line: str, too_large: str) -> str:
 
 
 def _local_sum(line: str, too_large: str) -> str:
-    """Return the text for a sum that comes as a local gradient; too_large: "" if unclear."""
+    """Return the text for the sum of a local gradient; too_large: "" if unclear."""
     if too_large:
         return with_code(
             "JDP121",
@@ -197,13 +196,13 @@ def _varies(found: Marked) -> bool:
 
 
 def _lines_of_varying(report: Report) -> set[str]:
-    """Return the lines to which gradients come that nobody has reduced yet."""
+    """Return the lines that get unreduced gradients."""
     local = (each for each in report.marks if each.kind == LOCAL)
     return {each.source for each in local if not each.value.axes.isdisjoint(each.axes)}
 
 
 # A maximum has no cotangent, a mark does not communicate, and `jdp.sharded_embedding` weights the
-# cotangents that it adds up.
+# cotangents that it adds.
 _HARMLESS = frozenset(
     "axis_index jdp_add_rows jdp_add_rows_native jdp_mark jdp_take_rows jdp_take_rows_native pmax "
     "pmin unreduced_pmax unreduced_pmin".split()
@@ -224,10 +223,9 @@ class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
-      name: name of the author's collective, before the transposition; `MICRO_BATCH` if it is jdp's
-        sum in a micro-batch, which weights the ranks, and was transposed from outside the
-        micro-batch.
-      source: the author's line; empty if no line is the author's.
+      name: the author's collective before the transposition. `MICRO_BATCH` for jdp's weighted sum
+        in a micro-batch that was transposed from outside.
+      source: the author's line, or empty.
     """
 
     name: str
@@ -235,7 +233,7 @@ class _Differentiated(NamedTuple):
 
 
 def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for every transposed collective that adds up unweighted cotangents."""
+    """Yield a refusal for each transposed collective that adds up unweighted cotangents."""
     axes = frozenset(traced.spec.axis_name)
     if any(found.kind == OWN_WEIGHT for found in report.marks):
         for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
@@ -273,7 +271,7 @@ def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[st
 
 
 def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
-    """Return the transposed collectives over one of `axes` that do not weight the ranks."""
+    """Return the transposed collectives over one of `axes` that do not weight ranks."""
     found: dict[_Differentiated, None] = {}
     for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
         here = around.within(eqn)
@@ -286,7 +284,7 @@ def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
 
 
 def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
-    """Return the transposed collectives over one of `axes` on which a mark of `kind` depends."""
+    """Return the transposed collectives over one of `axes` before a mark of `kind`."""
     found: dict[_Differentiated, None] = {}
 
     def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:
@@ -311,10 +309,9 @@ class _Place(NamedTuple):
     """The context of an equation.
 
     Attributes:
-      is_transposed: whether JAX made it by transposing another equation.
-      is_ours: whether it belongs to jdp's sum that weights the ranks.
-      in_micro_batch: whether it is in a micro-batch that was transposed as a whole.
-      line: the author's line.
+      is_transposed: whether JAX transposed another equation into it.
+      is_ours: whether it belongs to jdp's weighted sum.
+      in_micro_batch: whether its micro-batch was transposed as a whole.
     """
 
     is_transposed: bool = False
@@ -323,8 +320,7 @@ class _Place(NamedTuple):
     line: str = ""
 
     def within(self, eqn: Any) -> "_Place":
-        # The name stack of an equation shows whether it was transposed, and whether it belongs to
-        # the part of the forward pass that `jax.checkpoint` computes again.
+        # The name stack shows a transposition, and recomputation by `jax.checkpoint`.
         stack = eqn.source_info.name_stack.stack
         names = {part.name for part in stack if type(part).__name__ == "Scope"}
         transforms = {part.name for part in stack if type(part).__name__ == "Transform"}
@@ -351,18 +347,18 @@ def _communicates(eqn: Any, axes: frozenset[str]) -> bool:
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for gradients and states that have a wrong scale."""
+    """Yield a refusal for gradients and states with a wrong scale."""
     yield from reduction_refusals(step, report, traced.spec.axis_name)
     yield from reweighed(report, traced.found.averaged)
     if _has_weight(traced):
         yield from unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):
-        # If a gradient is too large, the state is too, and one text suffices.
+        # A too large gradient explains a too large state.
         yield from _repeated(step, report, traced, _states(traced))
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for metrics and states whose scale is probably not intended."""
+    """Yield a warning for metrics and states of probably unintended scale."""
     yield from _repeated(step, report, traced, metrics(traced))
     yield from _duplicated(step, report, traced)
     if _has_weight(traced):
@@ -379,7 +375,7 @@ def _states(traced: Traced) -> dict[int, Output]:
 
 
 def metrics(traced: Traced) -> dict[int, Output]:
-    """Return the metrics by the positions of their own values, before they are averaged."""
+    """Return the metrics by the positions of their values before the mean."""
     own = (i for i, output in enumerate(traced.outputs) if output.kind == "own")
     reported = [
         (i, each)

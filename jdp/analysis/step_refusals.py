@@ -1,4 +1,4 @@
-"""Refusals and warnings for a traced step, from its analysis."""
+"""Refusals and warnings for a traced step."""
 
 import sys
 import warnings
@@ -35,12 +35,12 @@ _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
 class Proved(NamedTuple):
-    """Properties of a step that was accepted.
+    """Properties of an accepted step.
 
     Attributes:
-      gradients: paths of the gradients that are equal on all ranks before they are reduced, which
-        the step need not send when it is traced again. None if `scan_layers` averages no gradient.
-      own_metrics: for each output of kind "own", whether it is the same on every rank.
+      gradients: paths of the gradients equal on all ranks before the reduction, which the next
+        trace need not send. None if `scan_layers` averages no gradient.
+      own_metrics: whether each output of kind "own" is equal on every rank.
     """
 
     gradients: frozenset[str] | None
@@ -48,9 +48,9 @@ class Proved(NamedTuple):
 
 
 def check(jaxpr: Any, traced: Traced) -> Proved:
-    """Raise ValueError if the ranks could end the step with different states, or deadlock in it.
+    """Raise ValueError if the step could end with different states, or deadlock.
 
-    The step is the first `shard_map` in `jaxpr`. `traced` names its inputs and outputs.
+    The step is the first `shard_map` in `jaxpr`; `traced` names its inputs and outputs.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
@@ -79,7 +79,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
 
 
 def _stacklevel() -> int:
-    """Return how many frames above its caller the author's code is, which called the step."""
+    """Return the number of frames between the caller and the author's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
@@ -87,7 +87,7 @@ def _stacklevel() -> int:
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:
-    """Return the properties of the first shard_map in `jaxpr`, a step that was already checked."""
+    """Return the properties of the first shard_map in `jaxpr`, a step already checked."""
     return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
 
 
@@ -127,8 +127,8 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
-    # A traced reduction whose result is unused is not part of the program. A reduction inside a
-    # primitive that jdp cannot open is part of it, and could happen twice.
+    # An unused reduction leaves the program. A reduction inside an opaque primitive stays, and
+    # could happen twice.
     hidden = sorted(
         traced.found.marked - {each.path for each in report.marks if each.kind == LOCAL}
     )
@@ -151,7 +151,7 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _gathered_keys(step: Any) -> Iterator[str]:
-    """Yield a text for gathers of typed keys into a new dim, which JAX lowers wrongly."""
+    """Yield a refusal for gathers of typed keys into a new dim, which JAX lowers wrongly."""
     for eqn in jaxprs.equations(step.params["jaxpr"]) if "all_gather" in _primitives(step) else ():
         if eqn.primitive.name == "all_gather" and not eqn.params["tiled"]:
             aval = eqn.invars[0].aval
@@ -170,7 +170,7 @@ def _primitives(step: Any) -> frozenset[str]:
 
 
 def _forward_mode(step: Any, report: Report) -> Iterator[str]:
-    # JAX refuses this too, but only in the lowering and without naming a layer.
+    # JAX refuses this only in the lowering, without naming a layer.
     layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
     if layers and "custom_lin" in _primitives(step):
         yield forward_mode(", ".join(filter(None, layers)))
@@ -216,8 +216,8 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _unused(report: Report) -> Iterator[str]:
-    # Each of several losses may have its own parameters (a GAN, branches). A leaf, identified by
-    # its path and shape, is used if any of the losses depends on it.
+    # Several losses may have different parameters (a GAN, branches). A leaf, by path and shape, is
+    # used if any loss depends on it.
     local = [found for found in report.marks if found.kind == LOCAL]
     leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
     zero = [found.value.zero for found in local]
@@ -232,7 +232,7 @@ def _unused(report: Report) -> Iterator[str]:
 
 
 def _untouched(step: Any, traced: Traced) -> Iterator[str]:
-    """Yield a text if a step reduces gradients, and only optimizer state follows from them."""
+    """Yield a text if gradients change only optimizer state."""
     body = jaxprs.mapped_body(step)
     if not traced.found.marked or any(map(jaxprs.is_ref, [*body.invars, *body.constvars])):
         return  # a Ref may hold parameters
@@ -274,7 +274,7 @@ def _marks_gradients(eqn: Any) -> bool:
 def _means(report: Report, traced: Traced) -> Iterator[str]:
     if any(found.kind == AVERAGED for found in report.marks):
         return
-    # A mean of jdp's own weights the ranks. A mean of the user's may not.
+    # jdp's means weight ranks; the user's may not.
     mend = (
         "Hand over the local gradient, which jdp weighs."
         if traced.found.weighed

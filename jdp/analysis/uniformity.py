@@ -1,4 +1,4 @@
-"""The analysis of a whole function, for a training loop that the user wrote."""
+"""The analysis of functions with a hand-written training loop."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,16 +24,15 @@ _declared: set[str] = set()
 
 
 def declare_pure(primitive: jax.extend.core.Primitive) -> None:
-    """Promise that a primitive gives equal results for equal operands on every rank.
+    """Declare that a primitive gives equal results for equal operands on every rank.
 
-    jdp knows the primitives of JAX and of some libraries. Any other primitive may use a source that
-    differs between ranks, such as the device's number or a hidden state, so jdp assumes that its
-    results differ from rank to rank. jdp analyses a primitive with a jaxpr among its parameters, so
-    that one needs no promise.
+    jdp has rules for the primitives of JAX and of some libraries, and analyses any primitive with a
+    jaxpr among its parameters. jdp assumes that results of other primitives differ between ranks,
+    because they may read the device's number or a hidden state.
 
     Args:
-      primitive: the object that your code or a library binds. The promise holds for all primitives
-        with its name.
+      primitive: the object that your code or a library binds. The declaration holds for all
+        primitives of its name.
 
     Raises:
       TypeError: if it is not a primitive.
@@ -58,10 +57,7 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Return the outermost shard_map equations of a traced program, also inside jit, in order.
-
-    A shard_map that is called in several places is returned once.
-    """
+    """Return the outermost shard_map equations of a program, in order, each once."""
     equations = jaxprs.equations(jaxpr, mapped=False)
     return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
 
@@ -69,9 +65,9 @@ def find_shard_maps(jaxpr: Any) -> list[Any]:
 def analyse(
     eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
 ) -> Report:
-    """Compute which values may differ from rank to rank in the body of a shard_map.
+    """Compute which values may differ between ranks in the body of a shard_map.
 
-    The `in_specs` decide which inputs vary: an input varies along the axes that split it.
+    An input varies along the axes by which its `in_specs` split it.
     """
     manual = jaxprs.manual_axes(eqn)
     interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
@@ -120,7 +116,7 @@ def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _maker(variable: Any, makers: dict[Any, Any]) -> str:
-    # JAX often adds casts and copies itself, so return the line that computed the value.
+    # JAX often adds casts and copies, so return the line that computed the value.
     while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
         rule = RULES.get(eqn.primitive.name)
         if rule not in (move, cast) and eqn.primitive.name != "jdp_mark":
@@ -129,7 +125,7 @@ def _maker(variable: Any, makers: dict[Any, Any]) -> str:
     return ""
 
 
-# Refusals of mistakes in a training loop that the user wrote with shard_map.
+# Refusals of mistakes in hand-written loops with shard_map.
 
 
 def loop_refusals(
@@ -139,7 +135,7 @@ def loop_refusals(
     paths: dict[int, str],
     inputs: Sequence[str],
 ) -> Iterator[str]:
-    """Yield a text for each mistake in a shard_map over the axes `names`.
+    """Yield a refusal for each mistake in a shard_map over the axes `names`.
 
     Args:
       inputs: names of its inputs in the enclosing function, in order.
@@ -212,7 +208,7 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
 
 
 def unknown_primitives(report: Report) -> Iterator[str]:
-    """Yield a text for every primitive without a rule, whose results are assumed to differ."""
+    """Yield a text for every primitive without a rule."""
     for name, line in report.unknown:
         at = f" at {line}" if line else ""
         yield with_code(
@@ -226,26 +222,26 @@ def unknown_primitives(report: Report) -> Iterator[str]:
 def uniformity(
     f: Callable[..., Any], *args: Any, axis_name: AxisName = "data", **kwargs: Any
 ) -> Any:
-    """Return which outputs of a function are the same on every rank, and refuse what goes wrong.
+    """Return which outputs of a function are equal on every rank, and refuse mistakes.
 
-    Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is analysed
-    once. Compilers for GPUs have an analysis of this name for threads, here it is for ranks.
+    jdp traces `f` without running it, and analyses each `shard_map` or `pmap` over `axis_name`.
+    Compilers for GPUs do an analysis of this name for threads.
 
     Args:
       f: a function, jitted or not, that contains the `shard_map` or `pmap`.
-      *args: its arguments. A `jax.ShapeDtypeStruct` can replace an array. A value that is not an
-        array is passed to `f` unchanged.
+      *args: its arguments. A `jax.ShapeDtypeStruct` can replace an array. `f` gets a value that is
+        not an array unchanged.
       axis_name: the data axis: a name, or a tuple of names.
       **kwargs: its keyword arguments.
 
     Returns:
-      A tree like f's outputs, with "uniform" or "varying" for each array, as f returns it: an array
-      that `out_specs` combines from the parts of all ranks is "varying".
+      A tree like f's outputs, with "uniform" or "varying" for each array that f returns. An array
+      that `out_specs` combines from shards is "varying".
 
     Raises:
       ValueError: if ranks could deadlock; if an output may differ from rank to rank although its
-        `out_specs` declare it equal; if a gradient that jdp is about to reduce was already reduced;
-        or if there is no `shard_map` over the axis.
+        `out_specs` declare it equal; if a gradient was reduced before jdp reduces it; or if no
+        `shard_map` over the axis is found.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -279,7 +275,7 @@ def uniformity(
     left = Forward(_Left.join, visit).outputs(traced.jaxpr, ins)
     problems = []
     for key, eqn in over_axis.items():
-        # An output that is returned in several places has the path of the first.
+        # An output returned in several places has the path of the first.
         leaves = reversed(list(zip(left, traced.paths, strict=True)))
         paths = {value.position: path for value, path in leaves if value.origin == key}
         inputs = names_of_inputs.get(key) or _numbered(eqn)
@@ -359,7 +355,7 @@ def _argument_names(f: Callable[..., Any], num: int) -> list[str]:
     return [*parameters[:num], *(f"argument {i}" for i in range(len(parameters), num))]
 
 
-# The path of a leaf of (args, kwargs), as its author would write it.
+# A leaf's path in (args, kwargs), as its author would write it.
 def _argument(path: tuple[Any, ...], names: Sequence[str]) -> str:
     of_kwargs, which, *rest = path
     name = which.key if of_kwargs.idx else names[which.idx]
@@ -374,7 +370,7 @@ class _Left(NamedTuple):
     """The facts about a value outside of the shard_maps."""
 
     varying: bool = False
-    # The id of the shard_map that returned the value unchanged, and the position of the output.
+    # The shard_map that returned the value unchanged, by its id, and the output's position.
     origin: int | None = None
     position: int = -1
     # The name of the argument, if the value is one.

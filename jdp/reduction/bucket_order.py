@@ -1,4 +1,4 @@
-"""In which order gradients are sent, and in which order a backward pass finishes them."""
+"""The order in which a backward pass finishes gradients, and in which they are sent."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax
 from jdp.analysis import find_shard_maps, jaxprs
 from jdp.reduction.step_context import Scope
 
-# Operations that take time. All others count as done with their operands.
+# Operations that take time; the others count as done with their operands.
 _HEAVY = frozenset(
     "conv_general_dilated custom_linear_solve dot_general ffi_call scan while".split()
 )
@@ -17,19 +17,18 @@ _HEAVY = frozenset(
 def order_of_gradients(jaxpr: Any) -> dict[str, int]:
     """Number the gradients on their way to `sync_gradients` by when they are ready.
 
-    A value is ready with the last matmul or loop among all that it depends on, in the order of
-    the traced program, in which a backward pass goes from the last layer to the first.
+    A value is ready with the last matmul or loop that it depends on, in program order.
     """
     body = _timed(jaxprs.mapped_body(find_shard_maps(jaxpr)[0]), {})
     return {path: ready.heavy for path, ready in body.marks.items()}
 
 
 class _Ready(NamedTuple):
-    """When a value is ready, as seen from the body that it is in.
+    """When a value is ready, as seen from its body.
 
     Attributes:
-      heavy: number of the last heavy operation of the body that it depends on, 0 if of none.
-      inputs: a bit for each input of the body that it depends on; 0 where `heavy` comes later.
+      heavy: number of the body's last heavy operation that it depends on, or 0.
+      inputs: a bit for each body input that it depends on; 0 where `heavy` comes later.
     """
 
     heavy: int = 0
@@ -37,12 +36,10 @@ class _Ready(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """When the results of a body are ready, the same for each of its calls.
+    """When the results of a body are ready, in each of its calls.
 
     Attributes:
-      outs: of each output.
-      marks: of each gradient that is marked in it, by path.
-      num_heavy: how many heavy operations it runs.
+      marks: of each marked gradient, by path.
     """
 
     outs: list[_Ready]
@@ -87,7 +84,7 @@ def _walk(body: Any, known: dict[int, _Timed]) -> _Timed:
 
 
 def _from_outside(ready: _Ready, operands: Sequence[_Ready], num_before: int) -> _Ready:
-    """Return when a value of a called body is ready, as seen from the body that calls it."""
+    """Convert readiness in a called body to the calling body."""
     if ready.heavy:
         return _Ready(num_before + ready.heavy)
     return _last([each for i, each in enumerate(operands) if ready.inputs >> i & 1])
@@ -114,7 +111,7 @@ def to_send(
     """Return the positions of the gradients that `scan_layers` has not averaged.
 
     Args:
-      weight: `[]` float, of this rank's rows; None where every rank counts the same.
+      weight: `[]` float, of this rank's rows; None if all ranks count the same.
     """
     if step is None or step.choices.uniform is None:
         return range(len(paths))
@@ -129,7 +126,7 @@ def to_send(
 
 
 def as_ready(paths: Sequence[str], positions: Sequence[int], step: Scope) -> Sequence[int]:
-    """Order gradients so that `buckets.plan`, which takes the last first, sends the ready ones."""
+    """Order gradients so that `buckets.plan`, which starts with the last, sends ready ones."""
     step.split.update(paths)
     ready = step.choices.ready
     if ready is None:

@@ -1,7 +1,7 @@
-"""Leaves whose gradient is a statistic: it is combined over rows by an operation, not averaged.
+"""Statistics returned as gradients, which an operation combines over rows in place of a mean.
 
-A `custom_vjp` may return the next value of a statistic in place of a gradient. Flax's fp8 layers
-do so for maxima, in a collection of their own.
+A `custom_vjp` may return the next value of a statistic as its gradient, as Flax's fp8 layers do
+for maxima.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ _OVER_ROUNDS: dict[str, Callable[..., Any]] = {"max": jnp.max, "min": jnp.min, "
 
 
 def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str]:
-    """Return the operation of each leaf that has one, by its position."""
+    """Return the operation of each leaf that has one, by position."""
     declared = declared or {}
     for key, name in declared.items():
         if name not in _OVER_RANKS:
@@ -50,7 +50,7 @@ def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str
 
 
 def require_none(params: Any, name: str) -> None:
-    """Refuse Flax's statistics among parameters whose gradients a function averages."""
+    """Refuse Flax's statistics among parameters with averaged gradients."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     if any(map(pytrees.is_overwritten, paths)):
         raise ValueError(
@@ -60,7 +60,7 @@ def require_none(params: Any, name: str) -> None:
 
 
 def over_ranks(grads: Any, chosen: Mapping[int, str], axis_name: AxisName) -> Any:
-    """Return a tree of gradients in which statistics are combined over the ranks."""
+    """Combine the statistics in a tree of gradients over the ranks."""
     if not chosen:
         return grads
     named, tree = jax.tree_util.tree_flatten_with_path(grads)
@@ -74,12 +74,12 @@ def over_ranks(grads: Any, chosen: Mapping[int, str], axis_name: AxisName) -> An
 
 
 def over_rounds(stacked: jax.Array, operation: str) -> jax.Array:
-    """Return the statistics `[k, ...]` of k micro-batches, combined over these."""
+    """Combine statistics `[k, ...]` of k micro-batches."""
     return _OVER_ROUNDS[operation](stacked, axis=0)
 
 
 def overwrite(params: Any, grads: Any, axis_name: AxisName, *, synced: bool) -> Any:
-    """Return parameters with Flax's statistics overwritten by the maxima of their gradients."""
+    """Overwrite Flax's statistics by the maxima of their gradients."""
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     flags = [pytrees.is_overwritten(path) for path, _ in named]
     if not any(flags) or jax.tree.structure(grads) != tree:

@@ -1,4 +1,4 @@
-"""A traced program as one list of operations: jitted functions opened, dead operations left out."""
+"""A traced program as a flat list of live operations, with opened calls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from jdp import jax_compat
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import MICRO_BATCH
 
-# Calls that change nothing about how their body runs or is differentiated.
+# Calls that do not change how their body runs or is differentiated.
 _OPENED = frozenset("jit closed_call".split())
 
 
@@ -18,8 +18,7 @@ class FlatValue:
     """An input, a constant, or the result of an operation.
 
     Args:
-      aval: its type.
-      constant: its value, None unless it is a constant.
+      constant: the value of a constant, otherwise None.
     """
 
     __slots__ = ("aval", "constant")
@@ -29,13 +28,13 @@ class FlatValue:
         self.constant = constant
 
     def num_bytes(self) -> int:
-        """Return its size in bytes; 0 if it is not an array."""
+        """Return the size in bytes; 0 if it is not an array."""
         dtype = getattr(self.aval, "dtype", None)
         return 0 if dtype is None else self.aval.size * dtype.itemsize
 
 
 class FlatOperation(NamedTuple):
-    """An equation, the values that it reads and makes, and the calls around it, outermost first."""
+    """An equation, its operands and results, and the calls around it, outermost first."""
 
     eqn: Any
     ins: tuple[FlatValue, ...]
@@ -43,12 +42,12 @@ class FlatOperation(NamedTuple):
     calls: tuple[Any, ...]
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """Compute the results."""
+        """Return the results."""
         return jax_compat.bind(self.eqn, operands, self.calls)
 
 
 class FlatProgram(NamedTuple):
-    """A program without calls: its operations in order, its inputs, outputs and constants."""
+    """A program without calls."""
 
     operations: list[FlatOperation]
     ins: list[FlatValue]
@@ -57,7 +56,7 @@ class FlatProgram(NamedTuple):
 
 
 def opened_call(eqn: Any) -> Any | None:
-    """Return the program of a call that changes nothing about it, None for other equations."""
+    """Return the program of a call to open, or None."""
     if eqn.primitive.name not in _OPENED or eqn.params.get("name") == MICRO_BATCH:
         return None
     return jaxprs.called(eqn)
@@ -70,7 +69,7 @@ def flatten(
     *,
     drops_dead: bool = True,
 ) -> FlatProgram:
-    """Return the operations of a program."""
+    """Flatten a program; `called` returns the program of a call to open."""
     ins = [FlatValue(variable.aval) for variable in jaxprs.opened(program).invars]
     flat = FlatProgram([], ins, [], [])
     flat.outs.extend(_append(program, ins, calls, flat, called))
@@ -86,7 +85,7 @@ def flatten(
 
 
 def zeros_of(program: FlatProgram) -> set[FlatValue]:
-    """Return the values of a program that are certain to be zero, such as missing gradients."""
+    """Return the values that are certainly zero, such as missing gradients."""
     found = {each for each in program.constants if _is_zero(each.constant)}
     for operation in program.operations:
         if operation.eqn.primitive.name == "broadcast_in_dim" and found.issuperset(operation.ins):

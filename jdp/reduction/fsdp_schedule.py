@@ -1,9 +1,9 @@
-"""Run a program of parameters that live as shards, and gather each where it is used.
+"""Run a program of sharded parameters, and gather each where it is used.
 
-A group of parameters is gathered while the group before it is used, and not earlier: its shards
-wait for results of the group before that one. So at most two groups are in memory. The backward
-pass gathers parameters again, and recomputes values that depend on parameters alone, so the forward
-pass keeps neither. Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
+At most two groups of parameters are in memory: a group is gathered while the group before it is
+used, because its shards wait for results of the group before that. The backward pass gathers
+parameters again, and recomputes values of parameters alone, so the forward pass keeps neither.
+Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,9 +20,9 @@ from jdp.reduction.shard_registry import Shard
 
 
 def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[int, list[FlatValue]]:
-    """Return the groups to gather, in order, so that two groups are in memory at any time.
+    """Return the groups to gather, in order, with two groups in memory at any time.
 
-    A parameter that is used again after the next group has begun is gathered again.
+    A parameter used again after the next group has begun is gathered again.
 
     Args:
       capacity: bytes of a group of whole parameters, > 0. One operation may need more.
@@ -35,7 +35,7 @@ def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[in
     """
     found: dict[int, list[FlatValue]] = {}
     last: list[FlatValue] = []
-    place: dict[FlatValue, int] = {}  # parameter -> the latest group that it is in
+    place: dict[FlatValue, int] = {}  # parameter -> its latest group
     used = 0  # bytes of the group that is being filled
     for i, needed in enumerate(uses):
         missing = _missing(needed, place, len(found) - 1)
@@ -63,7 +63,7 @@ def _missing(
 def by_readiness(
     made_at: Sequence[int], sizes: Sequence[int], capacity: int
 ) -> dict[int, list[int]]:
-    """Group results in the order in which they are ready: operation -> results sent after it.
+    """Group results in the order of readiness: operation -> results sent after it.
 
     Args:
       sizes: bytes of each.
@@ -86,11 +86,11 @@ def by_readiness(
     return sent
 
 
-# A result that is this much smaller than its operands is kept, such as the norm of a matrix.
+# Keep results this much smaller than their operands, such as the norm of a matrix.
 _REDUCTION = 16
-# A value of more parameters than these is kept, as computing it again would gather all of them.
+# Keep values of more parameters than these; a recomputation would gather all of them.
 _MAX_SOURCES = 4
-# Operations that cost more than reading their operands. Computed again once, never in a chain.
+# Operations that cost more than reading their operands, recomputed once, never in a chain.
 _HEAVY = frozenset(
     "cholesky conv_general_dilated dot_general eig eigh fft geqrf hessenberg householder_product "
     "lu lu_pivots_to_permutation qr ragged_dot ragged_dot_general schur sort svd triangular_solve "
@@ -104,8 +104,7 @@ class Derived(NamedTuple):
     """How a value is computed from parameters.
 
     Attributes:
-      operation: that computes it.
-      sources: the split parameters that it is computed from.
+      sources: the sharded parameters that it depends on.
       is_heavy: whether computing it takes more than reading them.
     """
 
@@ -117,9 +116,9 @@ class Derived(NamedTuple):
 def find_derived(
     program: FlatProgram, split: Collection[FlatValue], whole: Collection[FlatValue]
 ) -> dict[FlatValue, Derived]:
-    """Return the values to compute again where they are used, in the order of the program."""
+    """Return the values to recompute where they are used, in program order."""
     derived: dict[FlatValue, Derived] = {}
-    # Values that depend on nothing but parameters, derived or kept.
+    # Values that depend on parameters alone, derived or kept.
     known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
     pure = {*split, *whole, *known}
     results = {*program.outs}
@@ -136,7 +135,7 @@ def find_derived(
 def sources_of(
     values: Collection[FlatValue], derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> tuple[FlatValue, ...]:
-    """Return the split parameters that some values are computed from, in order."""
+    """Return the sharded parameters that some values depend on, in order."""
     found: dict[FlatValue, None] = {}
     for value in values:
         if value in split:
@@ -149,7 +148,7 @@ def sources_of(
 def _derived(
     operation: FlatOperation, derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> Derived | None:
-    """Return how the results are computed, None if they are kept instead."""
+    """Return how the results are computed, None if they are kept."""
     sources = sources_of(operation.ins, derived, split)
     if not 0 < len(sources) <= _MAX_SOURCES:
         return None
@@ -164,7 +163,7 @@ def _derived(
 
 
 def _is_local(eqn: Any) -> bool:
-    """Whether an equation only computes, on this rank, so that it may be run a second time."""
+    """Whether an equation can run twice: it only computes, on this rank."""
     inside = [inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body)]
     return not any(_acts(each) for each in (eqn, *inside))
 
@@ -176,7 +175,7 @@ def _acts(eqn: Any) -> bool:
 
 
 def first_floats(tree: Any) -> jax.Array | None:
-    """Return the first array of floats, which a gather can be tied to; None if there is none."""
+    """Return the first float array, to which a gather can be tied, or None."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), None)
 
@@ -185,14 +184,12 @@ class ScheduledEvaluator:
     """One run of a program.
 
     Args:
-      program: the program.
-      arguments: one for each of its inputs; for those in `shards` the whole array, which is used
-        only where it is a result of the program.
-      shards: position of an input -> the shard that it is gathered from.
+      arguments: one for each input; whole arrays for `shards`, used only as results.
+      shards: position of an input -> the shard from which it is gathered.
       whole: positions of the other inputs that are parameters.
-      capacity: bytes of whole parameters that are gathered together, > 0.
-      after: an array that is there before the first gather, None if there is none.
-      is_native: whether shards are gathered and scattered by native calls.
+      capacity: bytes of whole parameters gathered together, > 0.
+      after: an array that exists before the first gather, or None.
+      is_native: whether native calls gather and scatter shards.
     """
 
     def __init__(
@@ -221,17 +218,17 @@ class ScheduledEvaluator:
         self._gathered: dict[FlatValue, jax.Array] = {}
         # Derived values, each with the gathered arrays that it was computed from.
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
-        # The last results that a parameter was used for, and the arrays that a gather waits for.
+        # The last results that used a parameter, and the arrays that a gather waits for.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
-        # Gradients that were sent since the last gather began, and in the group before.
+        # Gradients sent since the last gather began, and in the group before.
         self._sent: list[jax.Array] = []
         self._sent_before: list[jax.Array] = []
 
     def run(
         self, to_send: Sequence[int], send: Callable[[list[int], list[Any]], list[Any]]
     ) -> list[Any]:
-        """Return the outputs; those that are sent as `send` returns them."""
+        """Return the outputs, those to send as `send` returns them."""
         outs = self._program.outs
         made_at = {v: i for i, op in enumerate(self._kept) for v in op.outs}
         ready = by_readiness(
@@ -242,14 +239,14 @@ class ScheduledEvaluator:
         sent: dict[int, Any] = {}
 
         def send_ready(operation: int) -> None:
-            # As the tree has them: in the order in which they became ready, steps took longer.
+            # In the order of the tree: in the order of readiness steps took longer.
             chosen = sorted(to_send[i] for i in ready.get(operation, ()))
             if not chosen:
                 return
             grads = [self._values[outs[i]] for i in chosen]
             if not self._shards:
                 if not self._is_native:
-                    # No gather waits for them, and XLA would send all of it together, last.
+                    # XLA would send them all together at the end, because no gather waits for them.
                     grads = wait_order.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)
@@ -265,11 +262,11 @@ class ScheduledEvaluator:
         return [sent[i] if i in sent else self._values[out] for i, out in enumerate(outs)]
 
     def result(self, i: int) -> Any:
-        """Return an output of the program, None while it is not computed; for `send` of `run`."""
+        """Return an output of the program, None if not yet computed; for `send` of `run`."""
         return self._values.get(self._program.outs[i])
 
     def _gather(self, members: Sequence[FlatValue]) -> None:
-        """Gather a group once the group before the last one has been used."""
+        """Gather a group after the use of the group before the last one."""
         parts = [self._shards[value] for value in members]
         ties = self._ties
         # A gradient has the time of one group to be sent in.
@@ -300,9 +297,9 @@ class ScheduledEvaluator:
             self._used_last = arrays[:1] or self._used_last
 
     def _after_sent(self, operands: list[Any]) -> list[Any]:
-        """Return operands that are not there before the group before the last one was sent.
+        """Make operands wait until the group before the last one was sent.
 
-        So no more than two groups of whole gradients are there at any time.
+        At most two groups of whole gradients are then in memory.
         """
         floats = [
             (x.size, i)
@@ -344,7 +341,7 @@ class ScheduledEvaluator:
         return self._gathered[value] if value in self._gathered else self._values[value]
 
     def _is_computed(self, value: FlatValue) -> bool:
-        """Whether a derived value was computed from the arrays that were gathered last."""
+        """Whether a derived value was computed from the latest gathered arrays."""
         if value not in self._computed:
             return False
         now = (self._gathered[source] for source in self._derived[value].sources)

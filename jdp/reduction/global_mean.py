@@ -17,35 +17,33 @@ from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
 
 # Two linear operations, each the transpose of the other, between a rank's values and their mean.
-#
-# Each rank differentiates its own loss l_r, and the loss of the step is sum(s_r l_r), with shares
-# s_r of 1. `as_local(p)` returns a uniform p for use by each rank alone: its cotangents differ
-# between ranks, and their mean is the cotangent of p. `as_mean(l)` returns the mean, the same on
-# every rank, and so is its cotangent, which is that of each l_r. Each is its own derivative, so
-# that both may be differentiated as often as one likes, forward and backward.
+# Each rank differentiates its loss l_r; the step's loss is sum(s_r l_r), with shares s_r of 1.
+# `as_local(p)` returns a uniform p for each rank alone: the mean of its cotangents is that of p.
+# `as_mean(l)` returns the mean, whose uniform cotangent is that of each l_r. Each operation is its
+# own derivative, so both have forward and backward derivatives of every order.
 
 
 class Average(Protocol):
-    """Averages arrays over ranks. Part of a traced program: hashable, and equal to its like."""
+    """Averages arrays over ranks. Part of a traced program, so it is hashable and comparable."""
 
     def means(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Return the means; may be an algorithm without a derivative."""
+        """Return the means; the algorithm may have no derivative."""
         ...
 
     def means_of_slopes(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Return the means of tangents, by operations that JAX can differentiate."""
+        """Return the means of tangents by differentiable operations."""
         ...
 
 
 def as_local(values: Sequence[Any], average: Average) -> list[jax.Array]:
-    """Return `values`, and average their cotangents, all together."""
+    """Return `values`, and average their cotangents together."""
     if not values:
         return []
     return _local_p.bind(*map(jnp.asarray, values), average=average)
 
 
 def as_mean(values: Sequence[jax.Array], average: Average) -> list[jax.Array]:
-    """Return the means of `values`, and hand their cotangents on to them."""
+    """Return the means of `values`, and pass on their cotangents."""
     # The operands carry the derivative; the means beside them have none.
     means = average.means([lax.stop_gradient(x) for x in values])
     return _mean_p.bind(*means, *values, average=average)
@@ -116,21 +114,20 @@ mlir.register_lowering(_mean_p, lambda context, *values, average: _means(*values
 def global_mean(
     loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "data"
 ) -> Callable[..., jax.Array]:
-    """Make a loss whose value and whose gradient are both means over all ranks.
+    """Make a loss whose value and gradient are means over all ranks.
 
-    For library code that differentiates or compares losses by itself: line searches (L-BFGS),
-    opaque SAM, products with the Hessian (Sophia, Hutchinson). `jax.lax.pmean(loss)` would not do
-    there: it averages the value, and leaves each rank with its own gradient, so that ranks search
-    in different directions.
+    For library code that differentiates or compares losses itself: line searches (L-BFGS), opaque
+    SAM, Hessian products (Sophia, Hutchinson). `jax.lax.pmean(loss)` averages only the value there:
+    each rank keeps its own gradient, and ranks search in different directions.
 
     Args:
       loss_fn: `loss_fn(params, *rest) -> loss`, the mean over this rank's rows.
       axis_name: the data axis.
 
     Returns:
-      `fn(params, *rest) -> loss`, the same on every rank, as are all its derivatives in `params`:
-      `jax.grad`, `jax.jvp`, `jax.hessian` and their compositions (a `shard_map` of your own with
-      check_vma=True has only `jax.grad`). Its gradient is a mean already:
+      `fn(params, *rest) -> loss`, equal on every rank, as are its derivatives in `params`:
+      `jax.grad`, `jax.jvp`, `jax.hessian` and compositions (in your own `shard_map` with
+      check_vma=True only `jax.grad`). Its gradient is already a mean:
       `state.apply_gradients(grads, synced=True, value_fn=fn, ...)`.
 
     >>> import jax, jax.numpy as jnp
@@ -177,8 +174,6 @@ class _Gradients(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """Averages a loss."""
-
     axis_name: AxisName
 
     def means(self, values: list[jax.Array]) -> list[jax.Array]:
@@ -188,7 +183,7 @@ class _Loss(NamedTuple):
 
 
 def _typed(loss_fn: Callable[..., Any], axis_name: AxisName, params: Any, rest: tuple) -> jax.Array:
-    """Compute the mean in a typed `shard_map`, where only a first derivative is defined."""
+    """Compute the mean in a typed `shard_map`, with a first derivative only."""
 
     @jax.custom_vjp
     def value(p: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`sync_gradients`: local gradients in, their mean over ranks out. It chooses the scale."""
+"""`sync_gradients`: the mean of local gradients over ranks."""
 
 import functools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from jdp.reduction.step_context import Reduction, Scope
 
 
 def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
-    """Refuse gradients that JAX has summed over the ranks already."""
+    """Refuse gradients that JAX has already summed over ranks."""
     if not axis.is_typed(axis_name):
         return
     for path, leaf in zip(paths, leaves, strict=True):
@@ -41,7 +41,7 @@ def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: 
 
 
 def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Refuse gradients that jdp knows to be means over the ranks."""
+    """Refuse gradients known to be means over ranks."""
     means = shard_registry.means()
     for path, leaf in zip(paths, leaves, strict=True):
         if id(leaf) in means:
@@ -54,8 +54,8 @@ def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             )
 
 
-# No effect on `collectives.xla` on CPU, where XLA merges psums whatever their size. For GPUs a
-# first guess, to be measured there: nothing hides the bucket that is sent last.
+# No effect on `collectives.xla` on CPU, where XLA merges all psums. An unmeasured guess for GPUs,
+# where compute does not hide the last bucket.
 BUCKET_BYTES = 4 * buckets.MiB
 
 
@@ -72,34 +72,33 @@ def sync_gradients(
 ) -> Any:
     """Average a tree of gradients over ranks, in buckets, last leaf first.
 
-    `replicated(tx)` calls it for you. Call it yourself for a metric of the mean gradient, then
-    hand that on with `state.apply_gradients(grads, synced=True)`; or in a `shard_map` or `pmap`
-    of your own.
+    `replicated(tx)` calls it. Call it yourself for a metric of the mean gradient, followed by
+    `state.apply_gradients(grads, synced=True)`, or in your own `shard_map` or `pmap`.
 
     Args:
-      grads: tree of arrays of floats of at least 16 bits, or complex: each rank's own gradient, of
-        the mean loss over its rows.
-      weight: `[]`, >= 0, how much this rank's rows count, for instance `mask.sum()`; a rank of
-        weight 0 contributes nothing, even NaN. Default: that of the step
-        (`train_step(weight=...)`), else every rank the same. Means and sums over ranks inside the
-        loss have the gradient for the default weight: with another one a step is refused.
+      grads: tree of complex arrays, or floats of at least 16 bits: each rank's own gradient of the
+        mean loss over its rows.
+      weight: `[]`, >= 0, weight of this rank's rows, for instance `mask.sum()`; a rank of weight 0
+        contributes nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else
+        equal. Means and sums over ranks inside the loss have gradients for the default weight, so a
+        step with another one is refused.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm, from `jdp.collectives`.
-      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split.
+      bucket_bytes: capacity of one bucket in bytes, > 0. Leaves are not split.
       mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
-      mesh: where the axis lies: in a `shard_map` of your own that runs on several processes, so
-        that `collectives.auto` may see which of them share a host. A step of jdp's knows it.
-      reduce_dtype: gradients are sent in this float dtype, such as `jnp.bfloat16`, and come back in
-        their own. Default: their own, as complex ones always are.
+      mesh: the mesh of the axis, for your own `shard_map` on several processes: `collectives.auto`
+        then sees which processes share a host. A jdp step knows it.
+      reduce_dtype: float dtype in which gradients are sent, such as `jnp.bfloat16`; results keep
+        their own dtype. Default: their own, as for complex gradients.
 
     Returns:
-      A tree like `grads`, equal bits on every rank; a mean of `value_and_grad` stays as it is, and
-      Flax's `_overwrite_with_gradient` has the maximum over ranks.
+      A tree like `grads`, with equal bits on every rank. Means of `value_and_grad` stay unchanged,
+      and Flax's `_overwrite_with_gradient` has the maximum over ranks.
 
     Raises:
-      ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
-        only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
-        and `weight` is not given.
+      ValueError: if JAX has already summed a leaf (in a `shard_map` with check_vma=True); if only
+        another axis is bound; if `axis_name` is a part of the axes of a step with a weight, without
+        `weight`.
       TypeError: if a leaf is an integer, float0 or float8 gradient; if `bucket_bytes` is not an
         integer.
 
@@ -109,7 +108,7 @@ def sync_gradients(
     Array([[2., 4.],
            [2., 4.]], dtype=float32)
     """
-    buckets.plan([], bucket_bytes)  # It complains here, also where no axis is bound.
+    buckets.plan([], bucket_bytes)  # Refuses a wrong size, also where no axis is bound.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     known = shard_registry.means() if weight is None and mean else {}
     left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
@@ -144,7 +143,7 @@ def reduced(
     mesh: Mesh | None = None,
     reduce_dtype: Any = None,
 ) -> list[jax.Array]:
-    """Return the means of gradients that are called by their paths; see `sync_gradients`."""
+    """Return the means of gradients with these paths; see `sync_gradients`."""
     leaves = _checked(paths, leaves, axis_name, is_mean_of_step=weight is None and mean)
     bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
     weight = _valid_weight(weight, axis_name)
@@ -178,9 +177,9 @@ def reduced(
 def _checked(
     paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
 ) -> list[jax.Array]:
-    """Return gradients as arrays, and refuse one that cannot be averaged here."""
+    """Return gradients as arrays, and refuse invalid ones."""
     floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    # A step of jdp's is never typed, and to ask takes a while.
+    # A jdp step is never typed, and the question takes time.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
         require_local(paths, floats, axis_name)
     if not is_mean_of_step:
@@ -189,16 +188,16 @@ def _checked(
 
 
 def _is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
-    """Whether there is one rank, and no need to call the algorithm.
+    """Whether one rank needs no call of the algorithm.
 
-    XLA keeps a psum over one rank, and its copies took as long as the rest of a step. An algorithm
-    of the author's is called all the same, since jdp does not know its effect.
+    XLA keeps a psum over one rank, and its copies took as long as the rest of a step. An author's
+    algorithm is called anyway, because its effect is unknown.
     """
     return axis.size(axes) == 1 and all_reduce in collectives.ALGORITHMS
 
 
 def _mesh_of_step(axes: tuple[str, ...]) -> Mesh | None:
-    around = step_context.around(axes)  # also where these are some of the step's axes
+    around = step_context.around(axes)  # also for some of the step's axes
     return None if around is None else around.mesh
 
 
@@ -219,7 +218,7 @@ def _marked(
     weight: jax.Array | None,
     axis_name: AxisName,
 ) -> list[jax.Array]:
-    """Mark each gradient as this rank's own, and as weighed by another weight than the step's."""
+    """Mark each gradient as local, and as differently weighted from the step."""
     axes = axis.in_mesh_order(axis_name)
     named = zip(paths, leaves, strict=True)
     leaves = [mark(leaf, kind="local", path=path, axes=axes) for path, leaf in named]
@@ -233,7 +232,7 @@ def _marked(
 
 
 def record(step: Scope | None, all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> None:
-    """Record how a step reduced gradients in the trace that runs now; without a step, nothing."""
+    """Record how the step reduces gradients in the current trace."""
     if step is None:
         return
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -244,7 +243,7 @@ def record(step: Scope | None, all_reduce: AllReduce, leaves: Sequence[jax.Array
 def _marked_total(
     leaves: list[jax.Array], weight: jax.Array | None, axes: tuple[str, ...], *, mean: bool
 ) -> list[jax.Array]:
-    """Mark reduced gradients if the analysis cannot see by itself whether they are means."""
+    """Mark reduced gradients if the analysis cannot see whether they are means."""
     if not mean:
         return [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
     if weight is None and axis.size(axes) == 1:  # no division shows it
@@ -253,7 +252,7 @@ def _marked_total(
 
 
 def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array, and refuse one that cannot be averaged."""
+    """Return a gradient as an array, and refuse one without a mean."""
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

@@ -1,4 +1,4 @@
-"""Identities around scanned layers whose backward passes reduce gradients one layer late."""
+"""Identities around scanned layers; their backward passes reduce gradients one layer late."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from jdp.reduction import step_context, weighted_sum
 
 
 def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `same(*args, share, witness)` with a backward pass of its own.
+    """Return `same(*args, share, witness)` with a custom backward pass.
 
-    The hooks act together or not at all. Where derivatives are nested, one of them may be of the
-    carry alone: its backward pass is a plain one, `is_ours=False`, and leaves them to that in
-    which the parameters, and with them the witness that came from `enter`, are differentiated.
+    The hooks act together or not at all. Of nested derivatives one may differentiate the carry
+    alone. Its backward pass is a plain one, `is_ours=False`, and leaves the hooks to the derivative
+    of the parameters, and so of the witness from `enter`.
     """
     hook = jax.custom_vjp(same)
 
@@ -42,22 +42,22 @@ def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[.
 
 
 def is_zero(cotangent: Any) -> bool:
-    """Whether a cotangent is zero everywhere, which JAX says by its type."""
+    """Whether a cotangent is zero by its type."""
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
 def instantiated(cotangents: Any) -> Any:
-    """Return a tree of cotangents with arrays of zeros in place of symbolic ones."""
+    """Replace symbolic zeros in a tree of cotangents by arrays."""
     return jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, cotangents, is_leaf=is_zero
     )
 
 
 def mapped_together(values: Sequence[Any]) -> list[jax.Array]:
-    """Return `values` unchanged. Where `vmap` maps one of them, it maps all.
+    """Return `values` unchanged. A `vmap` that maps one of them maps all.
 
-    A `jax.custom_vjp` function under `vmap` has one cotangent for an output that is not mapped:
-    the sum over all rows, where its backward pass may need that of each.
+    Under `vmap` a `jax.custom_vjp` gets one cotangent for an unmapped output, the sum over all
+    rows, but its backward pass may need that of each row.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: mapped_together([x, jnp.float32(1)]))(jnp.arange(2.0))
@@ -71,7 +71,7 @@ _together_p.multiple_results = True
 
 
 def _jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    # The tangents as they are: one of zeros stays one.
+    # Unchanged tangents, because symbolic zeros must stay symbolic.
     return _together_p.bind(*primals), list(tangents)
 
 
@@ -97,28 +97,26 @@ def is_float(leaf: Any) -> bool:
 
 
 def floats_of(tree: Any) -> list[jax.Array]:
-    """Return the leaves of a tree that are floats."""
+    """Return the float leaves of a tree."""
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def with_floats(tree: Any, floats: Sequence[jax.Array]) -> Any:
-    """Invert `floats_of`: give `tree` with these in the places of its own."""
+    """Replace the float leaves of a tree."""
     left = iter(floats)
     return jax.tree.map(lambda leaf: next(left) if is_float(leaf) else leaf, tree)
 
 
 class Hooks:
-    """Identities around each layer and around the scan, of which only the backward passes act.
+    """Identities around each layer and around the scan, with active backward passes.
 
-    The scan carries a *slot*, as large as the gradient of one layer, which nothing reads on the
-    way forward. On the way back it holds this rank's gradient of the layer before. Each layer
-    gives the mean of that for its own gradient, and puts its own into the slot. So the means come
-    out shifted by one layer, the first is one of zeros, and the last is taken after the loop.
+    The scan carries a *slot* of the size of one layer's gradient, unused in the forward pass. In
+    the backward pass it holds this rank's gradient of the layer before. Each layer returns the mean
+    of the slot as its own gradient, and stores its own in the slot. The means are therefore shifted
+    by one layer: the first one is zero, and the last one is computed after the loop.
 
     Args:
       floats: the stacked parameters.
-      axes: the ranks.
-      all_reduce: the algorithm.
       reverse: whether the scan runs the last layer first.
     """
 
@@ -138,13 +136,13 @@ class Hooks:
         self._slot: list[Any] = [
             jax.ShapeDtypeStruct(x.shape[1:], x.dtype if sent is None else sent) for x in floats
         ]
-        # A bucket for each dtype: they are complete all at once.
+        # One bucket for each dtype, because all are complete at once.
         self._plan = buckets.plan(self._slot, sys.maxsize)
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
         self._weights, self._scale = weighted_sum.factors(weight, axes, mean=True)
         self._share = self._weights.forward
-        # A ring between GPUs starts before a layer's matmuls and is waited for behind them; any
-        # other algorithm is placed by XLA. The last layer's has a call of its own.
+        # A ring between GPUs starts before a layer's matmuls and is awaited after them; XLA places
+        # other algorithms. The last layer has its own call.
         self._numbers: list[int] = []
         self._last_numbers: list[int] = []
         self._communicator = 0
@@ -160,8 +158,8 @@ class Hooks:
         """Return the stacked parameters and an empty slot."""
 
         def same(floats: list, _: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-            # Nothing reads the slot on the way forward. A layer has the shape of its gradient, also
-            # where vmap gives each model one: a constant would be one slot for all of them.
+            # A slot has the shape of a layer's gradient. From a constant, vmap would make one slot
+            # for all models.
             slot = self._sent([lax.stop_gradient(x[0]) for x in floats])
             return floats, slot, jnp.float32(0)
 
@@ -172,20 +170,19 @@ class Hooks:
             for mean, others in zip(self._reduced(slot), shifted, strict=True):
                 mean = weights.total(mean)
                 parts = [others[1:], mean[None]] if self._reverse else [mean[None], others[:-1]]
-                # To the analysis that is not a sum over ranks any more: it would refuse to see one
-                # averaged again.
+                # The analysis would refuse a sum over ranks that is averaged again.
                 mean = jnp.concatenate(parts)
                 means.append(mark(mean, kind=AVERAGED, path="", axes=self._axes))
             return means, jax.tree.map(jnp.zeros_like, share)
 
         hook = jax.custom_vjp(same)
-        # Not hook(floats): a second derivative would meet it again there, and not the others.
+        # Not hook(floats): a second derivative would meet it again, without the others.
         hook.defvjp(lambda floats, share: (same(floats, share), share), backward)
         floats, slot, self._witness = hook(mapped_together(floats), self._share)
         return floats, slot
 
     def begin(self, floats: list, carry: Any, slot: list) -> tuple[list, Any, list, list]:
-        """Stand before a layer; on the way back behind it, with its gradient."""
+        """Before a layer; in the backward pass after it, with its gradient."""
 
         def same(floats: list, moving: list, slot: list, share: Any, witness: Any) -> tuple:
             return floats, moving, slot, [jnp.zeros(TOKEN.shape, TOKEN.dtype) for _ in numbers]
@@ -200,7 +197,7 @@ class Hooks:
                 means = self._waited_for(slot, tokens, numbers)
             else:
                 sums = self._summed(slot)
-                # XLA waits for a sum where it is used first: not before this layer's matmuls.
+                # XLA waits for a sum at its first use, so keep it behind this layer's matmuls.
                 sums, gradient = lax.optimization_barrier((sums, gradient))
                 means = self._unpacked(sums)
             if share is not None:
@@ -220,7 +217,7 @@ class Hooks:
         return floats, with_floats(carry, moving) if numbers else carry, slot, tokens
 
     def end(self, carry: Any, slot: list, tokens: list) -> tuple[Any, list]:
-        """Stand behind a layer; on the way back before it, with the gradient of another."""
+        """After a layer; in the backward pass before it, with another's gradient."""
         if not self._numbers:
             return carry, slot
 
@@ -249,8 +246,8 @@ class Hooks:
         bucketed = [[slot[i] for i in bucket] for bucket in self._plan]
         return self._unplanned(self._all_reduced(bucketed, self._scale))
 
-    # Sum one vector, without a scale: XLA combines the sums of a loop's body, and would wait before
-    # the barrier for sums that are sliced or scaled behind it.
+    # One unscaled vector: XLA combines the sums of a loop's body, and would wait before the barrier
+    # for sums that are sliced or scaled after it.
     def _summed(self, slot: list[jax.Array]) -> list[jax.Array]:
         vectors = [buckets.pack([slot[i] for i in bucket]) for bucket in self._plan]
         vectors = [scaled(x, split_scale(self._scale, x.dtype)[0]) for x in vectors]
@@ -282,12 +279,12 @@ class Hooks:
         return self._unplanned(reduced)
 
     def _sent(self, gradient: list[jax.Array]) -> list[jax.Array]:
-        """Return the gradient of a layer in the dtypes in which it is sent."""
+        """Return a layer's gradient in the dtypes in which it is sent."""
         pairs = zip(gradient, self._slot, strict=True)
         return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return the reduced gradients of a layer, in the order and dtypes of the parameters."""
+        """Return a layer's reduced gradients in the order and dtypes of the parameters."""
         by_position = {
             i: leaf
             for bucket, leaves in zip(self._plan, reduced, strict=True)

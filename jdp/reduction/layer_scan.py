@@ -1,4 +1,4 @@
-"""Scans over layers whose parameters or gradients are split over the ranks."""
+"""Scans over layers with sharded parameters or gradients."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -27,10 +27,8 @@ class TracedLayer(NamedTuple):
 
     Attributes:
       jaxpr: of `(closed-over values, carry, layer, x) -> (carry, y)`, flat.
-      closed_over: the arrays that the author's function reads without being handed them.
-      num_carry: how many leaves a carry has.
-      carry_tree: of a carry.
-      y_tree: of what a round returns beside the carry.
+      closed_over: the arrays that the author's function captures.
+      num_carry: number of leaves of a carry.
     """
 
     jaxpr: Any
@@ -51,14 +49,14 @@ class TracedLayer(NamedTuple):
 def traced_layer(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, params: Any, xs: Any, *, reverse: bool
 ) -> tuple[TracedLayer, list[jax.Array]]:
-    """Trace the function of a scan, and return it with the leaves of the first carry."""
+    """Trace the function of a scan; return it with the first carry's leaves."""
 
     def scan(init: Any, params: Any, xs: Any) -> Any:
         return lax.scan(f, init, params if xs is None else (params, xs), reverse=reverse)
 
     last, _ = jax.eval_shape(scan, init, params, xs)
     carry, carry_tree = jax.tree.flatten(init)
-    # A carry that begins as a Python number has the dtype that the layers give it.
+    # A carry that begins as a Python number has the layers' dtype.
     carry = [_typed_like(x, like) for x, like in zip(carry, jax.tree.leaves(last), strict=True)]
 
     def one(carry: Any, params: Any, xs: Any) -> Any:
@@ -73,7 +71,7 @@ def traced_layer(
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array has a gradient: not integers, bools and random keys."""
+    """Whether an array has a gradient, unlike integers, bools and random keys."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -85,11 +83,10 @@ def _typed_like(x: Any, like: Any) -> jax.Array:
 
 
 class LayerShards:
-    """Gathers single layers of stacked shards, and scatters gradients of single layers.
+    """Gathers single layers of stacked shards, and scatters their gradients.
 
     Args:
-      parts: shards of stacked parameters, all over the same axes, split on a dim behind that of
-        the layers.
+      parts: shards of stacked parameters over equal axes, split on a dim after that of the layers.
       axes: all axes of the step, over which gradients are averaged.
     """
 
@@ -106,7 +103,7 @@ class LayerShards:
         self._gather_dtypes = [part.gather_dtype or part.value.dtype for part in parts]
         self._reduce_dtypes = [part.reduce_dtype or part.value.dtype for part in parts]
         shapes = [part.value.shape[1:] for part in parts]
-        # A bucket for each dtype: they are needed, and complete, all at once.
+        # One bucket for each dtype, because all are complete at once.
         sent = list(map(jax.ShapeDtypeStruct, shapes, self._reduce_dtypes))
         self._plan = buckets.plan(sent, sys.maxsize)
         self._shapes = [
@@ -116,11 +113,11 @@ class LayerShards:
 
     @property
     def share(self) -> jax.Array | None:
-        """This rank's share of the weight of all ranks, None where all count the same."""
+        """This rank's share of the total weight, None if all ranks count the same."""
         return None if self._weights.forward is None else lax.stop_gradient(self._weights.forward)
 
     def zeros(self) -> list[jax.Array]:
-        """Return a gradient of zeros of one layer."""
+        """Return a zero gradient of one layer."""
         return [jnp.zeros(*x) for x in zip(self._shapes, self._gather_dtypes, strict=True)]
 
     def gathered(self, stacked: Sequence[jax.Array], i: Any, share: Any) -> list[jax.Array]:
@@ -131,7 +128,7 @@ class LayerShards:
         """
         own = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in stacked]
 
-        # Where derivatives are nested, JAX differentiates what is inside of the inner one.
+        # Of nested derivatives, JAX differentiates what is inside the inner one.
         @jax.custom_vjp
         def gather(own: list[jax.Array], share: Any) -> list[jax.Array]:
             sent = self._bucketed(list(map(cast, own, self._gather_dtypes)))
@@ -152,7 +149,7 @@ class LayerShards:
     def sums(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
         """Return this rank's shards of the sum of a layer's gradient over ranks.
 
-        `divided` makes means of sums, after a loop: XLA waits for a sum where it is used first.
+        `divided` computes means after a loop, because XLA waits for a sum at its first use.
         """
         weights = self._weights.by_share(share)
         local = []
@@ -189,12 +186,12 @@ class LayerShards:
 
 
 class Operands(NamedTuple):
-    """The operands of a loop over layers, or the gradient of each.
+    """The operands of a loop over layers, or their gradients.
 
     Attributes:
       closed_over: see `TracedLayer`.
       carry: leaves of the first carry.
-      shards: this rank's, of the stacked parameters that are split over the ranks.
+      shards: this rank's, of the sharded stacked parameters.
       wholes: the other stacked parameters.
       xs: further stacked arrays.
     """
@@ -210,10 +207,8 @@ class LayerLoop(NamedTuple):
     """A loop over layers.
 
     Attributes:
-      layer: the computation of one round.
-      shards: gathers layers, and scatters their gradients.
       is_split: for each leaf of a layer whether it is gathered.
-      num_layers: how many rounds, >= 1.
+      num_layers: number of rounds, >= 1.
       is_reverse: whether the last layer is the first round.
       unroll: as in `lax.scan`.
     """
@@ -235,27 +230,27 @@ class LayerLoop(NamedTuple):
         return self.num_layers - 1 if self.is_reverse else 0
 
     def after(self, i: Any) -> Any:
-        """Return the number of the layer that follows layer `i`; the last one follows itself."""
+        """Return the number of the layer after layer `i`, or `i` for the last."""
         return jnp.maximum(i - 1, 0) if self.is_reverse else jnp.minimum(i + 1, self.num_layers - 1)
 
     def before(self, i: Any) -> Any:
-        """Return the number of the layer before layer `i`; the first one is before itself."""
+        """Return the number of the layer before layer `i`, or `i` for the first."""
         return self.turned().after(i)
 
     def gathered(
         self, stacked: Sequence[jax.Array], i: Any, share: Any, ready: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Return the whole parameters of the layer that follows layer `i`.
+        """Return the whole parameters of the layer after layer `i`.
 
         Args:
           i: `[]` int, number of the layer that is computed meanwhile.
         """
-        # Where there is no loop, XLA would gather all layers before it computes the first.
+        # Without a loop XLA would gather all layers before it computes the first.
         (following,) = wait_order.after([self.after(i)], ready if self.unroll != 1 else [])
         return self.shards.gathered(stacked, following, share)
 
     def joined(self, split: Sequence[jax.Array], wholes: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the parameters of a layer in their order, from the gathered and the other ones."""
+        """Return the parameters of a layer in their order."""
         split_left, wholes_left = iter(split), iter(wholes)
         return [next(split_left if flag else wholes_left) for flag in self.is_split]
 
@@ -269,7 +264,8 @@ class LayerLoop(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Perturbed:
-    """Positions of the operands that are differentiated; a residual must be a tree of arrays."""
+    """Positions of the differentiated operands, a tree because residuals must be trees of arrays.
+    """
 
     closed_over: tuple[int, ...]
     carry: tuple[int, ...]
@@ -281,7 +277,7 @@ class Perturbed:
 def perturbed(given: Operands) -> Perturbed:
     """Return the positions of the perturbed operands of a `jax.custom_vjp`.
 
-    The carry of a round depends on the layers before it, whatever the first one depends on.
+    The carry of a round always counts, because it depends on the layers before.
     """
 
     def positions(operands: Sequence[Any], *, always: bool = False) -> tuple[int, ...]:
@@ -302,7 +298,7 @@ def layer_gradients(
     of: Perturbed,
     cotangents: tuple[Sequence[Any], Sequence[Any]],
 ) -> Operands:
-    """Return the gradient of each operand, None where it has none."""
+    """Return the gradient of each operand, or None."""
     return _Backward(forward, operands, share, of).run(*cotangents)
 
 
@@ -314,14 +310,14 @@ class _Backward:
         self._of = of
 
     def run(self, last: Sequence[Any], ys: Sequence[Any]) -> Operands:
-        """Return the gradients, given the cotangents of the last carry and of the stacked y."""
+        """Return the gradients for the cotangents of the last carry and of the stacked y."""
         loop, operands, of = self._loop, self._operands, self._of
-        # The cotangents that are not zero everywhere, by position.
+        # The nonzero cotangents, by position.
         own_ys = {i: y for i, y in enumerate(ys) if not is_zero(y)}
         shards = loop.shards
         late = shards.zeros() if of.shards else []
         cotangent = [instantiated(last[i]) for i in of.carry]
-        # XLA would gather it together with the first one of the way there.
+        # XLA would gather it together with the forward pass's first one.
         (first,) = wait_order.after([jnp.asarray(loop.first)], cotangent)
         state = (
             cotangent,
@@ -346,7 +342,7 @@ class _Backward:
         )
 
     def _round(self, state: Any, given: Any) -> Any:
-        """Differentiate one layer, gather the next one, and scatter the gradient of the last."""
+        """Differentiate a layer, gather the next one, and scatter the gradient of the last."""
         cotangent, layer, late, means, sums = state
         i, carry, wholes, x, y = given
         operands, of = self._operands, self._of
@@ -354,7 +350,7 @@ class _Backward:
         new = self._loop.shards.sums(late, self._share) if late else []
         inputs = Operands(operands.closed_over, carry, layer, wholes, x)
         found = self._pulled_back(inputs, cotangent, y)
-        # XLA waits for a sent array at its first use, which is behind this layer's matmuls.
+        # XLA waits for a sent array at its first use, so keep it behind this layer's matmuls.
         new, following, found = lax.optimization_barrier((new, following, found))
         (place,) = wait_order.after([self._loop.before(i)], found.shards)
         means = _put(means, new, place)
@@ -363,7 +359,7 @@ class _Backward:
         return (found.carry, following, late, means, sums), (found.wholes, found.xs)
 
     def _pulled_back(self, inputs: Operands, cotangent: list, ys: dict[int, Any]) -> Operands:
-        """Return the gradients of a layer, for the differentiated operands alone."""
+        """Return a layer's gradients for the differentiated operands."""
         of = self._of
         every = tuple(range(len(inputs.shards))) if of.shards else ()
         chosen = Operands(of.closed_over, of.carry, every, of.wholes, of.xs)
@@ -385,7 +381,7 @@ class _Backward:
 
 
 def _put(stacked: Sequence[jax.Array], layer: Sequence[jax.Array], i: Any) -> list[jax.Array]:
-    """Write the values of a layer to their place among those of all layers."""
+    """Write the values of a layer into those of all layers."""
     pairs = zip(stacked, layer, strict=True)
     return [lax.dynamic_update_index_in_dim(many, one, i, 0) for many, one in pairs]
 
@@ -401,9 +397,9 @@ def _at(positions: Sequence[int], values: Sequence[Any], size: int) -> list[Any]
 
 
 def split_parts(params: Any, axes: tuple[str, ...]) -> list[Shard | None]:
-    """Return for each stacked parameter the shard to scan over, None where the whole is scanned.
+    """Return the shard of each stacked parameter, or None to scan the whole.
 
-    A leaf that is split along the dim of the layers has all of a layer on one rank: it stays whole.
+    A leaf split along the dim of the layers has all of a layer on one rank, and stays whole.
     """
     found = [known(leaf) for leaf in jax.tree.leaves(params)]
     if step_context.current(axes) is None:
@@ -422,13 +418,12 @@ def scan_sharded(
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
-    """Run `lax.scan` over stacked parameters of which this rank has its shards.
+    """Run `lax.scan` over stacked parameters of which this rank has shards.
 
-    Each round computes with the layer that the carry holds, and gathers the next one meanwhile.
-    The backward loop does the same in reverse, computes the layer again, and scatters the gradient
-    of the layer behind it while it computes its own. So no more than two layers are whole at once.
-    Forward the carries alone are kept, as under `jax.checkpoint`; within one layer the author's own
-    `jax.checkpoint` decides.
+    Each round computes with the layer in the carry, and gathers the next one meanwhile. The
+    backward loop does the same in reverse, recomputes each layer, and scatters the gradient of the
+    layer after it meanwhile. At most two layers are whole at once. The forward pass keeps only the
+    carries, as under `jax.checkpoint`; within a layer the author's `jax.checkpoint` applies.
 
     Source: Rajbhandari et al. 2020, ZeRO stage 3, https://arxiv.org/abs/1910.02054.
     """
@@ -482,7 +477,7 @@ def _differentiable(loop: LayerLoop, operands: Operands) -> tuple[list[jax.Array
 def _forward(
     loop: LayerLoop, operands: Operands, share: Any, *, is_kept: bool
 ) -> tuple[tuple[list, list], list]:
-    """Return `(last carry, stacked y)`, and if they are kept the carries that go into layers."""
+    """Return `(last carry, stacked y)`, and the layers' input carries if kept."""
 
     def body(state: Any, given: Any) -> Any:
         carry, layer = state
@@ -512,13 +507,13 @@ def scan_whole(
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
-    """Run `lax.scan` over stacked parameters whose gradients go to the shards of this rank.
+    """Run `lax.scan` over whole stacked parameters with sharded gradients.
 
     Each round of the backward loop scatters the gradient of the layer before, while it computes its
-    own, so that no more than two gradients of layers are whole at once.
+    own, so at most two layers' gradients are whole at once.
 
     Args:
-      parts: for each leaf of `params` its shard, None where its gradient is this rank's own.
+      parts: the shard of each leaf of `params`, None for local gradients.
     """
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     is_split = [part is not None for part in parts]
@@ -546,15 +541,12 @@ def scan_whole(
 
 
 class _LateScatter:
-    """Identities around the scan and around each layer, of which only the backward passes act.
+    """Identities around the scan and around each layer, with active backward passes.
 
-    As in `overlap.layer_hooks` the scan carries a slot, which holds this rank's gradient of the
-    layer before on the way back. Each layer gives the parts of its sum for its own shards, and puts
-    its own gradient into the slot. So the sums come out shifted by one layer, the first is one of
-    zeros, and the last is taken after the loop.
+    As in `layer_hooks.Hooks`, the scan carries a slot with this rank's gradient of the layer
+    before. Each layer returns the shards of its sum, shifted by one layer.
 
     Args:
-      shards: scatters the gradient of a layer.
       reverse: whether the scan runs the last layer first.
     """
 
@@ -588,7 +580,7 @@ class _LateScatter:
     def begin(
         self, wholes: list[jax.Array], own: list[jax.Array], slot: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the parameters of a layer and the slot; on the way back stand behind the layer."""
+        """Return a layer's parameters and the slot; in the backward pass after the layer."""
 
         def same(wholes: list, own: list, slot: list, share: Any) -> tuple[list, list]:
             return wholes, slot
@@ -597,7 +589,7 @@ class _LateScatter:
 
         def forward(*args: Any) -> tuple[Any, tuple]:
             values = jax.tree.map(lambda arg: arg.value, args)
-            # Where derivatives are nested, one may be of the carry alone, which this one is not of.
+            # Of nested derivatives one may be of the carry alone, without this hook.
             if any(x.perturbed for x in args[1]):
                 return same(*values), (values[-1],)
             return hook(*values), (values[-1], None)
@@ -607,7 +599,7 @@ class _LateScatter:
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
-            # XLA waits for a sum where it is used first: not before this layer's matmuls.
+            # XLA waits for a sum at its first use, so keep it behind this layer's matmuls.
             sums = self._shards.sums(slot, residuals[0])
             sums, gradient = lax.optimization_barrier((sums, gradient))
             return None, sums, gradient, nothing

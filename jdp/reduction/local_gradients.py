@@ -1,4 +1,4 @@
-"""The gradients of a loss over this rank's rows, and the means of gradients that stay whole."""
+"""Local gradients of a loss, and means of unsharded gradients."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,17 +18,15 @@ from jdp.reduction import (
     step_context,
 )
 
-# The means of gradients that stay whole, of optimizers that split the gradients of others.
-#
-# They are means also where no gradient is large enough to be split: what a step does with its
-# gradients must not depend on their sizes, or on the number of ranks.
+# The means of unsharded gradients, of optimizers that shard other gradients.
+# They are means even if no gradient is large enough to be sharded, because a step must not depend
+# on sizes or on the number of ranks.
 
 
 class WholeMeans:
-    """The gradients of the leaves of a tree that stay whole, and how they become means.
+    """Unsharded gradients of a tree, and how they become means.
 
     Args:
-      params: tree of parameters.
       axis_name: the data axis of the caller.
       is_sent: whether gradients may be averaged over the ranks where they are computed.
       is_at_once: whether the gradients are those of all rows of this rank.
@@ -36,8 +34,7 @@ class WholeMeans:
 
     Attributes:
       are_sent: whether gradients are averaged over the ranks where they are computed.
-      is_at_once: see above.
-      owners: position of a leaf that stays whole -> its optimizer.
+      owners: position of an unsharded leaf -> its optimizer.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class WholeMeans:
         besides: Container[int] = (),
     ):
         step = step_context.current(axis_name)
-        # Under a vmap of the author's, gradients are those of single rows, which are not averaged.
+        # Under an author's vmap, gradients are those of single rows, which are not averaged.
         is_here = step is not None and step.trace == jax.extend.core.get_opaque_trace_state()
         self.are_sent, self.is_at_once = is_sent and is_here, is_at_once
         named = jax.tree_util.tree_leaves_with_path(params) if self.are_sent else []
@@ -64,9 +61,9 @@ class WholeMeans:
         self._paths = {i: jax.tree_util.keystr(named[i][0]) for i in self.owners}
 
     def along(self) -> list[int]:
-        """Return the positions of those that are reduced in the calls that scatter others.
+        """Return the positions of those reduced in the calls that scatter others.
 
-        Of micro-batches these are none: they are reduced once, at the end, with the loss.
+        Empty for micro-batches, which are reduced once, at the end, with the loss.
         """
         return [
             i
@@ -104,7 +101,7 @@ class LeafGradients(NamedTuple):
 
     Attributes:
       local: this rank's own gradients, a list of leaves; None for those in `means`.
-      means: position of a leaf -> this rank's shard of the mean over all ranks, or all of it.
+      means: position of a leaf -> the mean over ranks, this rank's shard or all of it.
     """
 
     local: list[Any]
@@ -115,13 +112,12 @@ def local_value_and_grad(
     loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
 ) -> Callable[..., tuple[Any, Any]]:
     """Return `jax.value_and_grad(loss_fn)` of this rank's rows, typed or not."""
-    # A step of jdp's is never typed, and to ask takes a while.
+    # A jdp step is never typed, and the question takes time.
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 
-    # Types decide which gradients JAX sums. It would sum those of parameters that do not vary over
-    # the ranks. The gradient of a loss that does not vary, such as pmean(loss), would be n times
-    # smaller than without types.
+    # JAX would sum gradients of parameters whose type does not vary. The gradient of a loss that
+    # does not vary, such as pmean(loss), would be n times smaller than without types.
     def varying_loss(params: Any, *rest: Any) -> Any:
         value = loss_fn(params, *rest)
         if not has_aux:
@@ -137,11 +133,9 @@ def local_value_and_grad(
 
 
 class WholeGradients:
-    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it.
+    """Gradients of losses in whole parameters, with the interface of `ShardGradients`.
 
     Args:
-      params: tree of parameters.
-      value_and_grad: of the loss.
       wholes: the gradients that are averaged over the ranks.
     """
 

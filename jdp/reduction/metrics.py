@@ -1,4 +1,4 @@
-"""Means, sums and extremes over ranks, and outputs for each row, as authors write them in steps."""
+"""Means, sums and extremes over ranks, and outputs for each row."""
 
 import functools
 import traceback
@@ -19,27 +19,27 @@ from jdp.reduction.step_context import Scope
 
 
 def checking_step(axis_name: AxisName) -> Scope | None:
-    """Return the step that can report an overflow of sums over the ranks of `axis_name`, if any."""
+    """Return the step that can report an overflow of sums over `axis_name`, or None."""
     step = step_context.around(axis_name)
     return None if step is None or step.is_part or step.batch_trace is None else step
 
 
 def is_sum_checked(step: Scope, term: Any) -> bool:
-    """Whether a term may overflow, and is not of a trace in the step, as under a vmap or scan."""
+    """Whether a term may overflow, and belongs to the step's own trace, not a vmap or scan."""
     dtype = jnp.result_type(term)
     is_integer = jnp.issubdtype(dtype, jnp.integer) and pytrees.num_bits(dtype) >= 32
     return is_integer and jax_compat.trace_of(term) is step.batch_trace
 
 
 def upper_half(term: jax.Array) -> jax.Array:
-    """Return the upper half of the bits of integers: their sum over ranks has room."""
+    """Return the upper half of the bits of integers, whose sum over ranks has room."""
     return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
 
 
 def report_overflow(
     step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array], axis_name: AxisName
 ) -> None:
-    """Let a step report whether one of some sums has overflowed, with the author's line."""
+    """Let a step report overflows of sums, with the author's line."""
     others = tuple(name for name in step.axis_name if name not in axis.names(axis_name))
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     line = diagnostics.innermost_line(frames)
@@ -54,7 +54,7 @@ def report_overflow(
 
 
 def marked_sum(weight: jax.Array, step: Scope) -> jax.Array:
-    """Return the weight of a batch, -inf if a sum in its step has overflowed."""
+    """Return the weight of a batch, -inf after an overflow."""
     if not step.integer_sums:
         return weight
     overflows = jnp.stack([flag for flag, _ in step.integer_sums])
@@ -64,29 +64,28 @@ def marked_sum(weight: jax.Array, step: Scope) -> jax.Array:
 def mean_over_ranks(
     x: Any, *, weight: jax.Array | None = None, axis_name: AxisName = "data"
 ) -> Any:
-    """Average a tree over ranks; what comes back is the same on every rank.
+    """Average a tree over ranks; the result is equal on every rank.
 
-    Ordinary arrays, usable at once: in a `lax.cond`, as batch statistics, as a target. Inside a
-    loss its gradient is exact, with the weights of the step, too. As the loss itself use
-    `global_mean`, since each rank's gradient through this one is only its own.
+    The result is usable at once: in a `lax.cond`, as batch statistics, as a target. Inside a loss
+    its gradient is exact, with the weights of the step. As the loss itself use `global_mean`, since
+    each rank's gradient through this mean is only its own.
 
     Args:
-      x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0: their share of the ranks.
-      weight: `[]`, >= 0, how much this rank's value counts; a rank of weight 0 contributes
-        nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else equal. A rank
-        whose rows weigh nothing in the step has no gradient, whatever it weighs here. In a
-        `shard_map` of your own the gradient through this mean is that of ranks that count
-        equally: jdp cannot know there that `sync_gradients(weight=...)` follows.
+      x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0.
+      weight: `[]`, >= 0, weight of this rank's value; a rank of weight 0 contributes nothing, even
+        NaN. Default: that of the step (`train_step(weight=...)`), else equal. A rank whose rows
+        have weight 0 in the step has no gradient, whatever its weight here. In your own `shard_map`
+        the gradient through this mean is that of equal ranks: jdp cannot know there that
+        `sync_gradients(weight=...)` follows.
       axis_name: the data axis.
 
     Returns:
-      The tree of sum(w * x) / sum(w), in the dtypes of `x`, of booleans in float32. Where no axis
-      is bound, `x`.
+      The tree of sum(w * x) / sum(w), in the dtypes of `x`, of booleans in float32. Without a bound
+      axis, `x`.
 
     Raises:
       TypeError: if a leaf is an integer: sum it (`sum_over_ranks`) or cast it.
-      ValueError: if `axis_name` is a part of the axes of a step with a weight, and `weight` is not
-        given.
+      ValueError: if `axis_name` is a part of the axes of a step with a weight, without `weight`.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: mean_over_ranks(x), axis_name="data")(jax.numpy.arange(4.0))
@@ -103,7 +102,7 @@ def mean_over_ranks(
         return jax.tree.unflatten(treedef, leaves)
     if weight is None:
         weight = step_context.default_weight(axis_name, "jdp.mean_over_ranks")
-    # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
+    # At least float32, because a float16 sum may pass 65504.
     if weight is None:
         means = lax.pmean([*map(_wide, leaves)], axis.names(axis_name))
     else:
@@ -119,22 +118,22 @@ def mean_over_ranks(
 def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Sum a tree over ranks, for counts and histograms.
 
-    Its gradient is exact, with the weights of the step, too; a rank whose rows weigh nothing in
-    the step has none.
+    Its gradient is exact, with the weights of the step. A rank whose rows have weight 0 in the step
+    has no gradient.
 
     Args:
       x: tree of numeric arrays, any shapes; booleans count as 0 and 1.
       axis_name: the data axis.
 
     Returns:
-      The tree of sums, the same on every rank, booleans and integers of fewer than 32 bits in
-      int32 or uint32. Where no axis is bound, `x`.
+      The tree of sums, equal on every rank; booleans and integers of fewer than 32 bits in int32 or
+      uint32. Without a bound axis, `x`.
 
     Raises:
       TypeError: if a leaf is a float of 8 bits or fewer, or a random key.
-      RuntimeError: by a later call of the step, if integers have a sum that their type cannot hold.
-        Under a scan, vmap or jit in the step, or in a `shard_map` of your own, such a sum wraps
-        around, as `jnp.sum` does.
+      RuntimeError: by a later call of the step, if the type of integers cannot hold their sum.
+        Under a scan, vmap or jit in the step, or in your own `shard_map`, such a sum wraps around,
+        as `jnp.sum` does.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: sum_over_ranks(x), axis_name="data")(jax.numpy.arange(3))
@@ -162,11 +161,10 @@ def _summed(leaves: list[Any], wide: list[jax.Array], axis_name: AxisName) -> li
 
 
 def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
-    """Return the elementwise maximum of a tree over ranks; a NaN of any rank is the result.
+    """Return the elementwise maximum of a tree over ranks; NaN if any rank has NaN.
 
-    `lax.pmax` loses NaN on CPUs, and between processes returns another number for another rank of
-    the NaN. The gradient is exact, with the weights of the step, too: ranks that share the maximum
-    share the gradient.
+    `lax.pmax` loses NaN on CPUs, and between processes its result depends on the rank of the NaN.
+    The gradient is exact, with the weights of the step; ranks that share the maximum share it.
 
     Args:
       x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
@@ -174,8 +172,8 @@ def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       axis_name: the data axis.
 
     Returns:
-      The tree of maxima, in the dtypes of `x`, the same on every rank; 0.0 is greater than -0.0.
-      Where no axis is bound, `x`.
+      The tree of maxima, in the dtypes of `x`, equal on every rank; 0.0 is greater than -0.0.
+      Without a bound axis, `x`.
 
     Raises:
       TypeError: if a leaf has no order: complex numbers, typed random keys.
@@ -188,7 +186,7 @@ def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
 
 
 def min_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
-    """Return the elementwise minimum of a tree over ranks, as `max_over_ranks` the maximum.
+    """Return the elementwise minimum of a tree over ranks, see `max_over_ranks`.
 
     Args:
       x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
@@ -196,8 +194,8 @@ def min_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       axis_name: the data axis.
 
     Returns:
-      The tree of minima, in the dtypes of `x`, the same on every rank; -0.0 is less than 0.0. Where
-      no axis is bound, `x`.
+      The tree of minima, in the dtypes of `x`, equal on every rank; -0.0 is less than 0.0. Without
+      a bound axis, `x`.
 
     Raises:
       TypeError: if a leaf has no order: complex numbers, typed random keys.
@@ -222,7 +220,7 @@ def _extremes_of(x: Any, axis_name: AxisName, caller: str) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extremes(leaves: list[jax.Array], axis_name: AxisName, is_max: bool) -> list[jax.Array]:
-    """Return the maxima or minima of arrays over ranks, in one collective for each integer type."""
+    """Return the extremes over ranks, in one collective for each integer type."""
     extreme = lax.pmax if is_max else lax.pmin
     integers = [_as_ordered_integers(leaf, is_max) for leaf in leaves]
     extremes: list[Any] = [None] * len(leaves)
@@ -257,7 +255,7 @@ def _jvp_of_extremes(
 
 
 def _as_ordered_integers(x: jax.Array, is_max: bool) -> jax.Array:
-    """Return integers in the order of the values; NaN is the greatest, or least for a minimum."""
+    """Return integers ordered like the values; NaN is greatest, or least for a minimum."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _wide(x)
     wide = x if pytrees.num_bits(x.dtype) >= 32 else x.astype(jnp.float32)
@@ -273,13 +271,13 @@ def _from_ordered(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _reordered(bits: jax.Array) -> jax.Array:
-    """Flip the bits of a negative float but for its sign; the same again undoes it."""
+    """Flip all bits but the sign of negative floats; an involution."""
     limits = jnp.iinfo(bits.dtype)
     return jnp.where(bits < 0, bits ^ limits.max, bits)
 
 
 def _wide(leaf: Any) -> jax.Array:
-    """Return a term of a sum in a dtype that holds the sum, or takes it with more digits."""
+    """Return a term in a dtype wide enough for the sum."""
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -340,7 +338,7 @@ def _require_digits(caller: str, leaf: Any) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Per-row outputs of one rank, made by `rows`."""
+    """Per-row outputs of one rank, see `rows`."""
 
     values: Any
     num_dims: int = field(metadata={"static": True})  # of the values where they were marked
@@ -353,8 +351,8 @@ def rows(x: Any) -> Any:
       x: tree of arrays whose first dim is this rank's rows of the batch.
 
     Returns:
-      The tree, marked. Hand it out among the metrics: the caller gets arrays whose first dim is
-      the whole batch, in the order of the batch.
+      The marked tree, to return among the metrics. The caller gets arrays whose first dim is the
+      whole batch, in the order of the batch.
 
     Raises:
       ValueError: if a first dim is not the number of this rank's rows.
@@ -389,24 +387,24 @@ def batch_norm_statistics(
     feature_dim: int = -1,
     axis_name: AxisName = "data",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return mean and variance of each feature over all rows that count, of all ranks.
+    """Return mean and variance of each feature over all weighted rows of all ranks.
 
-    They are those of the batch in one go, whatever the number of ranks, with exact gradients, with
-    the weights of the step, too. They are the same on every rank, so that they may be kept in the
-    state. A rank that has only padding contributes nothing; without any row that counts both are
-    0. In micro-batches they are those of a micro-batch of all ranks.
+    The results are those of the whole batch for any number of ranks, and equal on every rank, so a
+    state may keep them. Gradients are exact, with the weights of the step. A rank with only padding
+    contributes nothing. If no row counts, both results are 0. In micro-batches they are those of a
+    micro-batch of all ranks.
 
     Args:
       x: `[rows, ..., features]` float, this rank's rows. Dims between (positions, pixels) count
         like rows.
-      mask: `[rows]` or `[rows, positions]`, bool or float >= 0, how much each counts; where it is
-        0, `x` may hold anything, even NaN. Default: all count the same.
-      feature_dim: which dim of `x` the features are, 1 for `[rows, features, height, width]`.
+      mask: `[rows]` or `[rows, positions]`, bool or float >= 0, the weight of each. Where it is 0,
+        `x` may be NaN. Default: equal weights.
+      feature_dim: the dim of the features in `x`, 1 for `[rows, features, height, width]`.
       axis_name: the data axis.
 
     Returns:
       (mean, variance), each `[features]` in at least float32. The variance is that of the
-      population: sum(w * (x - mean)**2) / sum(w). Where no axis is bound, those of `x`.
+      population: sum(w * (x - mean)**2) / sum(w). Without a bound axis, those of `x`.
 
     Raises:
       TypeError: if `x` is not a float array.
@@ -433,8 +431,7 @@ def batch_norm_statistics(
     count = jnp.broadcast_to(weight, (*x.shape[:-1], 1)).sum()
     total, count = sum_over_ranks(((weight * x).sum(dims), count), axis_name=axis_name)
     divisor = row_weight.divisor(count)
-    # Where the mean is large beside the deviation, this sum is off by some of its last digits. The
-    # deviations from it make up for that.
+    # The mean loses digits where it is large beside the deviation; deviations from it correct that.
     shift = lax.stop_gradient(total / divisor)
     deviations = weight * (x - shift)
     sums = deviations.sum(dims), (deviations * (x - shift)).sum(dims)
@@ -444,7 +441,7 @@ def batch_norm_statistics(
 
 
 def _weights(x: jax.Array, mask: Any, found: str) -> jax.Array:
-    """Return how much each row counts, with as many dims as `x`, whose features are last."""
+    """Return the weight of each row, with as many dims as `x`, features last."""
     mask = jnp.ones(x.shape[:1], x.dtype) if mask is None else jnp.asarray(mask)
     if not 0 < mask.ndim < x.ndim or mask.shape != x.shape[: mask.ndim]:
         raise ValueError(

@@ -38,10 +38,9 @@ from jdp.validation import int_at_least
 def left_out_integers(
     loss_fn: Callable[..., Any], value_and_grad: Callable[[Any], Callable[..., tuple[Any, Any]]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return `value_and_grad(loss_fn)` in the float leaves of the first argument alone.
+    """Return `value_and_grad(loss_fn)` in the float leaves of the first argument.
 
-    The gradient of another leaf is what `jax.grad(allow_int=True)` gives: zeros of the same shape,
-    in the dtype float0.
+    Other leaves get float0 zeros, as from `jax.grad(allow_int=True)`.
     """
 
     @functools.wraps(loss_fn)
@@ -67,7 +66,7 @@ def left_out_integers(
 
 
 def num_rows(batch: Any, dim: int = 0) -> int:
-    """Return how many rows a batch has, counted along a dim of its first leaf."""
+    """Return the number of rows of a batch, along a dim of its first leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
 
@@ -103,10 +102,10 @@ def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int 
 def split_micro_batches(
     batch: Any, rest: tuple, k: int, *, is_whole: bool
 ) -> tuple[Any, Any, Callable[[dict], tuple]]:
-    """Split rows and keys into k parts: the parts of the loop, stacked, and the last part.
+    """Split rows and keys into k parts: the loop's parts, stacked, and the last part.
 
-    Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
-    all k parts and there is no last, None, unless it is smaller.
+    Each part is (rows, keys); `join(keys)` inserts the keys into `rest`. With `is_whole` the loop
+    has all k parts, without a last one unless it is smaller.
 
     Args:
       batch: tree of arrays `[r, ...]`.
@@ -141,7 +140,7 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
 def require_typed_keys(
     part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
 ) -> None:
-    """Refuse raw random keys: they look like data, so they are not split."""
+    """Refuse raw random keys, which look like data and so are not split."""
     leaves = jax.tree_util.tree_leaves_with_path(rest)
     arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
     uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
@@ -165,9 +164,9 @@ def _first(looped: Any) -> Any:
 
 
 def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: bool) -> Any:
-    """Average `part(token, micro_batch)` by weight, and join the rows; return the token, too."""
+    """Average `part(token, micro_batch)` by weight, and join rows; return the token, too."""
     first = _first(looped)
-    of_one = part.trace(token, first).out_info  # in two frames less than jax.eval_shape
+    of_one = part.trace(token, first).out_info  # two frames fewer than jax.eval_shape
     _, (_, like, _) = of_one
     if last is not None:
         _require_equal_shapes(part.trace(token, last).out_info[1][1], like)
@@ -215,7 +214,7 @@ def _means(totals: tuple, sums: tuple, *, is_scaled: bool) -> Any:
 
 
 def _require_equal_shapes(last: Any, others: Any) -> None:
-    """Refuse a mean whose shape changes with the rows of the micro-batch."""
+    """Refuse a mean whose shape depends on the micro-batch's rows."""
     named = jax.tree_util.tree_leaves_with_path(others)
     for (path, other), leaf in zip(named, jax.tree.leaves(last), strict=True):
         if other.shape != leaf.shape:
@@ -227,7 +226,7 @@ def _require_equal_shapes(last: Any, others: Any) -> None:
             )
 
 
-# The share of a micro-batch in the loss of the step is known only after the last one.
+# The share of a micro-batch in the step's loss is known only after the last one.
 _OWN_WEIGHT = (
     "jdp.value_and_grad(weight=...) is not the weight of the step, which weighs the ranks. Give "
     "the weight to jdp.train_step(weight=...) alone, which then also weighs the micro-batches."
@@ -252,55 +251,53 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
 
-    The result equals that of the batch in one go, in a fraction of the memory for activations, and
-    is reduced once, as with DDP's `no_sync`. On CPUs all micro-batches run in one `lax.scan`;
-    elsewhere the last one runs behind it, so that its backward pass can hide the reduction.
+    The result equals that of the whole batch, with a fraction of its activation memory, and is
+    reduced once, as with DDP's `no_sync`. On CPUs one `lax.scan` runs all micro-batches; elsewhere
+    the last one follows the scan, so that its backward pass can hide the reduction.
 
-    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory, and k follows
-    from the rows of a rank: a run that continues with fewer ranks takes more micro-batches, and not
-    more memory.
+    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory: a run on fewer
+    ranks then uses more micro-batches, not more memory.
 
-    With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
-    adds up parts over micro-batches: the gradients of all parameters of the state that train are
-    means over the ranks already, but for those under a `vmap`, `scan`, `jit` of yours. At stage 3
-    it gathers a parameter where the loss uses it, and again on the way back.
+    With `jdp.sharded(stage=2)` and `stage=3` it scatters complete gradients at once, and adds up
+    shards over micro-batches. Gradients of the state's trained parameters are then already means
+    over the ranks, except under your own `vmap`, `scan` or `jit`. Stage 3 gathers a parameter where
+    the loss uses it, and again in the backward pass.
 
-    Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
-    local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
-    `sync_gradients` average them.
+    In your own `shard_map` with check_vma=True it keeps loss and gradient local, where
+    `jax.value_and_grad` lets JAX sum the gradient; average both with `mean_over_ranks` and
+    `sync_gradients`.
 
     Args:
       loss_fn: `loss_fn(params, batch, *rest) -> loss`, the mean over the rows of `batch`; with
-        `has_aux` `-> (loss, aux)`. `loss_fn(params)`, which closes over its rows, cannot be split
-        into micro-batches.
-      accumulate: number k of micro-batches, >= 1; this rank's rows must divide by it. Give this
-        or `micro_batch_rows`; without either, one go.
-      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as that
-        allows, and they are equal, but for the last one where the rows do not divide: 17 rows by
-        at most 8 are 6, 6 and 5, each weighed by its rows. The loss is then traced twice.
-      has_aux: `aux` comes back too: float leaves averaged like the loss, `jdp.rows` joined.
-      weight: `weight(batch)`, how much a micro-batch counts. Default: that of the step
-        (`train_step(weight=...)`), else its rows. Where it is not the step's, a mean or sum over
-        ranks inside the loss cannot be differentiated.
-      allow_int: let parameters be integers, too, with gradients of zeros in the dtype float0, as
+        `has_aux` `-> (loss, aux)`. `loss_fn(params)` with captured rows has no micro-batches.
+      accumulate: number k of micro-batches, >= 1, a divisor of this rank's rows. Give this or
+        `micro_batch_rows`; default: one.
+      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as
+        possible, and only the last micro-batch may be smaller: 17 rows by at most 8 are 6, 6 and 5,
+        weighted by rows, and the loss is traced twice.
+      has_aux: also return `aux`: float leaves averaged like the loss, `jdp.rows` joined.
+      weight: `weight(batch)`, the weight of a micro-batch. Default: that of the step
+        (`train_step(weight=...)`), else its rows. With another weight than the step's, a mean or
+        sum over ranks inside the loss cannot be differentiated.
+      allow_int: allow integer parameters, with float0 zeros as gradients, as
         `jax.value_and_grad` does.
-      reductions: key in `params` -> "max", "min" or "sum": the gradients of the leaves below it are
-        statistics that a `jax.custom_vjp` returns. They are combined by that operation over
-        micro-batches and ranks, without weights. Keep them from the optimizer. Flax's
-        `_overwrite_with_gradient` is "max", and needs no entry.
+      reductions: key in `params` -> "max", "min" or "sum": gradients of the leaves below it are
+        statistics from a `jax.custom_vjp`, combined by that operation over micro-batches and ranks,
+        without weights. Keep them from the optimizer. Flax's `_overwrite_with_gradient` is "max"
+        without an entry.
       axis_name: the data axis.
 
     Returns:
-      `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Typed random
-      keys among `rest` are split over the micro-batches; everything else in it is passed to each.
+      `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Typed random keys in
+      `rest` are split over the micro-batches; each gets everything else unchanged.
 
     Raises:
       ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
-        than the first; if both `accumulate` and `micro_batch_rows` are given; if `reductions`
-        has another operation, or a key that is not in `params`.
-      TypeError: if `aux` holds a leaf of which no mean is defined; a parameter is not a float,
-        without `allow_int`; the loss draws from a raw `jax.random.PRNGKey` of `rest`; a number of
-        micro-batches or rows is not an integer; or there are several, and no batch is given.
+        than the first; if both `accumulate` and `micro_batch_rows` are given; if `reductions` has
+        another operation, or a key that is not in `params`.
+      TypeError: if `aux` has a leaf without a mean; if a parameter is not a float, without
+        `allow_int`; if the loss draws from a raw `jax.random.PRNGKey` of `rest`; if a number of
+        micro-batches or rows is not an integer; or if there are several without a batch.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
@@ -334,7 +331,7 @@ def value_and_grad(
 
 
 class _MicroBatchedLoss(NamedTuple):
-    """A loss whose micro-batches are differentiated; the first fields are as in `value_and_grad`.
+    """A loss differentiated in micro-batches, with fields as in `value_and_grad`.
 
     Attributes:
       statistics: position of a leaf whose gradient is a statistic -> its operation.
@@ -353,7 +350,7 @@ class _MicroBatchedLoss(NamedTuple):
         wholes = WholeMeans(params, self.axis_name, **options)
         shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
         shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
-        # Here, not in the jitted part: only here it shows whether the values are typed.
+        # Only outside the jitted part does it show whether the values are typed.
         return shards or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes
         )
@@ -364,7 +361,7 @@ class _MicroBatchedLoss(NamedTuple):
         return declared_reductions.over_ranks(found, self.statistics, self.axis_name)
 
     def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:
-        """Return the weight of rows, and whether it is another one than that of the step."""
+        """Return the weight of rows, and whether it is another one than the step's."""
         step = step_context.current(self.axis_name)
         of_step = None if step is None else step.weight_fn
         is_own = step is not None and self.weight is not None and self.weight is not of_step
@@ -373,13 +370,13 @@ class _MicroBatchedLoss(NamedTuple):
     def accumulate(
         self, derivative: WholeGradients | ShardGradients, batch: Any, rest: tuple, k: int
     ) -> tuple[Any, Any]:
-        """Return the value of the loss, and this rank's gradient, in k > 1 micro-batches."""
+        """Return the loss and this rank's gradient, in k > 1 micro-batches."""
         weight_fn, is_own = self._weights()
         looped, last, join = split_micro_batches(
             batch, rest, k, is_whole=step_context.platform() == "cpu"
         )
-        # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
-        # behind the loop reads and writes all gradients once more.
+        # A product with 1 / 2**i is exact and joins the loop's sum; a division after the loop reads
+        # and writes all gradients again.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
         full, rows_of_loop = 1 / k if is_scaled else 1, num_rows(looped[0], dim=1)
 
@@ -411,7 +408,7 @@ class _MicroBatchedLoss(NamedTuple):
         entered: Callable[[Any], AbstractContextManager[Scope]],
         count: Callable[[Any], float],
     ) -> Callable[[Any, Any], Any]:
-        """Return the jitted function of one micro-batch, as `accumulated` calls it."""
+        """Return the jitted function of one micro-batch for `accumulated`."""
 
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
@@ -432,7 +429,7 @@ class _MicroBatchedLoss(NamedTuple):
             return (own, of_all), ((means, grads.local), grads.means), rows
 
         part.__name__ = part.__qualname__ = MICRO_BATCH
-        # One trace for all its uses: shapes, keys, the scan, the last one.
+        # One trace for all uses: shapes, keys, the scan, the last one.
         return jax.jit(call_order.threaded(part))
 
 

@@ -1,9 +1,8 @@
-"""In which dtype a loss sees parameters, and in which one gradients are sent.
+"""Dtypes of parameters in losses, and of sent gradients.
 
-The parameters of a state, the masters, keep their dtype: a step reads, updates and returns them in
-it. `jdp.value_and_grad` alone hands a loss narrower ones, and returns gradients in the dtype of the
-masters, as the transpose of the cast has them. Source: Micikevicius et al. 2018, Mixed precision
-training, https://arxiv.org/abs/1710.03740.
+A state's parameters, the masters, keep their dtype. `jdp.value_and_grad` alone casts them for a
+loss, and returns gradients in the masters' dtype. Source: Micikevicius et al. 2018, Mixed
+precision training, https://arxiv.org/abs/1710.03740.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from jdp.reduction import step_context
 
 
 def float_dtype(option: str, given: Any) -> np.dtype | None:
-    """Return the dtype that an option names, None if it names none.
+    """Return the dtype of an option, or None.
 
     >>> float_dtype("gather_dtype", "bfloat16")
     dtype(bfloat16)
@@ -59,7 +58,7 @@ def _dtype(option: str, given: Any) -> np.dtype:
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
-    """Return the dtype if a leaf is a float of more bits, None if it stays as it is."""
+    """Return the dtype if a leaf is a float of more bits, otherwise None."""
     own = jnp.result_type(leaf)
     if dtype is None or not jnp.issubdtype(own, jnp.floating):
         return None
@@ -67,7 +66,7 @@ def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
 
 
 def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
-    """Refuse parameters that have fewer bits than they are gathered in."""
+    """Refuse parameters with fewer bits than they are gathered in."""
     if gather_dtype is None:
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -86,7 +85,7 @@ def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
 
 
 def claim(params: Any, owner: Any) -> None:
-    """Record in the step that losses see some parameters in the dtype of their optimizer."""
+    """Record in the step the parameters that losses see in their optimizer's dtype."""
     scope = step_context.innermost()
     if scope is None:
         return
@@ -97,7 +96,7 @@ def claim(params: Any, owner: Any) -> None:
 
 
 def loss_dtypes(leaves: Sequence[Any]) -> list[np.dtype | None]:
-    """Return for each parameter the dtype to cast it to for a loss, None where it stays."""
+    """Return the loss dtype of each parameter, None for its own."""
     scope = step_context.innermost()
     if scope is None or not scope.loss_dtypes:
         return [None] * len(leaves)
@@ -118,7 +117,7 @@ def like_masters(grads: Any, params: Any) -> Any:
 
 
 def named_loss(params: Any) -> contextlib.AbstractContextManager:
-    """Mark operations traced in the `with` as of a loss, if that sees narrow parameters."""
+    """Return a scope for operations of a loss with narrow parameters."""
     scope = step_context.innermost()
     seen = {} if scope is None else scope.loss_dtypes
     is_narrow = any(id(leaf) in seen for leaf in jax.tree.leaves(params)) if seen else False
@@ -126,7 +125,7 @@ def named_loss(params: Any) -> contextlib.AbstractContextManager:
 
 
 def mark_gradients(grads: Any, owner: Any) -> None:
-    """Mark gradients for `wide_losses` if they update parameters which losses see in fewer bits."""
+    """Mark gradients of parameters with narrow losses, for `lints.require_narrow`."""
     scope = step_context.innermost()
     if scope is None or all(entry[2] != owner for entry in scope.loss_dtypes.values()):
         return
@@ -139,7 +138,7 @@ def mark_gradients(grads: Any, owner: Any) -> None:
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return an array in a dtype; None: in its own, as complex arrays always are."""
+    """Return an array in a dtype; None and complex arrays keep their own."""
     if dtype is None or x.dtype == dtype or jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x
     return lax.convert_element_type(x, dtype)

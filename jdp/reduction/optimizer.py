@@ -1,4 +1,4 @@
-"""Optimizers for data-parallel training: optax transformations that reduce gradients first."""
+"""Optax transformations that reduce gradients first."""
 
 import inspect
 import sys
@@ -23,12 +23,12 @@ class Replicated(optax.GradientTransformationExtraArgs):
     @property
     def axis_name(self) -> AxisName:
         """The data axis."""
-        # Not an attribute of its own: JAX and nnx make the tuple anew from its two fields.
+        # Stored on the function, because JAX and nnx rebuild the tuple from its two fields.
         return self.update.axis_name  # type: ignore[attr-defined]
 
     @property
     def reduce_dtype(self) -> np.dtype | None:
-        """In which gradients are sent; None: their own."""
+        """The dtype in which gradients are sent; None: their own."""
         return self.update.reduce_dtype  # type: ignore[attr-defined]
 
     @property
@@ -49,29 +49,29 @@ def replicated(
     """Wrap an optimizer so that it sees the mean gradient of all ranks: reduce, then `tx`.
 
     It must be outermost: wrapped transformations (clipping, schedules, `optax.MultiSteps`,
-    `apply_if_finite`, masks) see mean gradients and count optimizer steps; one around it would see
-    each rank's own gradients. Works in `train_step`, and in a `shard_map` or `pmap` of your own;
-    where no axis is bound there is one rank.
+    `apply_if_finite`, masks) see mean gradients and count optimizer steps; an outer one would see
+    each rank's own gradients. Works in `train_step`, and in your own `shard_map` or `pmap`. Without
+    a bound axis there is one rank.
 
     Args:
-      tx: the optimizer, with everything that belongs to it.
+      tx: the complete optimizer.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
-      reduce_dtype: gradients are sent over the ranks in this float dtype, such as `jnp.bfloat16`,
-        and come back in their own. Default: their own.
+      reduce_dtype: float dtype in which gradients are sent, such as `jnp.bfloat16`; results keep
+        their own. Default: their own.
 
     Returns:
-      An optax transformation. `update(..., synced=True)` takes gradients that are means
-      already and hands them straight to `tx`.
+      An optax transformation. `update(..., synced=True)` passes gradients that are already means
+      directly to `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optax transformation or is wrapped already, `all_reduce` is not a
+      TypeError: if `tx` is not an optax transformation or is already wrapped, `all_reduce` is not a
         function, or `bucket_bytes` is not an integer.
-      ValueError: if `reduce_dtype` is not a real float of at least 16 bits;
-        from `update`, if the shape of a gradient or of an update is not its parameter's, or
-        another optax transformation stands around this one.
+      ValueError: if `reduce_dtype` is not a real float of at least 16 bits; from `update`, if the
+        shape of a gradient or of an update is not its parameter's, or inside another optax
+        transformation.
 
     >>> import optax, jax.numpy as jnp
     >>> tx = replicated(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
@@ -81,7 +81,7 @@ def replicated(
     Array([-0.5,  0.5], dtype=float32)
     """
     axis.names(axis_name)
-    buckets.plan([], bucket_bytes)  # These complain here, not at the first step.
+    buckets.plan([], bucket_bytes)  # Refuse wrong arguments here, not at the first step.
     reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
     _require_arguments(tx, all_reduce)
     options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
@@ -114,7 +114,7 @@ def replicated(
 
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that takes any keyword, and ignores those that it does not read."""
+    """Return an optimizer that ignores unknown keywords."""
     if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
         parameters = inspect.signature(tx.update).parameters.values()
         if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
@@ -155,12 +155,12 @@ def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:
 
 
 def has_optimizer(node: Any) -> bool:
-    """Whether a node of a state has an optimizer of jdp's, its `tx`."""
+    """Whether a node of a state has a jdp optimizer, its `tx`."""
     return isinstance(getattr(node, "tx", None), Replicated)
 
 
 def reduce_dtype_of(state: Any) -> np.dtype | None:
-    """Return the dtype in which all optimizers of a state have gradients sent, None if none is."""
+    """Return the dtype in which all optimizers of a state send gradients, or None."""
     nodes = filter(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))
     found: set[np.dtype | None] = {node.tx.reduce_dtype for node in nodes}
     return found.pop() if len(found) == 1 else None
@@ -184,7 +184,7 @@ def require_outermost(tx: Any) -> None:
 
 
 def _require_outermost_call(caller: str) -> None:
-    # The caller shows it. The type of the optimizer's state would, too, but nnx does not keep it.
+    # By the caller, because nnx does not keep the type of the optimizer's state.
     if caller.split(".")[0] == "optax":
         raise ValueError(
             f"jdp.replicated(...) is inside another optax transformation ({caller} called it). "
@@ -194,11 +194,11 @@ def _require_outermost_call(caller: str) -> None:
 
 
 def require_shapes(grads: Any, params: Any) -> None:
-    """Refuse gradients whose shapes are not those of their parameters."""
+    """Refuse gradients with other shapes than their parameters."""
     grad_leaves, grad_tree = jax.tree_util.tree_flatten_with_path(grads)
     param_leaves, param_tree = jax.tree.flatten(params)
     if grad_tree != param_tree:
-        return  # Such as optax.lookahead, which takes gradients of half of its parameters.
+        return  # Such as optax.lookahead, with gradients of half of its parameters.
     for (path, grad), param in zip(grad_leaves, param_leaves, strict=True):
         if jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
@@ -211,7 +211,7 @@ def require_shapes(grads: Any, params: Any) -> None:
 
 
 def require_updates(updates: Any, params: Any) -> None:
-    """Refuse updates that cannot be added to their parameters element by element."""
+    """Refuse updates that do not add elementwise to their parameters."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
     param_leaves, param_tree = jax.tree.flatten(params)
     if tree != param_tree:
@@ -234,7 +234,7 @@ def require_updates(updates: Any, params: Any) -> None:
             )
 
 
-# Smaller leaves stay whole: splitting one saves less than the start of a transfer costs.
+# Splitting a smaller leaf saves less than the start of a transfer costs.
 MIN_SIZE = 2**12
 
 
@@ -244,13 +244,13 @@ class Sharding:
 
     Attributes:
       stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
-      min_size: smaller leaves, in numbers, stay whole.
-      axes: the mesh axes that the parts are split over; None: all axes of the optimizer.
-      all_reduce: the algorithm for gradients that stay whole.
+      min_size: number of elements below which leaves stay whole.
+      axes: the mesh axes of the shards; None: all axes of the optimizer.
+      all_reduce: the algorithm for unsharded gradients.
       bucket_bytes: capacity of one bucket in bytes.
       mean: average gradients; False adds them up.
       keep_gathered: at stage 3 gather parameters once for each step, and keep them.
-      gather_dtype: at stage 3, in which a loss sees parameters; None: their own.
+      gather_dtype: at stage 3, dtype of parameters in a loss; None: their own.
     """
 
     stage: int
@@ -264,16 +264,16 @@ class Sharding:
 
     @property
     def keeps_params(self) -> bool:
-        """Whether all whole parameters are there throughout a step."""
+        """Whether all whole parameters exist throughout a step."""
         return self.stage < 3 or self.keep_gathered
 
     def dim(self, leaf: Any, num_shards: int) -> int | None:
-        """Return the dim along which a leaf is split over some ranks, None if it stays whole.
+        """Return the dim along which a leaf is split, None if it stays whole.
 
-        It is the largest one that divides, since that of stacked layers is a small one; the
-        first of several that are equal. If that is the last one, and the one before it has whole
-        tiles of rows for each rank, it is the one before: XLA for TPUs scatters those, where it
-        may sum a slice of columns whole (v5e:2x4, bfloat16 `[1024, 1024]`).
+        It is the first of the largest that divide, which excludes small dims of stacked layers. If
+        it is the last dim, and the one before has whole tiles of rows for each rank, it is the one
+        before: XLA for TPUs scatters rows, but may sum a slice of columns whole (v5e:2x4, bfloat16
+        `[1024, 1024]`).
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:
@@ -290,19 +290,19 @@ class Sharding:
 
 
 class Sharded(Replicated):
-    """The result of `sharded`: an optax transformation that knows its axis and its `Sharding`."""
+    """The result of `sharded`: an optax transformation that knows its `Sharding`."""
 
     @property
     def sharding(self) -> Sharding:
-        """The arrays that are split, and the ranks."""
+        """The split arrays, and the ranks."""
         return self.update.sharding  # type: ignore[attr-defined]
 
     @property
     def wrapped(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer itself, which sees mean gradients."""
+        """The wrapped optimizer, which sees mean gradients."""
         return self.update.wrapped  # type: ignore[attr-defined]
 
 
 def sharding_of(tx: Any) -> Sharding | None:
-    """Return the `Sharding` of an optimizer, None if it splits nothing."""
+    """Return the `Sharding` of an optimizer, or None."""
     return tx.sharding if isinstance(tx, Sharded) else None

@@ -1,4 +1,4 @@
-"""The rule of each primitive: the class of its results for the classes of its operands."""
+"""Rules: the class of each primitive's results for the classes of its operands."""
 
 from jdp.analysis.interpreter import Rule
 from jdp.analysis.rules import collectives, control_flow, local

@@ -27,8 +27,7 @@ def undivided(
 ) -> int:
     """Return the class of a sum over `axes`, with the bits "undivided" and "duplicated".
 
-    Sums of integers are counts. JAX itself sums cotangents that are equal on every rank. Neither
-    gets the bits.
+    Sums of integers (counts) and JAX's own sums of equal cotangents do not get the bits.
     """
     lattice = interp.lattice
     is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)
@@ -43,13 +42,13 @@ def undivided(
 
 
 def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
-    """Record the result of a gather: the class of each rank's part, the axes, and their dim."""
+    """Record a gather's result: the class of a shard, the axes, and their dim."""
     if "all_gather_dimension" in eqn.params:
         interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
 
 
 def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
-    """Return the class of a sum over the gathered parts of all ranks, None for any other sum."""
+    """Return the class of a sum over gathered shards, None for other sums."""
     (atom,) = eqn.invars
     gathered = None if jaxprs.is_literal(atom) else interp.gathered.get(atom)
     if gathered is None or gathered[2] not in eqn.params["axes"]:
@@ -161,7 +160,7 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of a marked value. Some kinds state facts that the program does not show."""
+    """Return the class of a marked value; some kinds state facts that a program does not show."""
     (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
     interp.record.add("mark", eqn, value, interp.where)
     if kind == ALL_REDUCED:
@@ -181,15 +180,14 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _own_slice(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of the whole value, of which each rank takes its own part."""
     return interp.lattice.mix(ins[0])
 
 
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
-    """Return the axes of a collective, and record it if a rank that it needs may skip it.
+    """Return a collective's axes, and record it if a rank that it needs may skip it.
 
-    A collective in groups needs only the ranks along its axes. One that sends from rank to rank is
-    a single operation of all devices.
+    A collective in groups needs only the ranks along its axes; one that sends from rank to rank
+    needs all devices.
     """
     axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where

@@ -1,4 +1,4 @@
-"""Rules for primitives with bodies (control flow, calls) and for unknown primitives."""
+"""Rules for primitives with bodies, and for unknown primitives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jdp.analysis.rules import local
 
 
 def _cell(interp: Interpreter, ref: int | Cell) -> Cell:
-    # A Ref from a primitive without a rule has no cell and may hold anything.
+    # A Ref from a primitive without a rule may hold anything.
     return ref if isinstance(ref, Cell) else Cell(interp.anything())
 
 
@@ -85,7 +85,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _passed_on(body: Any) -> list[int | None]:
-    """Return, for each output, the position of the input that it equals, None if it is computed."""
+    """Return for each output the position of the input that it equals, or None."""
 
     def visit(eqn: Any, operands: list[Any], _: Any) -> list[None] | None:
         return None if eqn.primitive.name in jaxprs.CALLS else [None] * len(eqn.outvars)
@@ -130,7 +130,7 @@ def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     num_rhs = len(ins) - at_rhs
     rhs = ins[at_rhs:]
     outs = interp.body(solve, ins[at_solve : at_solve + len(solve.invars) - num_rhs] + rhs, eqn)
-    # The solver does not run matvec here. It is analysed for the collectives in it.
+    # The solver does not run matvec here; the analysis needs its collectives.
     constants = ins[at_matvec : at_matvec + len(matvec.invars) - num_rhs]
     interp.body(matvec, constants + outs[:num_rhs], eqn)
     return outs
@@ -169,7 +169,7 @@ def _closed(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 
 
 def _name(eqn: Any) -> str:
-    # One primitive carries all high-level primitives. Use the name of the one that it carries.
+    # One primitive carries all high-level primitives.
     if "_prim" in eqn.params:
         return type(eqn.params["_prim"]).__name__
     return eqn.primitive.name
@@ -193,15 +193,15 @@ def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 
 
 def _copy_by_dma(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    # The last parameter is the device to which a Pallas kernel copies, None for its own.
+    # The last parameter is the target device of a Pallas kernel's copy, None for its own.
     *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
     return joined(interp, eqn, ins) if device is None else _source(interp, eqn, ins)
 
 
 def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    """Return the join of all operands, of the results of all bodies, and of all named axes.
+    """Return the join of operands, results of bodies, and named axes, also written to Refs.
 
-    Each body is analysed with this join as its inputs. It is also written into every Ref.
+    The inputs of each body have this join.
     """
     lattice = interp.lattice
     axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
@@ -227,7 +227,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     return value
 
 
-# Primitives of JAX, equinox, lineax and jax_triton that have bodies, take Refs or hide a function.
+# Primitives of JAX, equinox, lineax and jax_triton with bodies, Refs or hidden functions.
 _JOINED = frozenset(
     "announce_jaxpr custom_jvp_call_jaxpr linear_solve maybe_set noinline nonbatchable pin "
     "nondifferentiable_backward nontraceable reduce reduce_window run_state scatter "

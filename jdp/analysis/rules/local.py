@@ -1,4 +1,4 @@
-"""Rules for primitives that a rank computes without the others."""
+"""Rules for primitives that a rank computes alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jdp.analysis.rules import collectives
 
 
 def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Join the operands, as image does, if a constant other than 1 / n may correct the result."""
+    """Join the operands as image does, if a constant other than 1 / n may correct the result."""
     value = image(interp, eqn, ins)
     return value | interp.lattice.bent if value & interp.lattice.data else value
 
@@ -55,7 +55,7 @@ def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of a linear system's solution: the right-hand side over the matrix."""
+    """Return the class of a linear system's solution, the right-hand side over the matrix."""
     lattice, (*matrix, vector) = interp.lattice, ins
     ratio = lattice.quotient(vector, functools.reduce(operator.or_, matrix))
     return lattice.without_scale(mix(interp, eqn, ins)) | ratio & lattice.scale
@@ -68,7 +68,7 @@ def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A factor n becomes an added term, and the exponential of the result may divide by it.
+    # A factor n becomes an added term; the exponential of the result may divide by it.
     return interp.lattice.without_scale(bend(interp, eqn, ins))
 
 
@@ -81,7 +81,7 @@ def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     return [value, interp.lattice.without_scale(value)]
 
 
-# Another constant than 1 / n corrects these: for a sum of elements, 1 over n times their number.
+# A constant other than 1 / n corrects these, for example by the number of elements.
 _BEND = "cbrt cumsum reduce_window_sum sqrt square"
 
 # Booleans, signs and positions, which a factor n does not change.
@@ -90,8 +90,7 @@ _DECIDE = """
     reduce_xor sign xor
 """
 
-# Decompositions into orthogonal bases, which a factor n does not change, and the position of the
-# one result that it does change.
+# Decompositions into orthogonal bases, and the position of the result that a factor n changes.
 _SCALED = {"eig": 0, "eigh": 1, "qr": 1, "svd": 0}
 
 NONLINEAR_RULES = {
@@ -108,20 +107,19 @@ NONLINEAR_RULES = {
 }
 
 
-# Distinguish means over a rank's own elements from divisions by the number of ranks.
-#
-# A rank may have as many rows as there are ranks. In `jnp.mean` a sum precedes the division, and
-# in its gradient the divided value is copied to as many elements. A division by a number of that
-# size, without the sum or the copies, divides by the number of ranks.
+# Distinguish means over a rank's elements from divisions by the number of ranks.
+# A rank may have as many rows as there are ranks. `jnp.mean` sums before it divides, and its
+# gradient copies the quotient to as many elements. Without sum or copies, a number of that size is
+# the number of ranks.
 
 
 _ADD = frozenset({"add", "add_any"})
-# The number of divisors that are remembered for one value. A longer chain starts again.
+# The most divisors remembered for one value; a longer chain restarts.
 _MOST_DIVISORS = 8
 
 
 def record_sum(interp: Interpreter, eqn: Any) -> None:
-    """Record the sizes of the dims that a rank has summed over, unless it is a gradient's sum."""
+    """Record the sizes of summed dims, except in a gradient."""
     (atom,), (total,) = eqn.invars, eqn.outvars
     sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
     if math.prod(sizes) == 1 and not jaxprs.is_literal(atom) and atom in interp.quotients:
@@ -131,7 +129,7 @@ def record_sum(interp: Interpreter, eqn: Any) -> None:
 
 
 def record_rounds(interp: Interpreter, eqn: Any) -> None:
-    """Record the number of terms that a scan adds up, as over micro-batches; not in a gradient."""
+    """Record the number of terms that a scan adds up, such as micro-batches; not in a gradient."""
     if eqn.params["reverse"]:
         return
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)
@@ -161,7 +159,7 @@ def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: f
 
 
 def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of copies: of a mean's gradient, if their number is the divisor."""
+    """Return the class of copies: of a mean's gradient if their number is the divisor."""
     (value, *_), (atom, *_), (copies,) = ins, eqn.invars, eqn.outvars
     if jaxprs.is_literal(atom):
         return value
@@ -186,9 +184,9 @@ def _copied(eqn: Any) -> tuple[int, ...]:
 
 
 def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
-    """Return the class of a quotient without its division by a number of elements, None if by none.
+    """Return a quotient's class without a division by a number of elements, or None.
 
-    If the value is already a sum over the ranks, the division is by the number of ranks.
+    The division of a sum over ranks is by the number of ranks.
     """
     lattice, value = interp.lattice, quotient.value
     is_before_sums = value & lattice.varying and not value & lattice.total
@@ -215,7 +213,7 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
 
 
 def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the operand's class, as move does. A cast to bool or integers has no scale."""
+    """Return the operand's class. A cast to bool or integers has no scale."""
     (value,) = ins
     if jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
         return value
@@ -245,10 +243,10 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
-    """Whether the 1 that multiplies a value is the cotangent with which a backward pass begins.
+    """Whether the 1 that multiplies a value is the first cotangent of a backward pass.
 
-    On a mesh of one rank, a product with 1 may also be a division by the number of ranks. In that
-    case the other factor was computed in the same backward pass.
+    On a mesh of one rank a 1 may also be the number of ranks; then the other factor comes from the
+    same backward pass.
     """
     lattice = interp.lattice
     if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
@@ -284,7 +282,7 @@ def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of concatenated parts: several sums form one sum of more numbers."""
+    """Return the class of a concatenation: several sums form one sum of more numbers."""
     value = 0
     for operand in ins:
         value |= operand
@@ -292,7 +290,7 @@ def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of some elements of the first operand, which the others choose."""
+    """Return the class of elements of the first operand, which the others choose."""
     value = ins[0]
     for index in ins[1:]:
         value |= index & interp.lattice.varying
@@ -309,7 +307,7 @@ def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A value that the rank's number selects is not this rank's part of a one-rank value.
+    # A value selected by the rank's number is not a rank's part of a one-rank value.
     value = ins[0] & (
         interp.lattice.varying | interp.lattice.over("divided", interp.lattice.varying)
     )
@@ -328,12 +326,12 @@ def _sort(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _foreign(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # The author of a foreign call promises that without side effects it depends on operands alone.
+    # Without declared side effects a foreign call depends on operands alone.
     return interp.anything() if eqn.params["has_side_effect"] else mix(interp, eqn, ins)
 
 
 def _exported(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # An exported program for several devices may communicate. One for a single device cannot.
+    # An exported program for several devices may communicate.
     program = eqn.params["exported"]
     effects = (*program.ordered_effects, *program.unordered_effects)
     return interp.anything() if effects or program.nr_devices > 1 else mix(interp, eqn, ins)
@@ -363,15 +361,15 @@ _MIX = """
     threefry4x32 to_edtype todense tridiagonal unpack_dtype zeros_like zeta
 """
 
-# Functions of one operand whose result changes if the operand is n times too large. Only a
-# division by n, where they are linear, corrects the result.
+# Functions of one operand. Only a division by n where they are linear corrects a result with an n
+# times too large operand.
 _IMAGE = """
     abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
     exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
 """
 
-# These move, cast or negate elements of the first operand. JAX's casts between types of varying
-# values change nothing on a rank, and a `done` returns what its collective started with.
+# These move, cast or negate elements of the first operand. JAX's casts between varying types change
+# no value, and a `done` returns what its collective started with.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
     assert_consumed_value consume copy copy_p expand_dims

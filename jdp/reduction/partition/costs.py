@@ -8,31 +8,29 @@ from typing import Any, NamedTuple
 from jdp.analysis import jaxprs
 from jdp.reduction.partition.values import ROUNDS_OF_WHILE
 
-# How many operations take the time of one byte that is sent: 1e14 in a second where ranks send
-# 500 GB/s, or 1e12 where they send 5 GB/s.
+# Operations in the time of one sent byte: 1e14/s at 500 GB/s, or 1e12/s at 5 GB/s.
 _FLOPS_PER_BYTE = 200
 # Operations for each m * n * min(m, n) of an (m, n) matrix: those of eigenvalues, the most.
 _FLOPS_OF_FACTORING = 10
 _FACTORINGS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve".split()
 )
-# How often a rank sends the operand of a collective, besides the share (n - 1) / n.
+# How often a rank sends a collective's operand, besides the share (n - 1) / n.
 _SENDINGS = {"all_to_all": 1, "pmax": 2, "pmin": 2, "psum": 2, "psum_invariant": 2}
 
 
 class Cost(NamedTuple):
-    """The operations that a rank computes, and the bytes that it sends.
+    """The operations and sent bytes of a rank.
 
     Attributes:
-      flops: multiplications and additions of products and factorings of matrices.
-      num_bytes: that it sends.
+      flops: multiplications and additions of matrix products and factorings.
     """
 
     flops: float = 0
     num_bytes: float = 0
 
     def times(self, count: float) -> Cost:
-        """Return the cost of doing it `count` times."""
+        """Return the cost of `count` repetitions."""
         return Cost(self.flops * count, self.num_bytes * count)
 
     def and_(self, other: Cost) -> Cost:
@@ -40,12 +38,12 @@ class Cost(NamedTuple):
         return Cost(self.flops + other.flops, self.num_bytes + other.num_bytes)
 
     def time(self) -> float:
-        """Return the time that it takes, in that of one operation."""
+        """Return the time in units of one operation."""
         return self.flops + self.num_bytes * _FLOPS_PER_BYTE
 
 
 def multiplies_matrices(eqn: Any) -> bool:
-    """Whether an equation, or a body of it, multiplies or factors matrices."""
+    """Whether an equation or its bodies multiply or factor matrices."""
     inside = (inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body))
     return any(_is_product(each) for each in (eqn, *inside))
 
@@ -61,7 +59,7 @@ def _is_product(eqn: Any) -> bool:
 
 
 def cost_of(program: Any, num_ranks: int) -> Cost:
-    """Return the cost of running a traced program on each of some ranks."""
+    """Return the cost of a traced program on each rank."""
     total = Cost()
     for eqn in jaxprs.opened(program).eqns:
         bodies = [cost_of(body, num_ranks) for body in jaxprs.bodies(eqn)]

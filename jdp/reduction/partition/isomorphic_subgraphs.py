@@ -1,7 +1,7 @@
-"""Parts of a program that compute the same with other values, such as each matrix of an optimizer.
+"""Isomorphic parts of a program, such as the computation of each matrix of an optimizer.
 
-A part begins with a product of matrices and ends with one: all that lies on a way from one product
-to another. Two parts do not depend on each other, or there would be a way between their products.
+A part contains all operations on a way from one matrix product to another. Parts are independent,
+because a dependence would be a way between their products.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jdp.reduction.partition.costs import multiplies_matrices
 
 
 def number_key(value: Any) -> Any:
-    """Return a key of a constant: a number is equal to the same number, an array only to itself."""
+    """Return a key of a constant: equal for equal numbers, by identity for arrays."""
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and not value.shape
     ):
@@ -28,12 +28,12 @@ def number_key(value: Any) -> Any:
 
 
 def type_key(aval: Any) -> Any:
-    """Return a key of the type of a value, equal for alike values."""
+    """Return a key of the type of a value."""
     return tuple(getattr(aval, name, None) for name in ("shape", "dtype", "weak_type"))
 
 
 def equation_key(eqn: Any) -> Any:
-    """Return a key of an equation and its bodies, without its operands; equal for alike ones."""
+    """Return a key of an equation and its bodies, without its operands."""
     program = jaxprs.called(eqn) if eqn.primitive.name in jaxprs.CALLS else None
     if program is not None:  # how it is differentiated does not matter
         return eqn.primitive, _program_key(program)
@@ -74,7 +74,7 @@ def _program_key(program: Any) -> Any:
 
 
 class Subprogram(NamedTuple):
-    """Operations that are run together, with their inputs and outputs."""
+    """Operations that run together, with their inputs and outputs."""
 
     operations: list[FlatOperation]
     ins: list[FlatValue]
@@ -82,7 +82,7 @@ class Subprogram(NamedTuple):
 
 
 class AlikeParts(NamedTuple):
-    """Parts that differ in their inputs alone."""
+    """Parts that differ only in their inputs."""
 
     parts: list[Subprogram]
 
@@ -104,7 +104,7 @@ class AlikeParts(NamedTuple):
 def with_alike_parts(
     program: FlatProgram, closed: Collection[FlatValue]
 ) -> list[FlatOperation | AlikeParts]:
-    """Return the operations of a program in order, with those of alike parts put together."""
+    """Return the operations of a program in order, with isomorphic parts grouped."""
     alike: dict[Any, list[Subprogram]] = defaultdict(list)
     uses = Counter(value for operation in program.operations for value in operation.ins)
     uses.update(program.outs)
@@ -120,7 +120,7 @@ def with_alike_parts(
 
 
 def _connected(program: FlatProgram, closed: Collection[FlatValue]) -> list[list[FlatOperation]]:
-    """Return the connected parts between products of matrices, as operations in order."""
+    """Return the connected parts between matrix products, as operations in order."""
     operations = program.operations
     chosen = _between_products(operations)
     maker = {out: i for i in chosen for out in operations[i].outs}
@@ -166,10 +166,8 @@ def _with_operands(
     numbers: Collection[FlatValue],
     closed: Collection[FlatValue],
 ) -> list[FlatOperation]:
-    """Return a part with the operations that make one operand of another, such as `x.T` of `x`.
-
-    So a matrix is not sent twice.
-    """
+    """Add the operations that derive one operand from another, such as `x.T`, to send a matrix
+    once."""
     made = {out for operation in operations for out in operation.outs}
     inside = Counter(value for operation in operations for value in operation.ins)
     ins = dict.fromkeys(value for value in inside if value not in made)
@@ -196,7 +194,7 @@ def _stays(operation: FlatOperation, closed: Collection[FlatValue]) -> bool:
 def _keyed(
     operations: list[FlatOperation], uses: Counter[FlatValue], numbers: dict[FlatValue, Any]
 ) -> tuple[Any, Subprogram]:
-    """Return a part, and a key that is equal for parts that compute the same."""
+    """Return a part, and a key of its computation."""
     made: dict[FlatValue, int] = {}
     read: dict[FlatValue, Any] = {}
     key: list[Any] = []
@@ -220,7 +218,7 @@ def _keyed(
 def _in_order(
     operations: Sequence[FlatOperation], groups: Sequence[AlikeParts]
 ) -> list[FlatOperation | AlikeParts]:
-    """Return operations and groups such that each comes after its inputs (Kahn 1962)."""
+    """Sort operations and groups topologically (Kahn 1962)."""
     inside = {id(op) for group in groups for op in group.operations()}
     items = [op for op in operations if id(op) not in inside]
     items = [*groups, *items]

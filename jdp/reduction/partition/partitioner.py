@@ -1,4 +1,4 @@
-"""Run a function of whole arrays on this rank's slices of them, operation by operation."""
+"""Run a function of whole arrays on this rank's slices, operation by operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jdp.reduction.partition.values import (
 
 
 def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Choose for each result a dim that one of the branches gives; the others slice theirs."""
+    """Choose for each result a dim that one of the branches returns; the others slice theirs."""
     index, operands = ins[0].at(None), ins[1:]
     branches = eqn.params["branches"]
     avals = [atom.aval for atom in eqn.invars[1:]]
@@ -54,7 +54,7 @@ def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 class LoopDims(NamedTuple):
-    """Along which dim each input of a loop's body is sliced."""
+    """The sliced dim of each input of a loop's body."""
 
     constants: Sequence[Dim]
     carry: Sequence[Dim]
@@ -75,7 +75,7 @@ def _scan(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
     def probe(dims: LoopDims) -> Any:
         return partitioner.probe(program, avals, dims.flat())
 
-    # The dim of a row: rounds take rows, so the first dim cannot stay sliced.
+    # The dim of a row: rounds use rows, so the first dim cannot stay sliced.
     rows = [_moved(value.dim, -1) for value in xs]
     dims = _settled(probe, LoopDims(_dims(constants), _dims(carry), rows), num_carry)
     dims = _cheaper(probe, dims, ins, eqn.params["length"])
@@ -154,7 +154,7 @@ def _settled(probe: Callable[[LoopDims], Any], dims: LoopDims, num_carry: int) -
 def _cheaper(
     probe: Callable[[LoopDims], Any], dims: LoopDims, ins: list[Value], rounds: int
 ) -> LoopDims:
-    """Take everything whole into the loop if the rounds would gather more than that."""
+    """Use whole values in the loop if its rounds would gather more bytes."""
     num_bytes = sum(value.num_bytes for value in ins if value.dim is not None)
     if probe(dims).num_bytes * rounds <= num_bytes:
         return dims
@@ -162,7 +162,7 @@ def _cheaper(
 
 
 def _moved(dim: Dim, by: int) -> Dim:
-    """Return a dim of rows from that of their stack, or the other way round."""
+    """Convert a dim of rows to that of their stack, or back."""
     return dim + by if isinstance(dim, int) and dim + by >= 0 else None
 
 
@@ -175,7 +175,7 @@ def _dims(values: Sequence[Value]) -> list[Dim]:
 
 
 def _at(values: Sequence[Value], dims: Sequence[Dim]) -> list[jax.Array]:
-    """Return this rank's slices of values, without weak types: branches and rounds must agree."""
+    """Return this rank's slices without weak types, because branches and rounds must agree."""
     return [_strong(value.at(dim)) for value, dim in zip(values, dims, strict=True)]
 
 
@@ -193,11 +193,11 @@ def _values(
 RULES = {"cond": _cond, "scan": _scan, "while": _while}
 
 
-# Partial results up to that many elements wait for others, to be combined in one collective.
+# The most elements of partial results that wait for one common collective.
 _LARGEST_WAITING = 4096
 # Hints to the compiler about whole arrays.
 _IDENTITIES = frozenset("layout_constraint reshard sharding_constraint".split())
-# Calls that change where or how a body runs. They stay as they are.
+# Calls that change where or how a body runs, and so stay closed.
 _CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
 
 
@@ -210,12 +210,12 @@ class Waiting(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """The results and costs of a body, for inputs sliced in one way.
+    """The results and costs of a body for inputs with some sliced dims.
 
     Attributes:
       dims: of its outputs.
-      num_bytes: that it gathers.
-      gathered_inputs: the positions of the inputs that it gathers.
+      num_bytes: bytes that it gathers.
+      gathered_inputs: positions of the inputs that it gathers.
     """
 
     dims: list[Dim]
@@ -224,20 +224,15 @@ class Probe(NamedTuple):
 
 
 class Partitioner:
-    """Runs programs of whole arrays on this rank's slices.
-
-    Args:
-      ranks: of the program.
-    """
+    """Runs programs of whole arrays on this rank's slices."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def outputs(self, program: Any, values: Sequence[Value]) -> list[Value]:
-        """Run a jaxpr. Operations that wait for a collective are run after all others.
+        """Run a jaxpr. Operations that wait for a collective run last.
 
-        So the collectives of operations that do not depend on each other are one: the norms of
-        all leaves, say.
+        Independent operations, such as the norms of all leaves, then share one collective.
         """
         around = self.ranks.stack
         flat = flat_program.flatten(program, _opened_call, around[::-1])
@@ -256,13 +251,13 @@ class Partitioner:
         env: dict[FlatValue, Any],
         whole: Set[FlatValue] = frozenset(),
     ) -> None:
-        """Run operations, and add their results to `env`; those in `whole` on whole arrays."""
+        """Run operations into `env`; those in `whole` on whole arrays."""
         remaining = operations
         while remaining:
             remaining = self._run_ready(remaining, env, whole)
 
     def probe(self, program: Any, avals: Sequence[Any], dims: Sequence[Dim]) -> Probe:
-        """Trace a body with inputs sliced along `dims`, and return its results and costs."""
+        """Trace a body with inputs sliced along `dims`."""
         ranks = self.ranks.fresh()
         found: list[Dim] = []
 
@@ -293,7 +288,7 @@ class Partitioner:
         env: Any,
         whole: Set[FlatValue],
     ) -> list[FlatOperation | AlikeParts]:
-        """Run the operations that wait for nothing, then combine; return the others."""
+        """Run the operations that do not wait, then combine; return the others."""
         later: list[FlatOperation | AlikeParts] = []
         waiting: dict[FlatValue, Waiting] = {}
         blocked: set[FlatValue] = set()
@@ -387,7 +382,7 @@ class Partitioner:
 
 
 def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run an equation, with its line if that is the author's: else with that of the update."""
+    """Run an equation with its own line, or that of the update if it has none."""
     return jax_compat.bind(eqn, operands, at_caller=not diagnostics.source_of(eqn))
 
 
@@ -401,9 +396,8 @@ class Piece(NamedTuple):
 
     Attributes:
       value: this rank's slice, or the whole array.
-      dim: the dim along which the ranks' slices, of equal size and in the order of
-        `lax.axis_index`, make up the array; None if `value` is the whole array, with equal bits on
-        every rank.
+      dim: the dim of the ranks' slices, of equal size and in the order of `lax.axis_index`; None if
+        `value` is the whole array, with equal bits on every rank.
     """
 
     value: jax.Array
@@ -411,12 +405,12 @@ class Piece(NamedTuple):
 
 
 class Partitioned(NamedTuple):
-    """The results of a function that ran on slices, and how.
+    """The results of a function that ran on slices.
 
     Attributes:
       pieces: this rank's part of each result.
-      gathers: the values that were gathered whole, in order.
-      owned: what one rank each computed for the others.
+      gathers: the values gathered whole, in order.
+      owned: the matrices that one rank each computed.
     """
 
     pieces: list[Piece]
@@ -432,28 +426,12 @@ def partitioned(
 ) -> Partitioned:
     """Run a function of whole arrays on the slices of each rank, with the same result.
 
-    The function is traced for whole arrays, and each operation is run on slices if possible:
-    elementwise operations as they are, a reduction over the sliced dim with a collective. An array
-    that an operation needs whole is gathered once and reported. Matrices that are multiplied in the
-    same way are computed by one rank each where that is estimated to be faster. Slices along
-    another dim than needed are exchanged (all-to-all), which is not reported. The method is that of
-    GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
-    (`jax.custom_jvp`) of the function are lost.
-
-    >>> import jax, numpy as np
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,),
-    ...                      devices=jax.devices("cpu")[:4])
-    >>> def normalize(x):
-    ...     return [x / (x**2).sum() ** 0.5]
-    >>> def on_rank(rows):
-    ...     (out,), gathers, owned = partitioned(normalize, [Piece(rows, 0)], ("data",), [0])
-    ...     assert not gathers and not owned
-    ...     return out.value
-    >>> run = jax.shard_map(on_rank, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
-    ...                     check_vma=False)
-    >>> np.asarray(jax.jit(run)(np.full(16, 3.0, np.float32)))[:4]
-    array([0.25, 0.25, 0.25, 0.25], dtype=float32)
+    The function is traced for whole arrays, and operations run on slices where possible; a
+    reduction over the sliced dim adds a collective. Arrays needed whole are gathered once and
+    reported. Matrices multiplied in the same way are computed by one rank each where that is
+    estimated to be faster. A change of the sliced dim is an all-to-all, which is not reported.
+    The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array.
+    Custom derivatives (`jax.custom_jvp`) of the function are lost.
     """
     size = axis.size(axes)
     if size > 1 and axis.is_typed(axes):

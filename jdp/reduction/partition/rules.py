@@ -1,4 +1,4 @@
-"""How each kind of primitive runs on slices, and along which dim its results are sliced."""
+"""How each primitive runs on slices, and the sliced dim of its results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Plan(NamedTuple):
     """How to run an equation on slices.
 
     Attributes:
-      ins: for each operand the dim along which it must be sliced, None for the whole.
+      ins: the sliced dim of each operand, None for the whole.
       outs: the same for each result.
       run: computes this rank's results from its operands.
-      partial: "sum", "max", ...: the results are this rank's share, and combining them over the
-        ranks in this way gives the whole. Empty if they are as in `outs`.
+      partial: "sum", "max", ...: how the ranks' results combine into the whole; empty if they are
+        as in `outs`.
     """
 
     ins: Sequence[Dim]
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
 
 # `rule(eqn, position, dim, ranks)`: how to run `eqn` if the operand at `position` is sliced along
-# `dim`; None if it cannot run on slices of it.
+# `dim`, or None.
 Rule = Callable[[Any, int, int, Ranks], Plan | None]
 
 
@@ -49,11 +49,11 @@ def along(eqn: Any, dim: int) -> list[Dim]:
     return [dim if atom.aval.shape else None for atom in eqn.invars]
 
 
-# The rule for elementwise primitives, which are recognized by how JAX batches them.
+# Elementwise primitives, recognized by their batching in JAX.
 
 
 def elementwise_plan(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Slice all operands along `dim`, except those that have one element there."""
+    """Slice all operands along `dim`, except those with one element there."""
     shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
     shapes = [atom.aval.shape for atom in eqn.invars]
     if not _fit(shapes, shape) or any(atom.aval.shape != shape for atom in eqn.outvars):
@@ -76,9 +76,9 @@ def _fit(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> bool:
 
 
 def is_elementwise(eqn: Any, num_dims: int) -> bool:
-    """Whether each element of the results depends on the same element of the operands alone.
+    """Whether each element of the results depends only on the same element of the operands.
 
-    A collective is elementwise for one rank alone: the slices of others are of other elements.
+    For a collective the answer holds only within one rank, because others have other elements.
     """
     if eqn.primitive.name == "jdp_mark":
         return True
@@ -90,14 +90,13 @@ def is_elementwise(eqn: Any, num_dims: int) -> bool:
         return False
 
 
-# By primitive and not by equation: the answer does not depend on the sizes.
+# By primitive, not by equation: the answer does not depend on sizes.
 @functools.lru_cache(maxsize=4096)
 def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -> bool:
-    """Whether `vmap` over a new first dim, and over a new last one, leaves the primitive as it is.
+    """Whether `vmap` over a new first dim, and over a new last one, keeps the primitive.
 
-    With the new dim in front, the rows of a matrix do not depend on each other; with the new dim at
-    the end, its columns do not. The primitive is the same both times, so no element depends on
-    another one.
+    Then neither the rows nor the columns of a matrix depend on each other, so the primitive is
+    elementwise.
     """
     settings = dict(params)
 
@@ -110,7 +109,7 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
         batched = jax.vmap(bind, in_axes=new, out_axes=new)
         try:
             jaxpr = jaxprs.opened(jax.make_jaxpr(batched)(*shapes))
-        except Exception:  # A primitive of another library may raise: take it as not elementwise.
+        except Exception:  # Treat a foreign primitive that raises as not elementwise.
             return False
         if not jaxpr.eqns and jaxpr.outvars == jaxpr.invars:
             continue  # A conversion to the same dtype is left out.
@@ -122,11 +121,11 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
     return True
 
 
-# Rules for primitives that treat some dims as a batch, and whose sliced dim is one of those.
+# Primitives sliced along a batch dim.
 
 
 def _along_axis(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Keep slices along any dim but the one that is accumulated over, or sorted along."""
+    """Keep slices along any dim but that of the accumulation or sort."""
     name = "dimension" if "dimension" in eqn.params else "axis"
     if dim == eqn.params[name]:
         return None
@@ -150,7 +149,7 @@ _BATCHED = {
 }
 
 
-# Rules for `gather` and `scatter`: indices pick rows, and the sliced dim is not indexed.
+# `gather` and `scatter`: the sliced dim is not indexed.
 
 
 def _gather(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -190,18 +189,18 @@ _SCATTERS = ("scatter", *(f"scatter-{name}" for name in ("add", "max", "min", "m
 _INDEXING = {"gather": _gather, **dict.fromkeys(_SCATTERS, _scatter)}
 
 
-# The rule for products of matrices.
+# Matrix products.
 
 
 def _dot_general(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Slice the other operand in the same way if it has the dim, too; else take it whole."""
+    """Slice the other operand in the same way if it has the dim, otherwise use the whole."""
     contracted, batch = eqn.params["dimension_numbers"]
     ins: list[Dim] = [None, None]
     ins[position] = dim
     if dim in contracted[position]:
         ins[1 - position] = contracted[1 - position][contracted[position].index(dim)]
         is_narrow = eqn.outvars[0].aval.dtype in (jnp.bfloat16, jnp.float16)
-        # The shares of ranks are rounded once, after they are added up.
+        # Ranks' shares are rounded once, after the sum.
         wide = {"preferred_element_type": jnp.dtype(jnp.float32)} if is_narrow else {}
         return same(eqn, ins, [None], **wide)._replace(partial="sum")
     if dim in batch[position]:
@@ -222,10 +221,10 @@ def _free(eqn: Any, position: int) -> list[int]:
 _PRODUCTS = {"dot_general": _dot_general}
 
 
-# Rules for reductions, and how the partial results of ranks are combined.
+# Reductions, and how partial results combine.
 
 
-# Combine the rows of ranks. Not pmax: XLA does not promise that a NaN of one rank reaches all.
+# Not pmax: XLA does not guarantee that a NaN of one rank reaches all.
 _OVER_ROWS = {
     "and": lax.reduce_and,
     "max": lax.reduce_max,
@@ -237,7 +236,7 @@ _OVER_ROWS = {
 
 
 def combine(parts: Sequence[jax.Array], partial: str, ranks: Ranks) -> list[jax.Array]:
-    """Combine the ranks' partial results, in one collective for all of the same dtype."""
+    """Combine the ranks' partial results, in one collective for each dtype."""
     outs: list[Any] = [None] * len(parts)
     # XLA's CPU backend may abort on an all-reduce of bfloat16, and sums in float32 lose less.
     wide = [_widened(part) for part in parts] if partial == "sum" else parts
@@ -305,7 +304,7 @@ _REDUCING = {
 }
 
 
-# Rules for primitives that move elements.
+# Primitives that move elements.
 
 
 def _transpose(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -326,9 +325,9 @@ def _expand_dims(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None
 
 
 def _reshape(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Keep slices that are contiguous in the same way: as many elements before the sliced dim.
+    """Keep slices that stay contiguous, with as many elements before the sliced dim.
 
-    Slices of a vector are not; each rank then keeps the elements that it has.
+    In a vector they do not; each rank then keeps its elements.
     """
     before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None:
@@ -388,7 +387,7 @@ def _unstack(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
 
 def _dynamic_slice(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     sizes = eqn.params["slice_sizes"]
-    # The index along a dim that is taken whole is clamped to 0, on a slice of it too.
+    # The index along a whole dim is clamped to 0, also on a slice.
     if position or sizes[dim] != eqn.invars[0].aval.shape[dim]:
         return None
     ins: list[Dim] = [dim, *[None] * (len(eqn.invars) - 1)]
@@ -420,7 +419,7 @@ _MOVING = {
 }
 
 
-# Rules for vectors in which a rank's elements lie in several places.
+# Vectors in which a rank's elements are not contiguous.
 
 
 # `rule(eqn, position, layout, ranks)`, as `Rule`.
@@ -430,7 +429,7 @@ RavelRule = Callable[[Any, int, Ravel, Ranks], Plan | None]
 def _as_slices(
     rule: Callable[[Any, int, int, Ranks], Plan | None],
 ) -> RavelRule:
-    """Return the rule for slices of a vector, where the order of the elements does not matter."""
+    """Return the rule for slices of a vector where the order of elements does not matter."""
 
     def plan(eqn: Any, position: int, layout: Ravel, ranks: Ranks) -> Plan | None:
         if any(len(atom.aval.shape) > 1 for atom in eqn.invars):
@@ -461,7 +460,7 @@ _RAVELED: dict[str, RavelRule] = {
     "dot_general": _as_slices(_PRODUCTS["dot_general"]),
     "reshape": _reshape_raveled,
 }
-# For primitives that have a rule for slices only, and for primitives without a rule.
+# For primitives without a rule for raveled vectors.
 _RAVELED_UNKNOWN = _as_slices(elementwise_plan)
 
 
@@ -475,7 +474,7 @@ _RULES: dict[str, Rule] = {
 
 
 def plan(eqn: Any, position: int, dim: Dim, ranks: Ranks) -> Plan | None:
-    """Return how to run an equation on slices of the operand at `position`; None if it cannot."""
+    """Return how to run an equation on slices of the operand at `position`, or None."""
     name = eqn.primitive.name
     if isinstance(dim, Ravel):
         return _RAVELED.get(name, _RAVELED_UNKNOWN)(eqn, position, dim, ranks)

@@ -1,4 +1,4 @@
-"""The values of a partitioned program, and the ranks that hold them whole or as slices."""
+"""The values of a partitioned program, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from jdp.collectives import call_order, shards, xla_shards
 from jdp.reduction import shard_registry, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 
-# Collectives whose result is the same on all ranks of their axes.
+# Collectives with equal results on all ranks of their axes.
 _AGREEING = frozenset(
     "all_gather all_gather_invariant jdp_all_reduce pmax pmin psum psum_invariant".split()
 )
 
 
 def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
-    """Return the results of the operations that must run on whole arrays.
+    """Return the results of operations that must run on whole arrays.
 
-    A function may compute with data of its rank, as a line search does that evaluates the loss: it
-    then contains the collective that makes the result the same on all ranks. Such data is whole
-    and differs from rank to rank, so slices of it do not belong together. Without a collective, all
-    that a function has captured is the same on all ranks.
+    A function may compute with data of its rank, such as a line search that evaluates the loss, and
+    then contains a collective that makes the result equal. Such data is whole and differs between
+    ranks, so its slices do not match. Without a collective, all captured values are equal.
     """
     whole: set[FlatValue] = set()
     naming = [operation for operation in program.operations if names_axes(operation.eqn, axes)]
@@ -46,7 +45,7 @@ def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
 
 
 def names_axes(eqn: Any, axes: Sequence[str]) -> bool:
-    """Whether an equation, or one inside of it, is a collective over one of `axes`."""
+    """Whether an equation or its bodies are collectives over one of `axes`."""
     if eqn.primitive.name == "jdp_mark":
         return False
     inside = (inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body))
@@ -61,26 +60,25 @@ def _agrees(eqn: Any, axes: Sequence[str]) -> bool:
     return {*jaxprs.collective_axes(eqn)} >= {*axes}
 
 
-# A `while` does not say how often it runs: so often, where its rounds cost something.
+# The assumed number of rounds of a `while`, for costs.
 ROUNDS_OF_WHILE = 10
 
 
 class Ravel(NamedTuple):
-    """How a vector is distributed that came from an array by a reshape: each rank has its slice.
+    """The layout of a vector reshaped from an array, of which each rank has its slice.
 
-    Its elements are in another order than those of slices of the vector. Sums and elementwise
-    operations do not depend on the order.
+    Its order of elements differs from that of slices of the vector. Sums and elementwise operations
+    do not depend on the order.
 
     Attributes:
-      shape: of the array.
-      dim: along which the array is sliced.
+      dim: the sliced dim of the array of `shape`.
     """
 
     shape: tuple[int, ...]
     dim: int
 
 
-# How a value is distributed: along which dim it is sliced, None if it is whole.
+# The sliced dim of a value, None if it is whole.
 Dim = int | Ravel | None
 
 
@@ -88,10 +86,10 @@ class Gather(NamedTuple):
     """A value that was gathered whole on every rank.
 
     Attributes:
-      primitive: of the equation that needs the whole value; "output" where an output is whole.
+      primitive: of the equation that needs it; "output" for an output.
       shape: of the whole value.
       num_bytes: of the whole value.
-      line: of the author's program, such as "train.py:41"; empty if it is not known.
+      line: the author's line, such as "train.py:41", or empty.
     """
 
     primitive: str
@@ -104,10 +102,9 @@ class Owned(NamedTuple):
     """Matrices that were computed by one rank each.
 
     Attributes:
-      count: the number of matrices.
-      count_of_rank: how many of them one rank computes, at most.
-      shape: of one of them.
-      line: of the author's program, as in `Gather`.
+      count_of_rank: the most matrices of one rank.
+      shape: of one matrix.
+      line: as in `Gather`.
     """
 
     count: int
@@ -117,7 +114,7 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and a record of the values gathered from them.
+    """The ranks of one program, and a record of the gathered values.
 
     Args:
       axes: names of the mesh axes.
@@ -128,9 +125,9 @@ class Ranks:
         self._axes, self.size = axes, size
         self.gathers: list[Gather] = []
         self.owned: list[Owned] = []
-        # The inputs that were gathered, by the number that `Computed` was given.
+        # The gathered inputs, by the number in `Computed`.
         self.gathered_inputs: set[int] = set()
-        # The equation that is run and those around it, innermost first; empty for the outputs.
+        # The current equation and those around it, innermost first; empty for outputs.
         self.stack: tuple[Any, ...] = ()
 
     @property
@@ -139,7 +136,7 @@ class Ranks:
         return self._axes
 
     def fresh(self) -> Ranks:
-        """Return the same ranks with a record of their own."""
+        """Return the same ranks with a new record."""
         return Ranks(self.axes, self.size)
 
     def may_own(self) -> bool:
@@ -147,7 +144,7 @@ class Ranks:
         return self.size > 1
 
     def bound_to_whole(self, program: FlatProgram) -> set[FlatValue]:
-        """Return the results of a program that must be computed from whole arrays."""
+        """Return the results of a program that need whole arrays."""
         return bound_to_whole(program, self.axes)
 
     def communicate(self, eqn: Any) -> bool:
@@ -181,7 +178,7 @@ class Ranks:
         return self.joined(x, dim)
 
     def line(self) -> str:
-        """Return the line of the author's program that the equation stands in, if it is known."""
+        """Return the author's line of the equation, or empty."""
         return next(filter(None, map(source_of, self.stack)), "")
 
     def joined(self, x: jax.Array, dim: int) -> jax.Array:
@@ -196,7 +193,7 @@ class Ranks:
         x = shard_registry.checked_slice(x, self.axes)
         scope = step_context.innermost()
         mesh = None if scope is None else scope.mesh
-        # In a loop, and where costs are estimated, no token of the step would order native calls.
+        # In a loop, and for cost estimates, no token of the step would order native calls.
         of = shards if call_order.is_in_step() else xla_shards
         [[x]] = of.all_to_all([[x]], [[(other, dim)]], self.axes, mesh=mesh)
         return shard_registry.part_of_whole(x, self.axes)
@@ -207,7 +204,7 @@ class Value:
 
     Args:
       aval: shape and dtype of the whole array.
-      dim: along which it is at hand without communication, None for the whole.
+      dim: the sliced dim available without communication, None for the whole.
     """
 
     def __init__(self, aval: Any, dim: Dim):
@@ -234,14 +231,12 @@ class Value:
 
 
 class Computed(Value):
-    """A value that was computed, whole or as a slice along `dim`.
+    """A computed value, whole or as a slice.
 
     Args:
-      ranks: of the program.
       aval: shape and dtype of the whole array.
       x: the array, or this rank's slice along `dim`.
-      dim: None for the whole.
-      number: of the input that it is, None for others.
+      number: of the program's input, None for other values.
     """
 
     def __init__(self, ranks: Ranks, aval: Any, x: Any, dim: Dim, number: int | None = None):
@@ -268,15 +263,14 @@ class Computed(Value):
 
 
 class BroadcastValue(Value):
-    """Copies of a value along new dims, made only in the shape that is needed.
+    """Copies of a value along new dims, made only in the needed shape.
 
-    A slice of copies costs no more than the value itself, however large the copies are.
+    A slice of copies costs at most as much as the value.
 
     Args:
-      ranks: of the program.
       aval: shape and dtype of the copies.
       operand: the value.
-      dims: for each dim of `operand` its place in the copies.
+      dims: for each dim of `operand` its position in the copies.
     """
 
     def __init__(self, ranks: Ranks, aval: Any, operand: Value, dims: Sequence[int]):
@@ -307,7 +301,7 @@ class BroadcastValue(Value):
 
 
 class Count(Value):
-    """The positions along a dim (`lax.iota`), made only in the shape that is needed."""
+    """The positions along a dim (`lax.iota`), made only in the needed shape."""
 
     def __init__(self, ranks: Ranks, aval: Any, along: int):
         super().__init__(aval, None)

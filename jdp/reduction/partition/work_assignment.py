@@ -1,10 +1,9 @@
-"""Matrices that are needed whole are computed by one rank each, their owner.
+"""Matrices needed whole are computed by one rank each, their owner.
 
-Where an optimizer multiplies matrices with themselves, as Newton and Schulz do for Muon, each rank
-would need all of them whole, or send partial products. Here the matrices that are computed alike
-are dealt out: an all-to-all brings each to its owner, and another one brings slices of the results
-back. Source: Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt, where each rank
-computes its share of Muon's parameters.
+If an optimizer multiplies matrices with themselves, as the Newton-Schulz iteration of Muon does,
+each rank would need all of them whole, or send partial products. Instead an all-to-all sends each
+matrix to its owner, and another one returns slices of the results. Source: Jordan et al. 2024,
+https://github.com/KellerJordan/modded-nanogpt.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from jdp.reduction.partition.values import Computed, Owned, Ranks, Ravel
 
 
 class _NotARow(Exception):
-    """Raised where one row of a batch needs others."""
+    """One row of a batch needs others."""
 
 
 class _BatchRows(Ranks):
-    """The rows of a batch, in the place of ranks: none needs another one.
+    """The independent rows of a batch, in place of ranks.
 
     Args:
       size: the number of rows.
@@ -39,7 +38,7 @@ class _BatchRows(Ranks):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        # An operation that sends, or depends on the position of the rank, asks for the axes.
+        # Operations that communicate or depend on the rank's position read the axes.
         raise _NotARow
 
     def fresh(self) -> Ranks:
@@ -56,14 +55,14 @@ class _BatchRows(Ranks):
 
 
 class Deal(NamedTuple):
-    """How the matrices of alike parts are dealt out.
+    """The assignment of isomorphic parts' matrices to ranks.
 
     Attributes:
-      part: the first of them.
-      shared: positions of the operands that are the same for all parts.
-      dims: for each operand the dim along which it is sliced.
-      batch: into how many rows along their first dim the other operands are cut, each of which is
-        computed by itself. With 1 they are not cut.
+      part: the first part.
+      shared: positions of the operands that are equal for all parts.
+      dims: the sliced dim of each operand.
+      batch: number of independent rows into which the other operands are cut along the first dim;
+        1: not cut.
     """
 
     part: Subprogram
@@ -76,7 +75,7 @@ class Deal(NamedTuple):
         return [i for i in range(len(self.dims)) if i not in self.shared]
 
     def row_dims(self) -> list[int | None]:
-        """Return the dim of the rows of each operand, None if it is not cut into rows."""
+        """Return the row dim of each operand, None without rows."""
         return [
             0 if self.batch > 1 and i not in self.shared and value.aval.shape else None
             for i, value in enumerate(self.part.ins)
@@ -84,7 +83,7 @@ class Deal(NamedTuple):
 
 
 def dealt(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> Deal | None:
-    """Return how to deal out alike parts, None if they read nothing of their own."""
+    """Return the assignment of isomorphic parts, None if all operands are shared."""
     first = alike.parts[0]
     dims = tuple(env[value].dim for value in first.ins)
     columns = zip(*(part.ins for part in alike.parts), strict=True)
@@ -134,7 +133,7 @@ def _traced_row(partitioner: Any, deal: Deal) -> Any:
 
 
 def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bool:
-    """Whether owners take less time than slices, as `Cost.time` estimates it."""
+    """Whether owners take less time than slices, by `Cost.time`."""
     ranks: Ranks = partitioner.ranks
     part, size = deal.part, ranks.size
 
@@ -165,7 +164,7 @@ def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bo
 
 
 def out_dim(deal: Deal, aval: Any, ranks: Ranks) -> int | None:
-    """Return the dim along which a result is sliced: that of an operand of its shape, if any."""
+    """Return a result's sliced dim: that of an operand of its shape, if any."""
     for i in deal.own():
         if deal.dims[i] is not None and deal.part.ins[i].aval.shape == aval.shape:
             return deal.dims[i]
@@ -175,7 +174,7 @@ def out_dim(deal: Deal, aval: Any, ranks: Ranks) -> int | None:
 
 
 def run(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> bool:
-    """Run equal parts by their owners, into `env`; False if slices are faster."""
+    """Run isomorphic parts by their owners into `env`; False if slices are faster."""
     deal = dealt(partitioner, alike, env)
     if deal is None:
         return False
@@ -191,13 +190,10 @@ def run(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> bool:
 
 
 class _Owners:
-    """Each rank computes its share of the rows of alike parts.
+    """Each rank computes its share of the rows of isomorphic parts.
 
     Args:
-      partitioner: that runs the program.
-      deal: how they are dealt out.
-      num_parts: the number of parts.
-      per_rank: the number of rows that each rank computes.
+      per_rank: the number of rows of each rank.
     """
 
     def __init__(self, partitioner: Any, deal: Deal, num_parts: int, per_rank: int):
@@ -243,7 +239,7 @@ class _Owners:
             held = [jnp.expand_dims(x, 0) for x in held]
         elif not column[0].shape:
             held = [jnp.full(deal.batch, x) for x in held]
-        # Rows that are too few are filled up with the last one, which is sure to be a valid one.
+        # Pad with the last row, which is certainly valid.
         missing = self._per_rank * self._ranks.size - self._num_parts * deal.batch
         held += [held[-1][-1:]] * missing
         stack = lax.concatenate(held, 0)
@@ -256,7 +252,7 @@ class _Owners:
         return lax.slice_in_dim(stack, row, row + 1) if is_kept else stack[row]
 
     def _from_owner(self, column: Sequence[Any], aval: Any) -> list[Computed]:
-        """Return the slices of a result for all parts, from this rank's rows."""
+        """Return a result's slices for all parts, from this rank's rows."""
         deal, dim = self._deal, out_dim(self._deal, aval, self._ranks)
         if deal.batch == 1:
             column = [jnp.expand_dims(x, 0) for x in column]
