@@ -264,8 +264,7 @@ class LayerLoop(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Perturbed:
-    """Positions of the differentiated operands, a tree because residuals must be trees of arrays.
-    """
+    """Positions of the differentiated operands, static because residuals must be arrays."""
 
     closed_over: tuple[int, ...]
     carry: tuple[int, ...]

@@ -1,9 +1,9 @@
 """Trace the program of a rank without the mesh in the types of its values.
 
-Inside a `shard_map` JAX writes the mesh into the type of each value. Equinox, Lineax, Optimistix
-and Diffrax compare such types with types that they made elsewhere, and refuse them. So the program
-is traced without a mesh, and its equations run inside the `shard_map` on values whose types have
-lost the mesh by a mark. A program that names its mesh by a bare `PartitionSpec` is traced with it.
+Inside a `shard_map` JAX adds the mesh to types. Equinox, Lineax, Optimistix and Diffrax compare
+such types with types made elsewhere, and refuse them. So the program is traced without a mesh,
+and runs inside the `shard_map` on values whose types lose the mesh by a mark. A program that
+names its mesh by a bare `PartitionSpec` is traced with it.
 """
 
 import re
@@ -16,8 +16,8 @@ import jax.extend.core
 from jdp import axis
 from jdp.analysis import marks
 
-# Errors of JAX where a constraint, a reshard or a shard_map takes its mesh from the context, and of
-# JAX 0.10 where an all_gather has a result that does not vary.
+# Errors of JAX where a constraint, reshard or shard_map takes its mesh from the context, and of JAX
+# 0.10 where the result of an all_gather does not vary.
 _NEEDS_MESH = re.compile(
     r"requires a non-empty mesh|not under a mesh context|context mesh cannot be empty"
     r"|ManualAxisType\(varying="
@@ -46,7 +46,7 @@ def leaves(args: Sequence[Any], closed: Any) -> list[Any]:
 
 
 def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for a `shard_map` that traces `fn` with `traced`, and runs the jaxpr."""
+    """Return a function for a `shard_map` that runs the jaxpr of `traced`."""
 
     def run(*args: Any) -> Any:
         closed, shapes = traced(fn, args)

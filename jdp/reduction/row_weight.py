@@ -1,4 +1,4 @@
-"""How much rows count: which numbers are not a weight, and which rank gave one."""
+"""Weights of rows, their checks, and the rank of an invalid one."""
 
 from typing import Any
 
@@ -33,10 +33,10 @@ def number(given: Any) -> jax.Array:
 
 
 def valid(given: Any) -> jax.Array:
-    """Return a weight as it is used: NaN in place of a number that is not a weight.
+    """Return a weight, NaN if it is invalid.
 
-    Rows that count less than nothing would train silently, since the sum of all weights may well
-    be positive. NaN passes through that sum to every rank, where `why_invalid` finds it.
+    Negative weights would train silently, since the sum of all may be positive. NaN reaches every
+    rank through that sum, and `why_invalid` finds it.
     """
     weight = number(given)
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
@@ -48,18 +48,18 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
     Args:
       weight: `[]` float, of this rank's rows.
     """
-    # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
+    # float64 if enabled: float32 shares would cost float64 gradients their last digits.
     weight = jnp.asarray(weight, float)
     return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
 
 
 def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN.
+    """Multiply by a weight in at least float32; a weight of 0 gives 0, even for NaN.
 
     Args:
       weight: `[]` float, or of the shape of `x` under a vmap.
     """
-    # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
+    # Runs for each leaf of a model, and lax traces in a fifth of jnp's time.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
     if weight.ndim:  # under vmap
         weight = jnp.broadcast_to(weight, x.shape)
@@ -70,20 +70,20 @@ def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def divisor(total: jax.Array) -> jax.Array:
-    """Return the divisor of means that are divided by a sum of weights.
+    """Return the divisor of means for a sum of weights.
 
-    1 where nothing counts at all, since what is divided is 0 then. NaN where the sum overflowed,
-    or every mean would be 0.
+    1 if no row counts, since the dividend is then 0. NaN after an overflow, or every mean would be
+    0.
     """
     return jnp.where(total == 0, 1, jnp.where(total < jnp.inf, total, jnp.nan))
 
 
 def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
-    """Return which ranks gave something else than a weight, None if all gave one.
+    """Return which ranks have an invalid weight, or None.
 
     Args:
-      total: `[]`, the sum over ranks of what `valid` returned.
-      given: `[ranks]`, what it was given on each rank; only this process's are read.
+      total: `[]`, the sum over ranks of the results of `valid`.
+      given: `[ranks]`, each rank's argument of `valid`; only those of this process are read.
     """
     sum_of_all = np.asarray(total.addressable_data(0))
     if np.isfinite(sum_of_all):
@@ -105,7 +105,7 @@ def _shown(values: dict[int, Any]) -> str:
 
 
 def _not_a_number(given: Any) -> str | None:
-    """Return a description of a value that is not one real number; None if it is one."""
+    """Describe a value that is not one real number; None if it is one."""
     if not pytrees.is_array(given):
         return "None" if given is None else f"a {type(given).__name__}"
     dtype = given.dtype if hasattr(given, "dtype") else jnp.result_type(given)

@@ -1,4 +1,4 @@
-"""`scan_layers`: `lax.scan` over stacked layers, with their gradients reduced on the way back."""
+"""`scan_layers`: `lax.scan` over stacked layers; the backward pass reduces their gradients."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,7 +17,7 @@ from jdp.reduction.layer_hooks import Hooks, floats_of, is_float
 
 NAME = "jdp.scan_layers"
 
-# Whether the layers of another scan are being traced, which reduces what is in them.
+# Whether another scan of layers, which reduces their gradients, is being traced.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
 
 
@@ -35,36 +35,36 @@ def scan_layers(
 ) -> tuple[Any, Any]:
     """Run `lax.scan(f, init, params)` over the stacked parameters of equal layers.
 
-    The gradient that `lax.scan` gives is whole only after its backward loop, too late to hide its
-    reduction. Here each iteration of that loop reduces the gradient of the layer before, while
-    it computes its own. In a `train_step`, `sync_gradients` sees that it is a mean and does not
-    send it again; in a `shard_map` of your own it does, which is right, only wasteful. It is sent
-    in the `reduce_dtype` of the optimizers in the state of the step, if they have the same.
+    The gradient of `lax.scan` is complete only after its backward loop, too late to hide its
+    reduction. Here each iteration of that loop reduces the gradient of the layer before, while it
+    computes its own. In a `train_step`, `sync_gradients` does not send this mean again; in your own
+    `shard_map` it does, with the same result. It is sent in the `reduce_dtype` of the state's
+    optimizers, if they have the same.
 
-    Parameters that live as shards, under `jdp.sharded(stage=3)`, are gathered layer by layer, each
-    while the one before it is computed. Layers are then computed again on the way back. At stage 2
-    they are whole, and the gradient of each is split while the next one is computed.
+    Under `jdp.sharded(stage=3)` each layer's shards are gathered while the layer before is
+    computed, and the backward pass recomputes layers. At stage 2 layers are whole, and the gradient
+    of each is scattered while the next one is computed.
 
     Args:
       f: `f(carry, layer) -> (carry, y)`; with `xs` `f(carry, (layer, x)) -> (carry, y)`. It may
-        close over traced values, which have their gradients; `jax.checkpoint(f)` works.
-      init: the carry that goes in, any tree.
-      params: tree of arrays `[layers, ...]`, the same on every rank. Only floats are reduced.
+        capture traced values, which have gradients; `jax.checkpoint(f)` works.
+      init: the first carry, any tree.
+      params: tree of arrays `[layers, ...]`, equal on every rank. Only floats are reduced.
       xs: tree of arrays `[layers, ...]` that are not parameters and may differ from rank to
         rank: keys, masks, inputs.
       reverse: run the last layer first.
       unroll: as in `lax.scan`.
       axis_name: the data axis.
       all_reduce: the algorithm, from `jdp.collectives`.
-      late: reduce in the backward loop. Default: on GPUs, as a CPU has nothing to hide it behind,
-        and everywhere at stages 2 and 3. False also gathers shards, and splits gradients, at once.
+      late: reduce in the backward loop. Default: on GPUs, since a CPU cannot hide it, and
+        everywhere at stages 2 and 3. False also gathers shards, and scatters gradients, at once.
 
     Returns:
-      `(carry, ys)`. Where it reduces, the gradient of `params` is the mean over ranks (weighted
-      as the step is), that of everything else this rank's own, and only reverse mode is
-      defined. It is plain `lax.scan` in micro-batches (`jdp.value_and_grad(accumulate=)`), but
-      at stages 2 and 3; in the layers of another `scan_layers`; in `shard_map(check_vma=True)`;
-      and on one rank.
+      `(carry, ys)`. Where it reduces, the gradient of `params` is the mean over ranks (weighted as
+      the step is), other gradients are this rank's own, and only reverse mode is defined. It is
+      plain `lax.scan` in micro-batches (`jdp.value_and_grad(accumulate=)`) at stage 1 or without
+      stages; in the layers of another `scan_layers`; in `shard_map(check_vma=True)`; and on one
+      rank.
 
     Raises:
       ValueError: from `train_step`, if `params` may differ from rank to rank; if `params` have
@@ -122,15 +122,14 @@ def _reduced_late(
     return carry, ys
 
 
-# The choice by platform; None where layers would reduce late only on more ranks.
+# The choice by platform; None if layers would reduce late only on more ranks.
 _CHOICES = {LATE_HERE: True, LATE_ELSEWHERE: False, LATE_ON_MORE_RANKS: None}
 
 
 def late_choices(jaxpr: Any) -> set[bool | None]:
-    """Return which choices `scan_layers` made in a traced program that others make otherwise.
+    """Return the choices of `scan_layers` in a traced program that may differ elsewhere.
 
-    True or False: whether it reduces late, where its caller leaves that to the platform. None: it
-    does not, for it would only on more ranks than one.
+    True or False: whether it reduces late, by platform. None: only on more ranks.
     """
     eqns = (body.eqns for body in jaxprs.with_bodies(jaxpr))
     marks = [each for body in eqns for each in body if each.primitive.name == "jdp_mark"]
@@ -156,7 +155,7 @@ def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
 
 
 def _inner(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a layer, in which another `scan_layers` reduces nothing."""
+    """Return the function of a layer, in which another `scan_layers` does not reduce."""
 
     def layer(*args: Any) -> Any:
         token = _is_inside.set(True)
@@ -168,7 +167,7 @@ def _inner(f: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-# So that the analysis refuses what is not a parameter, of which a mean would be the wrong gradient.
+# The analysis then refuses values other than parameters, whose gradients must not be means.
 def _shared(params: Any, axes: tuple[str, ...]) -> Any:
     def noted(path: Any, leaf: Any) -> jax.Array:
         return mark(leaf, kind=SHARED, path=jax.tree_util.keystr(path), axes=axes)

@@ -1,4 +1,4 @@
-"""Gradients of parameters whose optimizer is sharded: reduced, and split over the ranks."""
+"""Gradients for sharded optimizers: reduced, and split over the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,20 +18,20 @@ from jdp.reduction import (
 )
 from jdp.reduction.optimizer import Sharded
 
-# Algorithms of an all-reduce that sum as a native reduce-scatter does, where there is one.
+# Algorithms that sum as a native reduce-scatter does.
 _AS_SCATTERED = (collectives.auto, collectives.native)
-# Of leaves that stay whole, together. A process reads all of them from each other process; in an
-# all-reduce of so many it would read its share.
+# Of all whole leaves. A process reads all of them from each other process, and only its share in an
+# all-reduce.
 _MAX_WHOLE_BYTES = 2**16
 
 
 def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
-    """Whether gradients that stay whole are reduced in the calls that scatter others."""
+    """Whether the calls that scatter gradients also reduce whole ones."""
     step = step_context.current(tx.axis_name)
     if step is None or tx.sharding.all_reduce not in _AS_SCATTERED:
         return False
     every = axis.in_mesh_order(tx.axis_name)
-    # Parts are summed over further axes by themselves, which rounds twice in 16 bits.
+    # The sum of shards over further axes rounds twice in 16 bits.
     if axis.in_mesh_order(tx.sharding.axes or every) != every:
         return False
     num_bytes = sum(x.size * (tx.reduce_dtype or x.dtype).itemsize for x in leaves)
@@ -60,7 +60,7 @@ def scattered(
     }
     to_send = [i for i in range(len(local)) if i not in found]
     terms = [mixed_precision.cast(weights.term(local[i]), tx.reduce_dtype) for i in to_send]
-    # By XLA a loss goes with the gradients that stay whole.
+    # XLA sends a loss with the whole gradients.
     takes = bool(terms) and sharding.mean and shards.is_native(over, step.mesh)
     losses = step_metrics.take_means(step, weight, sharding.all_reduce, step.mesh) if takes else []
     along = [weights.term(x) for x in step_metrics.packed_means(losses)]
@@ -85,7 +85,7 @@ def _summed(
     scale: Any,
     tx: Sharded,
 ) -> list[jax.Array]:
-    """Return the slices of the sums of the terms, and the whole sums of what goes along."""
+    """Return the slices of the sums of `terms`, and the whole sums of `along`."""
     every = axis.in_mesh_order(tx.axis_name)
     over = axis.in_mesh_order(tx.sharding.axes or every)
     others = tuple(name for name in every if name not in over)
@@ -105,6 +105,6 @@ def _summed(
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:
-    """Return a shard of a mean or sum over the ranks of some axes, marked for the proof."""
+    """Return a shard of a mean or sum over some axes, marked for the proof."""
     part = mark(part, kind=SHARD, path="", axes=axes)
     return mark(part, kind=MEAN if mean else SUMMED, path="", axes=axes)

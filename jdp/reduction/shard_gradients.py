@@ -1,4 +1,4 @@
-"""Gradients that are split over the ranks: sent when ready, of parameters gathered where used."""
+"""Sharded gradients, sent when ready, and parameters gathered where used."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -28,10 +28,7 @@ from jdp.reduction.shard_registry import Shard
 def shard_gradients(
     params: Any, axis_name: AxisName, wholes: WholeMeans, besides: Container[int] = ()
 ) -> "ShardGradients | None":
-    """Return the object that differentiates in some parameters; None where JAX does.
-
-    It does where no gradient is split, and no parameter gathered where it is used.
-    """
+    """Return the derivative in some parameters, None where `jax.value_and_grad` suffices."""
     if step_context.current(axis_name) is None:
         return None
     shards: dict[int, Shard] = {}
@@ -49,13 +46,12 @@ class ShardGradients:
     """The derivative of losses in parameters, if some of them have an owner.
 
     Args:
-      params: tree of parameters.
-      shards: position of a leaf that has an owner -> its shard.
+      shards: position of a leaf with an owner -> its shard.
       sent: positions of those whose gradients are averaged where they are computed.
-      wholes: the gradients of leaves that stay whole.
+      wholes: the gradients of unsharded leaves.
 
     Attributes:
-      sends: whether it sends anything over the ranks while it differentiates.
+      sends: whether it communicates while it differentiates.
     """
 
     sends = True
@@ -79,7 +75,7 @@ class ShardGradients:
         self._keep_gathered()
 
     def _keep_gathered(self) -> None:
-        """Gather now the arrays that stay gathered and that a loss sees in another dtype."""
+        """Gather arrays that stay gathered, with another dtype in the loss."""
         kept = {
             i: shard._replace(owner=None)
             for i, shard in self._shards.items()
@@ -91,7 +87,7 @@ class ShardGradients:
 
     @property
     def does_anything(self) -> bool:
-        """Whether it does anything that `jax.value_and_grad` does not."""
+        """Whether it differs from `jax.value_and_grad`."""
         return bool(self._in_time or self._sent)
 
     def differentiate(
@@ -101,7 +97,7 @@ class ShardGradients:
         own_shards = [self._shards[i].value for i in self._sent]
         with shard_registry.forgotten_after():
             program, first, restored = self._traced(loss_fn, has_aux, args)
-            # Not whether the loss reads a parameter: a rule of the author's may make its gradient.
+            # Not by reads in the loss: an author's rule may define an unread parameter's gradient.
             zeros = flat_program.zeros_of(program)
             has_gradient = [value not in zeros for value in program.outs[first:]]
             evaluation = ScheduledEvaluator(
@@ -131,7 +127,7 @@ class ShardGradients:
         return restored(outs[:first]), LeafGradients(local, means)
 
     def _sender(self, evaluation: ScheduledEvaluator, to_send: Sequence[int], first: int) -> Any:
-        """Return the function that sends gradients when they are ready, the last with the loss."""
+        """Return the function that sends ready gradients, the last with the loss."""
         left = {*to_send}
 
         def send(chosen: list[int], grads: list[Any]) -> list[Any]:
@@ -148,9 +144,9 @@ class ShardGradients:
     ) -> tuple[FlatProgram, int, Callable[[Sequence[Any]], Any]]:
         """Return a loss with its gradients as one program.
 
-        Its inputs are the leaves of the parameters, and the shards that are sent. Its
-        outputs are the arrays of the value, then the gradients of all inputs. The number of those
-        arrays comes with it, and a function that makes the value of them.
+        Its inputs are the leaves of the parameters, and the sent shards. Its outputs are the arrays
+        of the value, then the gradients of all inputs. Also return the number of those arrays, and
+        a function that restores the value.
         """
         others: list[Any] = []  # leaves of the value that are not arrays
         trees: list[Any] = []
@@ -182,10 +178,10 @@ class ShardGradients:
         return flat, others.count(None), restored
 
     def _nothing(self, i: int) -> jax.Array:
-        """Return the gradient of a parameter that the loss does not read, marked for the proof."""
+        """Return the marked gradient of a parameter that the loss does not read."""
         shard = self._shards.get(i)
         owner = self._owner(i)
-        # Of the shape of the whole: another loss may have a gradient of that path and shape.
+        # Of the whole shape: another loss may have a gradient of that path and shape.
         zeros = jnp.zeros(self._leaves[i].shape, self._dtypes[i])
         axes = axis.in_mesh_order(owner.axis_name)
         zeros = mark(zeros, kind=LOCAL, path=self._paths[i], axes=axes)

@@ -1,9 +1,8 @@
-"""Whole arrays inside a step, and the shards of this rank that they were gathered from.
+"""Whole arrays inside a step, and the shards of this rank from which they were gathered.
 
-State that lives as shards is gathered before the author's function runs, which then sees whole
-arrays. The scope of the step remembers the shard of each. Code of jdp that can work on shards looks
-them up; XLA drops a gather whose result nothing uses. A whole array that was computed by the
-author has no known shard: this rank's slice of it is one.
+Sharded state is gathered before the author's function runs, so that it sees whole arrays. The
+step's scope maps each to its shard. jdp works on shards where it can; XLA drops unused gathers.
+For a whole array computed by the author the shard is this rank's slice.
 """
 
 import contextlib
@@ -22,40 +21,37 @@ from jdp.analysis.marks import MEAN, PART, SHARD, WHOLE, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, step_context
 
-# Parts of values that every rank has the same: one slice on each rank.
-#
-# The proof sees a slice at the position of a rank as a value that differs from rank to rank. So
-# the slice is a primitive here, whose result has the class of its operand; and parts that the
-# ranks put together are marked where they must be such slices.
+# Shards of values that are equal on every rank.
+# To the proof a slice at the rank's position would differ from rank to rank. So the slice is a
+# primitive, whose result has the class of its operand, and combined shards are marked.
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is the same on every rank."""
+    """Return this rank's slice along `dim` of an array that is equal on every rank."""
     return own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
 
 
 def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's part of a value, marked as one because of the way it was made."""
+    """Mark this rank's shard of a value, as its computation ensures."""
     return mark(part, kind=SHARD, path="", axes=tuple(axes))
 
 
 def checked_slice(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's part of a value; a step is refused if it may not be a part of one."""
+    """Mark this rank's shard of a value; the proof refuses a step if it may not be one."""
     return mark(part, kind=PART, path="", axes=tuple(axes))
 
 
 def joined_slices(whole: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the value that was gathered from checked parts."""
+    """Mark the value gathered from checked shards."""
     return mark(whole, kind=WHOLE, path="", axes=tuple(axes))
 
 
 def combined_parts(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the sum over ranks of sums over checked parts: the sum of the whole value once."""
+    """Mark the sum over ranks of sums over checked shards, which is the whole sum once."""
     return mark(total, kind=MEAN, path="", axes=tuple(axes))
 
 
-# A primitive: the position of the slice depends on the rank, and the proof would take the slice of
-# a uniform value for a varying one.
+# The proof would take a slice of a uniform value at the rank's position for a varying one.
 own_slice_p = Primitive("jdp_own_slice")
 
 
@@ -77,9 +73,8 @@ def _batch(args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, i
 
 
 def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> list[Any]:
-    # A rank's cotangent is that of its own loss, and their mean is that of the step. All slices
-    # together are the value once, but every rank has the whole value: the mean is 1 / n of the
-    # joined cotangents.
+    # The step's cotangent is the mean of the ranks'. The slices together are the value once, but
+    # every rank has the whole value, so the result is 1 / n of the joined cotangents.
     return [lax.all_gather(cotangent, axes, axis=dim, tiled=True) / size]
 
 
@@ -88,7 +83,7 @@ batching.primitive_batchers[own_slice_p] = _batch
 mlir.register_lowering(own_slice_p, mlir.lower_fun(_slice, multiple_results=False))
 
 
-# JAX's trace, and the arrays that were remembered in it, see `recorded`.
+# JAX's trace, and the arrays remembered in it, see `recorded`.
 _record: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("jdp_known_shards", default=None)
 
 
@@ -98,12 +93,12 @@ class Shard(NamedTuple):
     Attributes:
       value: the slice `[..., size / n, ...]`.
       dim: the dim that is split over the ranks.
-      axes: names of the mesh axes that it is split over.
-      owner: of a parameter whose gradient is split, from stage 2 on: its optimizer, `jdp.sharded`.
+      axes: the mesh axes of the split.
+      owner: from stage 2 on, the optimizer of a parameter with a split gradient.
       trains: whether that optimizer updates it.
-      is_kept: whether the whole array is there throughout the step, so that nothing gathers it.
-      gather_dtype: in which the whole array is gathered; None: in its own.
-      reduce_dtype: in which its gradient is sent; None: in its own.
+      is_kept: whether the whole array exists throughout the step, without a gather.
+      gather_dtype: dtype of the gathered array; None: its own.
+      reduce_dtype: dtype in which its gradient is sent; None: its own.
     """
 
     value: jax.Array
@@ -123,7 +118,7 @@ def gathered(
 ) -> list[jax.Array]:
     """Return the whole arrays, in buckets; the step remembers the shard of each.
 
-    Arrays that the step does not read are not gathered.
+    XLA drops gathers of arrays that the step does not read.
     """
     if not found:
         return []
@@ -144,14 +139,14 @@ def gathered(
 
 
 def are_native(found: Iterable[Shard]) -> bool:
-    """Whether native calls gather these shards where this is traced, and scatter gradients."""
+    """Whether native calls gather these shards here, and scatter gradients."""
     scope = step_context.innermost()
     mesh = None if scope is None else scope.mesh
     return all(shards.is_native(axes, mesh) for axes in {part.axes for part in found})
 
 
 def remember(whole: jax.Array, part: Shard) -> jax.Array:
-    """Return a whole array whose shard on this rank is `part`, and remember that."""
+    """Return a whole array, and remember its shard `part` on this rank."""
     whole = mark(whole, kind=WHOLE, path="", axes=part.axes)
     scope = step_context.innermost()
     if scope is not None:
@@ -165,9 +160,9 @@ def remember(whole: jax.Array, part: Shard) -> jax.Array:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
-    """Record the arrays that are remembered in the `with`, and their shards, in this trace alone.
+    """Record the arrays remembered in the `with`, with their shards, in this trace alone.
 
-    Arrays that were gathered in fewer bits than their shards have are left out.
+    Arrays gathered in fewer bits than their shards are left out.
     """
     found: list[tuple[jax.Array, Shard]] = []
     token = _record.set((jax.extend.core.get_opaque_trace_state(), found))
@@ -179,10 +174,7 @@ def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
 
 @contextlib.contextmanager
 def forgotten_after() -> Iterator[None]:
-    """Forget at the end of the `with` which arrays were remembered in it.
-
-    They may be those of a trace that ends with it.
-    """
+    """Forget at the end of the `with` the arrays remembered in it, whose trace may end."""
     scope = step_context.innermost()
     records = [] if scope is None else [scope.shards, scope.whole_owners, scope.means]
     before = [dict(record) for record in records]
@@ -197,8 +189,7 @@ def forgotten_after() -> Iterator[None]:
 def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
     """Record the optimizer of parameters if it splits their gradients over the ranks.
 
-    Those that do not live as shards have a slice of the whole array as their shard, but for those
-    of which no dim is split.
+    The shard of an unsharded parameter is a slice of it, if a dim divides.
     """
     scope = step_context.innermost()
     if scope is None:
@@ -222,14 +213,14 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
 
 
 def owner_of_whole(leaf: Any) -> Any:
-    """Return the optimizer of a parameter that stays whole, None if none was recorded."""
+    """Return the optimizer of an unsharded parameter, or None."""
     scope = step_context.innermost()
     found = None if scope is None else scope.whole_owners.get(id(leaf))
     return None if found is None else found[1]
 
 
 def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
-    """Return a gradient, and remember that it is the mean over all ranks."""
+    """Return a gradient, and remember it as the mean over all ranks."""
     scope = step_context.innermost()
     if scope is not None:
         scope.means[id(gradient)] = gradient  # kept, so that its id stays its own
@@ -238,20 +229,20 @@ def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
 
 
 def means() -> Mapping[int, jax.Array]:
-    """Return the gradients that were remembered as means over all ranks, by their id."""
+    """Return the gradients remembered as means over all ranks, by id."""
     scope = step_context.innermost()
     return {} if scope is None else scope.means
 
 
 def known(whole: Any) -> Shard | None:
-    """Return the shard of this rank that belongs to an array, None if there is none."""
+    """Return the shard of an array on this rank, or None."""
     scope = step_context.innermost()
     found = None if scope is None else scope.shards.get(id(whole))
     return None if found is None else found[1]
 
 
 def are_of(owner: Any) -> bool:
-    """Whether an optimizer updates arrays of the step that live as shards."""
+    """Whether an optimizer updates sharded arrays of the step."""
     scope = step_context.innermost()
     found = () if scope is None else scope.shards.values()
     owners = (part.owner for _, part in found if part.owner is not None)
@@ -259,7 +250,7 @@ def are_of(owner: Any) -> bool:
 
 
 def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is the same on every rank."""
+    """Return this rank's slice along `dim` of an array that is equal on every rank."""
     found = known(whole)
     if found is not None and found.dim == dim and found.axes == axes:
         return found.value

@@ -30,7 +30,7 @@ UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
 def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
-    """Log once, to the logger "jdp", the arrays that `jdp.sharded` finds whole on every rank."""
+    """Log once, to the logger "jdp", the arrays that `jdp.sharded` does not split."""
     is_in_step = step_context.current(axis_name) is not None
     if caller == UPDATE_OF_STATE and is_in_step:
         return
@@ -54,7 +54,7 @@ def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, par
 
 
 def _split_elsewhere(sharding: Any, tree: Any, num_ranks: int) -> list[jax.Array]:
-    """Return the arrays of a tree that would be split in a `TrainState`."""
+    """Return the arrays of a tree that a `TrainState` would split."""
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if pytrees.is_array(leaf)]
     return [x for x in arrays if sharding.dim(x, num_ranks) is not None]
 
@@ -69,11 +69,7 @@ def updated_by_others(
     synced: bool,
     **extra: Any,
 ) -> tuple[Any, Any] | None:
-    """Return the updates and the new state of an optimizer, None if its state is not split here.
-
-    Each rank computes its part of the updates, which are then gathered. The log names the arrays
-    that would be split in a `TrainState`, and are not here.
-    """
+    """Return the gathered updates and the new state, None if the state is not split here."""
     tx = Sharded(update.wrapped.init, update)
     axes = shard_axes(tx)
     if caller != UPDATE_OF_STATE:
@@ -106,39 +102,38 @@ def sharded(
 ) -> Sharded:
     """Wrap an optimizer as `jdp.replicated` does, and split its state over the ranks (ZeRO).
 
-    The model, the loss, the step and the loop stay as they are. Each rank updates its part of the
-    parameters, exactly as one device would: values that an optimizer computes across elements
-    (global norms, trust ratios, factored means) are computed over all parts. Between steps every
-    array has its logical shape, and a `NamedSharding` over the data axis.
+    Model, loss, step and loop stay unchanged. Each rank updates its part of the parameters, exactly
+    as one device would: values across elements (global norms, trust ratios, factored means) are
+    computed over all parts. Between steps every array has its logical shape, and a `NamedSharding`
+    over the data axis.
 
-    Stage 1 splits the optimizer state. Stage 2 also splits gradients while `jdp.value_and_grad`
-    computes them and adds them up over micro-batches; stage 1 splits them behind that. Stage 3 also
-    splits the parameters, which are gathered for each step: with `jdp.value_and_grad` each where it
-    is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim that the
-    number of ranks divides; where none does, or below `min_size`, it stays whole.
+    Stage 1 splits the optimizer state, and the gradients after `jdp.value_and_grad`. Stage 2 splits
+    gradients as `jdp.value_and_grad` computes them and adds them up over micro-batches. Stage 3
+    also splits the parameters, which are gathered for each step: with `jdp.value_and_grad` each
+    where it is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim
+    that the number of ranks divides; without one, or below `min_size`, it stays whole.
 
-    A `jdp.TrainState` is split, another state that has `params`, `tx` and `opt_state`, such as that
-    of Flax, and an `nnx.Optimizer` with the variables of models beside it that it updates. In a
-    step with another state, or in a `shard_map` of your own, the transformation does what
-    `jdp.replicated(tx)` does.
+    It splits a `jdp.TrainState`, another state with `params`, `tx` and `opt_state`, such as Flax's,
+    and an `nnx.Optimizer` with the variables that it updates in models beside it. In a step with
+    another state, or in your own `shard_map`, it is `jdp.replicated(tx)`.
 
     Args:
-      tx: the optimizer, with everything that belongs to it.
+      tx: the complete optimizer.
       stage: 1, 2 or 3.
       min_size: leaves with fewer numbers stay whole, >= 1.
-      over: the mesh axis, or axes, to split over, of those in `axis_name`; over the others the
-        parts are replicated. Default: all of `axis_name`.
+      over: the mesh axis, or axes, of the split, of those in `axis_name`; parts are replicated over
+        the others. Default: all of `axis_name`.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm for leaves that stay whole, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
       keep_gathered: at stage 3 gather the parameters once for each step, and keep them until it
         ends. Sends less, above all with micro-batches, and needs memory for all parameters.
-      gather_dtype: at stage 3, `jdp.value_and_grad` hands the loss float parameters of more bits in
-        this dtype, such as `jnp.bfloat16`, and gathers them in it. Everything else in the step sees
-        parameters, and gradients, in the dtype that they have in the state. Default: that dtype.
-      reduce_dtype: gradients are sent over the ranks in this float dtype, and come back in their
-        own. Default: their own, which is that of the parameters in the state.
+      gather_dtype: at stage 3, dtype such as `jnp.bfloat16` in which `jdp.value_and_grad` gathers
+        float parameters of more bits for the loss. The rest of the step uses the state's dtype for
+        parameters and gradients. Default: the state's dtype.
+      reduce_dtype: float dtype in which gradients are sent; results keep their own. Default: their
+        own, which is that of the parameters in the state.
 
     Returns:
       An optax transformation for `TrainState.create`.

@@ -1,4 +1,4 @@
-"""`sharded_embedding`: rows of a table whose parameters are split over the ranks."""
+"""`sharded_embedding`: rows of a table that is split over the ranks."""
 
 import logging
 from typing import Any, Literal, NamedTuple
@@ -28,28 +28,27 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
     """Return `table[ids]`; a table that is split over the ranks is never gathered.
 
     Inside a step of a state with `jdp.sharded(tx, stage=3)`, `table` is a parameter. Each rank
-    sends the numbers of the rows that it needs, each once, to the ranks that own them, and gets
-    these rows; the gradient takes the way back and arrives at the owner as the mean over the ranks.
-    Any ids are right: those of a batch may all be rows of one rank. Every rank must make the call.
+    requests each needed row once from its owner. The gradient is sent back, and the owner gets the
+    mean over the ranks. All ids of a batch may be rows of one rank. Every rank must make the call.
 
-    A table that no rank has a part of (outside of a step, on one rank, at other stages, or where
-    no dim divides by the ranks) is indexed as it is. A step on several ranks logs that once, to
-    the logger "jdp". Differentiate with `jdp.value_and_grad`, which hands the loss parts; inside
-    plain `jax.value_and_grad`, or after `table.astype(...)`, the table is a whole array.
+    A table that is not split (outside of a step, on one rank, at other stages, or if no dim divides
+    by the ranks) is indexed directly. A step on several ranks logs that once, to the logger "jdp".
+    Differentiate with `jdp.value_and_grad`; inside `jax.value_and_grad`, or after
+    `table.astype(...)`, the table is a whole array.
 
     Args:
       table: `[rows, ...]`, any float dtype; rows, or else another dim, divide by the ranks.
       ids: any integer dtype and shape; each rank its own.
-      out_of_range: what ids below 0, or not below `rows`, give. "nan": a row of NaN, which makes
-        the loss NaN. "zero": a row of zeros, say for padding. Both have no gradient. "clip": the
-        first or the last row. `table[ids]` of JAX counts negative ids from the end, clips the
-        others, and drops the gradient of those.
+      out_of_range: result for ids below 0, or not below `rows`. "nan": a row of NaN, which makes
+        the loss NaN. "zero": a row of zeros, for padding. Both have no gradient. "clip": the first
+        or the last row. JAX's `table[ids]` counts negative ids from the end, clips the others, and
+        drops their gradient.
 
     Returns:
       `[*ids.shape, ...]`, in the dtype of the table.
 
     Raises:
-      TypeError: if `ids` are not integers, or `table` has no dtype for NaN and they shall give it.
+      TypeError: if `ids` are not integers, or for "nan" if the dtype of `table` has no NaN.
       ValueError: if `out_of_range` is another word, `table` has no dims, or there is no row to
         clip to.
 
@@ -70,8 +69,8 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
     if not num_rows or not ids.size:
         return fill
     inside = jnp.clip(ids, 0, num_rows - 1)
-    # Of a table that the loss sees in fewer bits the rows of the state, so that their gradients
-    # are added up in its dtype.
+    # Rows in the dtype of the state, in which their gradients are added up, also if the loss sees
+    # fewer bits.
     rows = mixed_precision.cast(_rows(table, inside.astype(_index_dtype(num_rows))), dtype)
     if out_of_range == "clip":
         return rows
@@ -96,7 +95,7 @@ def _index_dtype(num_rows: int) -> Any:
 
 
 def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
-    """Return the number of rows, after a look at the arguments."""
+    """Refuse wrong arguments; return the number of rows."""
     if out_of_range not in _CHOICES:
         raise ValueError(f"out_of_range must be one of {_CHOICES}, got {out_of_range!r}.")
     shape, dtype = jnp.shape(table), jnp.result_type(table)
@@ -116,7 +115,7 @@ def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
 
 
 def _rows(table: Any, ids: jax.Array) -> jax.Array:
-    """Return rows; every id is one of the table."""
+    """Return rows; every id is valid."""
     scope, part = step_context.innermost(), shard_registry.known(table)
     if scope is None or part is None or part.is_kept:
         if scope is not None and lax.axis_size(scope.axis_name) > 1:
@@ -129,7 +128,7 @@ def _rows(table: Any, ids: jax.Array) -> jax.Array:
 
 
 def _weighting(part: Shard, scope: Scope) -> tuple[Weighting, float]:
-    """Return the factors of cotangents before they are summed, and the one of the sum."""
+    """Return the factors of cotangents before they are summed, and of the sum."""
     weight = step_context.default_weight(scope.axis_name, "jdp.sharded_embedding")
     weights, scale = weighted_sum.factors(weight, scope.axis_name, mean=True)
     before, after = split_scale(scale, part.value.dtype)
@@ -139,13 +138,12 @@ def _weighting(part: Shard, scope: Scope) -> tuple[Weighting, float]:
 
 
 class _TableMeans(NamedTuple):
-    """Makes the mean over all ranks of what `add_rows` summed over those that split the table.
+    """Averages over all ranks what `add_rows` summed over the table's ranks.
 
     Attributes:
       axes: of the step.
-      over: the axes, of these, that the table is split over.
+      over: the axes of the table's split.
       scale: multiplies the sum.
-      platform: which the program is for.
     """
 
     axes: tuple[str, ...]
@@ -156,7 +154,7 @@ class _TableMeans(NamedTuple):
     def means(self, values: list[jax.Array]) -> list[jax.Array]:
         others = tuple(name for name in self.axes if name not in self.over)
         if others:
-            with jax.named_scope(WEIGHTED_SUM):  # The terms are weighed.
+            with jax.named_scope(WEIGHTED_SUM):  # The terms are weighted.
                 values = axis.psum(values, others, self.platform)
         parts = [scaled(part, self.scale) for part in values]
         parts = [mark(part, kind=SHARD, path="", axes=self.axes) for part in parts]

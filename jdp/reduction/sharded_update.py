@@ -27,14 +27,10 @@ from jdp.reduction.shard_registry import Shard
 
 
 class TreeArrays:
-    """The arrays of a tree, whose other leaves stay as they are.
-
-    Args:
-      tree: any tree.
+    """The arrays of a tree, whose other leaves stay unchanged.
 
     Attributes:
-      arrays: the arrays, in the order of the leaves.
-      places: their positions among all leaves.
+      places: positions of the arrays among all leaves.
     """
 
     def __init__(self, tree: Any):
@@ -43,7 +39,7 @@ class TreeArrays:
         self.arrays: list[jax.Array] = [self._leaves[i] for i in self.places]
 
     def like(self, other: "TreeArrays") -> list[jax.Array | None]:
-        """Return for each array of `other` the one at its place here, if both look alike."""
+        """Return the array at the position of each of `other`, None if shape or dtype differ."""
         here = dict(zip(self.places, self.arrays, strict=True))
         found = [here.get(i) for i in other.places]
         return [
@@ -52,7 +48,7 @@ class TreeArrays:
         ]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
-        """Return the tree with `arrays` in the places of its own."""
+        """Return the tree with new arrays."""
         leaves = list(self._leaves)
         for i, x in zip(self.places, arrays, strict=True):
             leaves[i] = x
@@ -84,14 +80,12 @@ def log_whole_gradients(leaves: Sequence[Any]) -> None:
 
 
 class GradientPieces:
-    """The gradients of one update, which are means already, or are sent now.
+    """The gradients of one update, averaged already or sent now.
 
     Args:
-      tx: the optimizer.
-      axes: names of the mesh axes that its state is split over.
+      axes: the mesh axes of the split.
       grads: tree of this rank's gradients, or with `synced` of the means of all ranks.
-      dims: for each the dim along which it is split; None for one that stays whole.
-      synced: whether they are means over ranks already.
+      dims: the split dim of each; None for a whole one.
     """
 
     def __init__(
@@ -139,13 +133,13 @@ class GradientPieces:
         return [pieces[i] for i in range(len(leaves))]
 
     def _going_along(self, chosen: Sequence[int]) -> list[int]:
-        """Return the gradients that stay whole, if the calls of the others can take them."""
+        """Return the whole gradients, if the calls of the others can reduce them."""
         whole = [i for i in chosen if self._dims[i] is None]
         arrays = [gradients.require_float(self._paths[i], self._leaves[i]) for i in whole]
         return whole if scattered_gradients.takes_along(arrays, self._tx) else []
 
     def _scattered(self, chosen: Sequence[int]) -> dict[int, Piece]:
-        """Return this rank's parts of the means of gradients, by their position."""
+        """Return this rank's parts of the means of gradients, by position."""
         if not chosen:
             return {}
         paths, dims = [self._paths[i] for i in chosen], [self._dims[i] for i in chosen]
@@ -155,7 +149,7 @@ class GradientPieces:
         return {i: Piece(part, dim) for i, part, dim in found}
 
     def _reduced(self, chosen: Sequence[int]) -> dict[int, Piece]:
-        """Return the means of gradients that stay whole, by their position."""
+        """Return the means of whole gradients, by position."""
         if not chosen:
             return {}
         sharding = self._tx.sharding
@@ -179,7 +173,7 @@ class GradientPieces:
 def updated(
     tx: Replicated, grads: Any, opt_state: Any, params: Any, *, synced: bool, **extra: Any
 ) -> tuple[Any, Any]:
-    """Return the parameters and the optimizer state after one step of the optimizer."""
+    """Return the parameters and the state after one step of the optimizer."""
     mixed_precision.mark_gradients(grads, tx)
     axes = shard_axes(tx)
     if axes is None:
@@ -193,7 +187,7 @@ def updated(
 
 
 def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
-    """Return the axes that the state of the step being traced is split over, None if it is not."""
+    """Return the axes of the split state of the step being traced, or None."""
     if not isinstance(tx, Sharded) or not axis.is_bound(tx.axis_name):
         return None
     if step_context.current(tx.axis_name) is None:
@@ -206,10 +200,9 @@ class Update:
     """One update of a sharded optimizer on this rank.
 
     Args:
-      tx: the optimizer.
-      axes: names of the mesh axes that the state is split over.
+      axes: the mesh axes of the split.
       grad_tree: the structure of the gradients, that of the parameters for most optimizers.
-      applies: whether `run` adds the updates to the parameters; it returns them otherwise.
+      applies: whether `run` adds the updates to the parameters, or returns them.
     """
 
     def __init__(self, tx: Sharded, axes: tuple[str, ...], grad_tree: Any, *, applies: bool = True):
@@ -272,16 +265,16 @@ class Update:
         ]
 
     def _is_in_place(self) -> bool:
-        """Whether new parameters take the memory of the old ones, of which each rank has all."""
+        """Whether new parameters overwrite the old ones, whole on each rank."""
         step = step_context.current(self._tx.axis_name)
         if step is None or not step.choices.in_place or self._tx.sharding.stage == 3:
             return False
         return not jax_compat.CPU_COPIES_SLICES and shards.is_native(self._axes, step.mesh)
 
     def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return parts of old parameters, not before the last gradient was sent.
+        """Delay parts of old parameters until the last gradient was sent.
 
-        Until then the backward pass may need them, and XLA would copy what the new ones overwrite.
+        Until then the backward pass may need them, and XLA would copy the overwritten ones.
         """
         token = call_order.token()
         chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
@@ -306,7 +299,7 @@ class Update:
 
 
 def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:
-    """Record in the step the arrays that the update gathers, and those that one rank computes."""
+    """Record the update's gathered arrays, and those that one rank computes."""
     step = step_context.innermost()
     if step is None:
         return

@@ -1,8 +1,8 @@
-"""Take a rank's slices before elementwise operations, so that nothing gathers their operands.
+"""Slice before elementwise operations, so that their operands are not gathered.
 
 `optax.apply_updates`, which Flax calls, adds whole updates to whole parameters, and the step keeps
-this rank's slice of each sum. That is the sum of two slices, which the rank had before they were
-gathered. It is computed from these, and XLA drops the gathers that nothing else reads.
+this rank's slice of each sum. Here the rank adds its slices from before the gather, and XLA drops
+the unused gathers.
 """
 
 import inspect
@@ -18,14 +18,14 @@ from jdp.reduction.partition.values import names_axes
 
 
 class _Cut(NamedTuple):
-    """How a value is sliced: along which dim, over which mesh axes."""
+    """The dim and mesh axes of a slice."""
 
     dim: int
     axes: tuple[str, ...]
 
 
 def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute slices of elementwise results from slices of the operands, where a rank has these."""
+    """Compute slices of elementwise results from a rank's slices of the operands."""
 
     def run(*args: Any) -> Any:
         trees: list[Any] = []
@@ -42,7 +42,7 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         setattr(recording, "__signature__", inspect.signature(fn))  # noqa: B010
         closed, _ = rank_trace.traced(recording, args)
-        # Among the operations whose results are not used are marks for the proof.
+        # Operations with unused results include marks for the proof.
         program = flat_program.flatten(closed, drops_dead=False)
         end = len(program.outs) - 2 * len(cuts)
         wholes, own = program.outs[end : end + len(cuts)], program.outs[end + len(cuts) :]
@@ -54,16 +54,15 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SlicedProgram:
-    """A program, and the values that slices are computed of.
+    """A program that computes slices early.
 
     Args:
-      program: the program.
-      known: arrays that were gathered, and how the slices are cut that they were gathered from.
+      known: gathered arrays, and the slices that they were gathered from.
     """
 
     def __init__(self, program: FlatProgram, known: Mapping[FlatValue, _Cut]):
         self._program = program
-        # How each value is cut that is known, or computed element by element from such values.
+        # The slice of each value that is known, or elementwise computed from such values.
         self._cuts = dict(known)
         for operation in program.operations:
             cut = next((self._cuts[v] for v in operation.ins if v in self._cuts), None)
@@ -77,7 +76,7 @@ class _SlicedProgram:
         self._needed.difference_update(known)
 
     def _sliced(self, operation: FlatOperation) -> FlatValue | None:
-        """Return the operand if an operation is a slice that is computed early, None if not."""
+        """Return the operand of a slice that is computed early, or None."""
         if operation.eqn.primitive is not shard_registry.own_slice_p:
             return None
         cut = _Cut(operation.eqn.params["dim"], operation.eqn.params["axes"])
@@ -87,7 +86,7 @@ class _SlicedProgram:
     def __call__(
         self, arguments: Sequence[Any], known: Mapping[FlatValue, FlatValue]
     ) -> dict[FlatValue, Any]:
-        """Return the values of the inputs, the constants and the results of all operations."""
+        """Return the values of inputs, constants and results."""
         values = dict(zip(self._program.ins, arguments, strict=True))
         values.update((value, value.constant) for value in self._program.constants)
         slices: dict[FlatValue, Any] = {}
@@ -112,15 +111,12 @@ class _SlicedProgram:
 
 
 def _is_elementwise(operation: FlatOperation, axes: Sequence[str]) -> bool:
-    """Whether slices of the operands give the slice of the one result.
-
-    Marks say something about a whole value, and are left as they are.
-    """
+    """Whether slices of the operands give that of the result; not for marks of whole values."""
     if len(operation.outs) != 1 or operation.eqn.primitive.name == "jdp_mark":
         return False
     shape = operation.outs[0].aval.shape
     if any(value.aval.shape not in ((), shape) for value in operation.ins):
         return False
-    if names_axes(operation.eqn, axes):  # slices of other ranks are of other elements
+    if names_axes(operation.eqn, axes):  # slices of other ranks have other elements
         return False
     return rules.is_elementwise(operation.eqn, len(shape))

@@ -23,16 +23,14 @@ class Choices(NamedTuple):
     """How one program of a step differs from its others.
 
     Attributes:
-      why_xla: why `collectives.auto` must leave its gradients to XLA; None where it may choose.
-      uniform: paths of the gradients that the probe found to be the same on every rank; None in
-        the probe.
-      ready: path of a gradient -> its place in the order in which the probe found gradients to be
-        ready; None where the order does not matter.
-      late: in a program that is traced only to prove the step for another platform or for more
-        ranks, whether `scan_layers` reduces late where its caller leaves that to the platform;
-        None in a program that runs.
+      why_xla: why `collectives.auto` must leave its gradients to XLA; None: it may choose.
+      uniform: paths of the gradients that the probe found equal on every rank; None in the probe.
+      ready: path of a gradient -> its position in the probe's order of readiness; None for any
+        order.
+      late: for a trace that only proves the step for another platform or more ranks: whether
+        `scan_layers` reduces late by default; None in a program that runs.
       beside_xla: whether collectives of XLA may run beside its native calls.
-      in_place: whether new parameters take the memory of the old ones, which nothing needs later.
+      in_place: whether new parameters overwrite the old ones, which are not needed later.
     """
 
     why_xla: str | None = None
@@ -47,7 +45,7 @@ PLAIN = Choices()  # of a function that is traced by itself
 
 
 class Reduction(NamedTuple):
-    """How gradients were reduced, in which of JAX's traces, and how many bytes of them."""
+    """The algorithm, JAX's trace, and the bytes of reduced gradients."""
 
     all_reduce: Callable[..., Any]
     trace: Any
@@ -59,38 +57,35 @@ class Scope:
     """One trace of a step, on one rank.
 
     Attributes:
-      axis_name: the data axis of the step.
-      num_rows: rows of the batch on this rank, None if the batch is empty.
-      weight_fn: gives the weight of a batch, or None where every row counts the same.
-      weight: `[]` float, of this rank's rows, NaN if it is invalid; None without `weight_fn`.
+      num_rows: rows of the batch on this rank, None for an empty batch.
+      weight_fn: returns the weight of a batch; None: all rows count the same.
+      weight: `[]` float, of this rank's rows, NaN if invalid; None without `weight_fn`.
       raw_weight: `[]` float, the result of `weight_fn`.
-      total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
-      mesh: where the ranks are; None where a micro-batch's scope has only the axis.
+      total: `[]` float, sum of `weight` over ranks; None if not yet computed.
+      mesh: None if a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
-      why_no_gradient: why a sum over ranks that weigh differently has no transpose, or empty.
-      weighed: names of the functions of jdp that gave ranks different weights.
-      choices: how this program differs from others of the step.
-      trace: JAX's trace in which the step begins.
-      batch_trace: JAX's trace of the batch; None if that holds no tracer.
-      integer_sums: whether a sum of integers over ranks has overflowed, and the author's line.
-      split: paths of the gradients that go through `collectives.split`.
-      marked: paths of the gradients that were marked for reduction in this trace.
-      reductions: how gradients were reduced in this trace, one after the other.
-      gathers: what the update of a sharded optimizer gathers whole, a text each.
-      owned: which matrices that update computes on one rank each, a text for each kind.
-      losses: losses that were computed in this trace, and not sent yet.
+      why_no_gradient: why a sum over ranks of different weights has no transpose, or empty.
+      weighed: names of the jdp functions that weight ranks.
+      trace: JAX's trace at the start of the step.
+      batch_trace: JAX's trace of the batch; None without a tracer.
+      integer_sums: whether a sum of integers over ranks overflowed, and the author's line.
+      split: paths of the gradients of `collectives.split`.
+      marked: paths of the gradients marked for reduction.
+      gathers: texts of the arrays that a sharded update gathers whole.
+      owned: texts of the kinds of matrices that this update computes on one rank each.
+      losses: losses computed in this trace and not yet sent.
       loss_means: id of a loss -> itself and its mean over the ranks, see `step_metrics`.
-      shards: id of a whole array -> itself and this rank's shard of it, see `known_shards`.
-      whole_owners: id of a parameter that stays whole -> itself and its optimizer, if that splits
-        the gradients of others.
+      shards: id of a whole array -> itself and this rank's shard, see `shard_registry`.
+      whole_owners: id of an unsharded parameter -> itself and its optimizer, if that splits other
+        gradients.
       means: id of a gradient that is the mean over ranks -> itself.
-      averaged: paths of the gradients that were averaged where they were computed.
-      groups: bytes of parameters that are gathered together, see `gathered_in_time`.
-      loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
-        optimizer, see `mixed_precision`.
-      reduce_dtype: in which the optimizers of the state have gradients sent; None: in their own.
-      updated: the dtypes in which losses see parameters that the step updates.
-      reverse_only: functions of jdp that were traced without a forward-mode derivative.
+      averaged: paths of the gradients averaged where they were computed.
+      groups: bytes of parameters gathered together, see `fsdp_schedule`.
+      loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer, see
+        `mixed_precision`.
+      reduce_dtype: dtype in which the state's optimizers send gradients; None: their own.
+      updated: the loss dtypes of updated parameters.
+      reverse_only: jdp functions traced without a forward-mode derivative.
     """
 
     axis_name: tuple[str, ...]
@@ -125,7 +120,7 @@ class Scope:
     reverse_only: set[str] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
-        """Return the findings of the trace, once it has ended."""
+        """Return the findings of the ended trace."""
         return TraceFindings(
             marked=frozenset(self.marked),
             averaged=frozenset(self.averaged),
@@ -148,7 +143,7 @@ _numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
-    """Return the scope of the step being traced, if it is one over these axes, in any order."""
+    """Return the scope of the step being traced over these axes, in any order, or None."""
     scope = _scope.get()
     wanted = set(axis.names(axis_name))
     return scope if scope is not None and set(scope.axis_name) == wanted else None
@@ -163,7 +158,7 @@ def around(axis_name: AxisName) -> Scope | None:
 
 
 def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
-    """Return the weight of the step over these axes, None where every rank counts the same."""
+    """Return the weight of the step over these axes, None if all ranks count the same."""
     step = around(axis_name)
     if step is None or step.weight is None:
         return None
@@ -179,20 +174,20 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
 
 
 def innermost() -> Scope | None:
-    """Return the scope of the step being traced, whatever its axis."""
+    """Return the scope of the step being traced, for any axis."""
     return _scope.get()
 
 
 def platform() -> str:
-    """Return the platform of the step being traced; outside of a step, JAX's default."""
+    """Return the platform of the step being traced, otherwise JAX's default."""
     step = innermost()
     return axis.platform(None if step is None else step.mesh)
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return this rank's share of the weight of all ranks: `[]` float in 0 to 1.
+    """Return this rank's share of the total weight: `[]` float in 0 to 1.
 
-    A batch of which nothing counts at all gives 0, not 0 / 0. A sum that overflows gives NaN.
+    The share of a total of 0 is 0, and NaN after an overflow.
 
     Args:
       weight: `[]` float, of this rank's rows, >= 0.
@@ -220,7 +215,7 @@ def entered(
 ) -> Iterator[Scope]:
     """Trace the body of the `with` as a step over `axis_name` on this rank's `batch`."""
     leaves = jax.tree.leaves(batch)
-    # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
+    # The marks distinguish a mask that only the weight reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
     raw_weight = None if weight_fn is None else _weighed(weight_fn, seen, nested)
     weight = None if raw_weight is None else row_weight.valid(raw_weight)
@@ -251,7 +246,7 @@ def entered(
 
 
 def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.Array:
-    """Return the weight of a batch. An error for a micro-batch, maybe another tree, has a note."""
+    """Return the weight of a batch. An error for a micro-batch, maybe another tree, gets a note."""
     try:
         return row_weight.number(weight_fn(batch))
     except Exception as error:
@@ -266,17 +261,16 @@ def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.A
 
 
 def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no function that JAX traced for another step is used again.
+    """Return a context that does not reuse functions JAX traced for another step.
 
-    Such a function could take the weight of one trace into another one, or a `scan_layers` that
-    reduces late, in some dtype, into a program in which it does not.
+    Such a function could contain another trace's weight, or a late reduction of `scan_layers`.
     """
     is_plain = scope.weight is None and scope.choices.late is None and scope.reduce_dtype is None
     return contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces))
 
 
 def _shared_with(around: Scope | None, mesh: Mesh | None) -> dict[str, Any]:
-    """Return the fields of a new scope that are also those of the scope around it, if any."""
+    """Return the fields of a new scope that the surrounding one shares."""
     if around is None:
         return {"mesh": mesh}
     names = (

@@ -1,4 +1,4 @@
-"""When a step waits: operations for other arrays, and rings after all that does not need them."""
+"""When a step waits: operations for other arrays, and rings after independent work."""
 
 import functools
 from collections import defaultdict
@@ -19,9 +19,8 @@ from jdp.reduction import rank_trace
 def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
     """Return values unchanged, but not before some others have been computed.
 
-    Unlike `lax.optimization_barrier` it lasts until XLA has chosen an order: XLA drops barriers
-    before it merges and schedules collectives on GPUs, and with JAX 0.10 before it merges equal
-    operations on CPUs.
+    XLA drops `lax.optimization_barrier` before it merges and schedules collectives on GPUs, and
+    with JAX 0.10 before it merges equal operations on CPUs.
 
     >>> float(after([jnp.float32(2)], [jnp.float32(jnp.nan)])[0])
     2.0
@@ -34,10 +33,9 @@ def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.
 
 
 def next_call_after(others: Sequence[jax.Array]) -> None:
-    """Let the next native call of this program wait for arrays, and copy nothing.
+    """Let the next native call of this program wait for arrays, without copies.
 
-    Native calls take a token from the call before. It alone waits, where `after` would write each
-    value that a call takes into new memory.
+    Only its token waits; `after` would copy each operand of the call.
     """
     token = call_order.first_token()
     if token is not None:
@@ -71,7 +69,7 @@ batching.primitive_batchers[_tied_p] = lambda values, dims, *, count: (
 mlir.register_lowering(_tied_p, mlir.lower_fun(_run, multiple_results=True))
 
 
-# Where a call that waits takes the token of the one before.
+# The operand by which a waiting call takes the token of the call before.
 _AFTER = 1
 
 
@@ -79,8 +77,8 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Update parameters of a bucket before waiting for the ring of the next one.
 
     XLA would wait for all rings before the first update, which would then hide none of them. Here
-    each wait takes the parameters that were updated after the wait before it. If every update
-    needs all gradients, as after clipping by their norm, nothing changes.
+    each wait depends on the parameters updated after the wait before. If every update needs all
+    gradients, as after clipping by their norm, the order stays.
     """
 
     def run(*args: Any) -> Any:
@@ -113,10 +111,7 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Group equations by the wait that they need: none, the first one, and so on.
-
-    Each group begins with its wait, but for the first.
-    """
+    """Group equations by the last wait that they need; each group but the first begins with it."""
     parts: defaultdict[int, list[Any]] = defaultdict(list)
     wait_of: dict[Any, int] = {}
     _sort(eqns, wait_of, parts)
@@ -127,7 +122,7 @@ def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[An
     for eqn in eqns:
         wait = max((wait_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
         if wait and not _is_wait(eqn) and (inner := _opened(eqn)) is not None:
-            # An optimizer's jitted function takes all leaves: by itself it would need all waits.
+            # An optimizer's jitted function takes all leaves, so unopened it would need all waits.
             _sort(inner, wait_of, parts)
             continue
         wait += _is_wait(eqn)
@@ -136,7 +131,7 @@ def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[An
 
 
 def _opened(eqn: Any) -> list[Any] | None:
-    """Return the equations of a jitted function in terms of the caller's variables."""
+    """Return the equations of a jitted function in the caller's variables."""
     body = jaxprs.called_body(eqn) if eqn.primitive.name == "jit" else None
     if body is None or body.constvars or jaxprs.acts(eqn):
         return None

@@ -1,10 +1,10 @@
 """Sums over ranks whose gradients are those of the weighted loss of the step.
 
 Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The loss of the
-step is sum(s_r l_r). Each rank differentiates its own l_r, and only the finished gradient is
-multiplied by s_r. If the ranks compute t = sum(z_r) on the way, and ct_q is the cotangent of t on
-rank q, then the cotangent of z_r must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q),
-which is right only where all shares are equal.
+step is sum(s_r l_r). Each rank differentiates its own l_r, and multiplies only the complete
+gradient by s_r. If the ranks compute t = sum(z_r), and ct_q is the cotangent of t on rank q, then
+the cotangent of z_r must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q), which is
+right only for equal shares.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ class Weighting(NamedTuple):
     """The factors of a sum over ranks, and those of its cotangents.
 
     Attributes:
-      forward: `[]`, multiplies this rank's term; None: nothing does.
-      is_adjoint: whether ranks weigh differently, so that JAX's own transpose would be wrong.
+      forward: `[]`, multiplies this rank's term; None: 1.
+      is_adjoint: whether ranks have different weights, so that JAX's transpose would be wrong.
       after: `[]`, multiplies the cotangent of the sum.
-      before: `[]`, multiplies the cotangent of this rank's term; None: nothing does.
-      why_not: why the sum cannot be transposed; empty where it can.
+      before: `[]`, multiplies the cotangent of this rank's term; None: 1.
+      why_not: why the sum cannot be transposed, or empty.
     """
 
     forward: jax.Array | None
@@ -46,30 +46,30 @@ class Weighting(NamedTuple):
         if self.is_adjoint and not self.why_not and _is_float(x):
             if self.forward is None or self.before is None:
                 return _weigh(x, self.forward, self.before)
-            # The forward weight is not that of the step, and may depend on what is differentiated.
+            # The forward weight is not the step's, and may depend on differentiated values.
             return _weigh(weighed(x, self.forward).astype(x.dtype), None, self.before)
         return x if self.forward is None else weighed(x, self.forward).astype(x.dtype)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Return the sum of the terms unchanged, and multiply its cotangent by `after`."""
+        """Return the sum of the terms, and multiply its cotangent by `after`."""
         if not self.is_adjoint or not _is_float(x):
             return x
         return _weigh(x, None, self.after, why_not=self.why_not)
 
     def by_share(self, share: jax.Array | None) -> "Weighting":
-        """Return the weighting of the trace that a share of the weight is from."""
+        """Return the weighting of the trace of `share`."""
         if share is None:
             return self
         share = lax.stop_gradient(share)  # A second derivative gives it a tangent of zeros.
         return self._replace(forward=share, after=share)
 
     def named(self) -> contextlib.AbstractContextManager:
-        """Name the collective that is traced inside, if it is transposed by this weighting."""
+        """Return a name scope for the collective, if this weighting transposes it."""
         return jax.named_scope(WEIGHTED_SUM) if self.is_adjoint else contextlib.nullcontext()
 
 
 def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> Weighting:
-    """Return how the terms of a sum over the ranks of `axis_name` are weighed.
+    """Return the weights of the terms of a sum over the ranks of `axis_name`.
 
     Args:
       weight: `[]`, of this rank; the step's own, another one, or None for a plain sum.
@@ -90,7 +90,7 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
     if weight is own:
         forward = share if mean else jnp.asarray(own, float)
         return Weighting(forward, after=forward, **options)
-    # A rank that weighs nothing cannot pass on a cotangent: its gradient is multiplied by 0.
+    # A rank of weight 0 cannot pass on a cotangent: its gradient is multiplied by 0.
     inverse = jnp.where(share == 0, 0, 1 / jnp.where(share == 0, 1, share))
     plain = Weighting(None, after=share, before=inverse, **options)
     if weight is None:
@@ -105,10 +105,10 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
 def factors(
     weight: jax.Array | None, axis_name: AxisName, *, mean: bool
 ) -> tuple[Weighting, float]:
-    """Return how gradients are weighed before they are summed, and what multiplies their sums.
+    """Return the weights of gradients before their sum, and the factor of the sum.
 
     Args:
-      weight: `[]`, of this rank; None where every rank counts the same.
+      weight: `[]`, of this rank; None if all ranks count the same.
     """
     if weight is not None:
         return weighting(weight, axis_name, mean=mean), 1.0
@@ -159,8 +159,8 @@ def _weigh(
     return _weigh_p.bind(jnp.asarray(x), *factors, has=has, why_not=why_not)
 
 
-# (x, *factors) -> x. `has` says which of the two factors there are, forward and backward. A factor
-# has no dims, or those of x, where each may be 1.
+# (x, *factors) -> x. `has` says which factors exist, forward and backward. A factor has no dims, or
+# those of x, each possibly 1.
 _weigh_p = jax.extend.core.Primitive("jdp_weigh")
 
 
