@@ -31,12 +31,10 @@ from jdp.tools.rate import Rate, given_rate
 from jdp.tools.rates import UNITS
 from jdp.tools.timeline import Groups, Work
 
-# How long training steps compute, beside what the rates of single operations say.
-#
-# A large matmul, and a loop over an array in a cache, are the best that a device does. In a step
-# matrices are smaller, some are transposed, arrays are read across their rows, and operations wait
-# for threads. Factors are fitted to steps whose operations are counted as `explain` counts them,
-# and which are timed.
+# How much slower training steps compute than single operations.
+# Large matmuls and loops over cached arrays are a device's best. Steps have smaller or transposed
+# matrices, strided arrays, and waits for threads. Factors are fitted to timed steps with operations
+# counted as by `explain`.
 
 
 _NUM_STEPS, _BUDGET_S = 4, 9.0
@@ -45,13 +43,12 @@ _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 
 class AloneSeconds(NamedTuple):
-    """The seconds of the operations of a step by themselves, added up by kind.
+    """Seconds of a step's operations by themselves, by kind.
 
     Attributes:
-      matmul: of matmuls.
-      elementwise: of others that read arrays in order.
-      strided: of operations that compute while they read or write an array across its rows.
-      start: of the starts of all.
+      elementwise: of other operations that read arrays in order.
+      strided: of operations that read or write an array across its rows.
+      start: of all starts.
     """
 
     matmul: float = 0.0
@@ -61,7 +58,7 @@ class AloneSeconds(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A model, and how many micro-batches it sums the gradients of in a step."""
+    """A model, and the number of micro-batches in a step."""
 
     model: SmallModel
     num_micro_batches: int = 1
@@ -72,7 +69,7 @@ class Training(NamedTuple):
         return f"{self.model.name} in {self.num_micro_batches}"
 
     def gradients(self, params: Any, batch: Any) -> Any:
-        """Return the gradients of the mean loss, of one micro-batch after the other."""
+        """Return the gradients of the mean loss, summed over micro-batches."""
         num = self.num_micro_batches
         gradient = jax.grad(self.model.loss_fn)
         if num == 1:
@@ -87,14 +84,14 @@ class Training(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """A step that was timed: its operations by themselves, and its own seconds."""
+    """A timed step: its operations by themselves, and its seconds."""
 
     alone: AloneSeconds
     seconds: float
 
 
 def measured_slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
-    """Time training steps without collectives, and return how slow their operations are."""
+    """Time training steps without collectives, and return the slowness of operations."""
     trainings = _trainings(mesh.devices.flat[0].platform)
     made = {training.name: _made(mesh, training) for training in trainings}
     clocks = {name: clock for name, (clock, _) in made.items()}
@@ -110,7 +107,7 @@ def measured_slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
 def fit_slowness(steps: Sequence[TimedStep]) -> Slowness:
     """Fit the factors to the times of steps, with small relative errors.
 
-    Where the steps do not tell two factors apart, these are one.
+    Factors that the steps do not distinguish are equal.
 
     >>> fit_slowness([TimedStep(AloneSeconds(1.0), 3.0), TimedStep(AloneSeconds(1.0, 4.0), 13.0)])
     Slowness(matmul=3.0, elementwise=2.5, strided=3.0, start=3.0, largest_error=0.0)
@@ -123,7 +120,7 @@ def fit_slowness(steps: Sequence[TimedStep]) -> Slowness:
 
 
 def _groupings(num: int) -> Iterator[list[int]]:
-    """Yield the ways in which factors may be one: for each the number of its group."""
+    """Yield the ways to equate factors: the group of each."""
     for groups in itertools.product(range(num), repeat=num):
         firsts = list(dict.fromkeys(groups))
         if firsts == list(range(len(firsts))):
@@ -131,7 +128,7 @@ def _groupings(num: int) -> Iterator[list[int]]:
 
 
 def _least_squares(shares: np.ndarray) -> np.ndarray:
-    """Return the positive factors with which the shares of each step come closest to 1."""
+    """Return the positive factors with shares of each step closest to 1."""
     num_steps, num = shares.shape
     best, least = np.ones(num), float("inf")
     for groups in _groupings(num):
@@ -164,14 +161,13 @@ class _Recorder:
 
 
 def alone_seconds(program: HloProgram, rates: Mapping[str, Rate]) -> AloneSeconds:
-    """Return the seconds of the operations of a program at some rates, by kind."""
+    """Return the seconds of a program's operations, by kind."""
     recorder = _Recorder(rates)
     timeline.simulate(program, recorder)
     return recorder.alone
 
 
-# Small and large ones, with more and with less beside their matmuls, and in micro-batches, whose
-# arrays are smaller than those of other steps.
+# Of several sizes and ratios of matmuls, and in micro-batches, whose arrays are smaller.
 def _trainings(platform: str) -> list[Training]:
     if platform != "cpu":
         narrow = models.mlp(width=1024, num_layers=4, num_rows=4096)._replace(name="narrow mlp")
@@ -197,7 +193,7 @@ def _trainings(platform: str) -> list[Training]:
 
 
 def _made(mesh: Mesh, training: Training) -> tuple[Callable[[], float], HloProgram]:
-    """Return a clock of `_NUM_STEPS` steps that also checks them, and the compiled step."""
+    """Return a clock of `_NUM_STEPS` checked steps, and the compiled step."""
     name, num, model = mesh.axis_names[0], mesh.size, training.model
 
     def step(state: Any, batch: Any) -> Any:
@@ -231,7 +227,7 @@ def _made(mesh: Mesh, training: Training) -> tuple[Callable[[], float], HloProgr
 
 
 def _right(step: Any, state: Any, batch: Any, device: Any) -> list[np.ndarray]:
-    """Return the leaves of the state after the steps of one run on one device."""
+    """Return the leaves of the state after one run on one device."""
     alone: Any = jax.jit(step)
     state, batch = jax.device_put((state, batch), device)
     for _ in range(_NUM_STEPS + 1):
@@ -247,23 +243,23 @@ def _require(leaf: jax.Array, expected: np.ndarray, name: str) -> None:
         )  # fmt: skip
 
 
-_WIDTH = {"cpu": 1024}  # rows and columns of the matmul; on others:
+_WIDTH = {"cpu": 1024}  # rows and columns of the matmul
 _WIDTH_ELSEWHERE = 8192
-# Matmuls in a row: others than CPUs begin one while the host starts the next.
+# Consecutive matmuls: devices other than CPUs begin one while the host starts the next.
 _NUM_MATMULS_ELSEWHERE = 8
-# Operations of a program, so many that its own start is a small part of their time.
+# Operations of a program, enough to make its start a small part.
 _NUM_TIMES, _NUM_TINY = 64, 512
-# Elements of the scaled array: more than caches hold, which are 50 MiB and more on GPUs.
+# Elements of the scaled array, more than fit into caches (50 MiB and more on GPUs).
 _ELEMENTS, _ELEMENTS_ELSEWHERE = 2**24, 2**27
-# On CPUs XLA of JAX 0.10 drops barriers first, and makes one operation of all between them. On GPUs
-# it drops them last, and cannot run what then is left of them.
+# XLA:CPU of JAX 0.10 drops barriers first, and fuses all operations between them. XLA:GPU drops
+# them last, and cannot run the rest without that pass.
 _WITH_BARRIERS = {"cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"}}
 _NUM_ROUNDS, _WARM_UP_S = 7, 0.1
 _PERIOD = 3
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Return the floating-point operations per second of each device, while all compute."""
+    """Return each device's floating-point operations per second, while all compute."""
     platform = mesh.devices.flat[0].platform
     width = _WIDTH.get(platform, _WIDTH_ELSEWHERE)
     num_calls = 1 if platform == "cpu" else _NUM_MATMULS_ELSEWHERE
@@ -278,9 +274,9 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
 
 
 def memory_bytes_per_s(mesh: Mesh) -> float:
-    """Return the bytes that each device reads and writes per second, while all change an array."""
+    """Return the bytes that each device reads and writes per second, while all do."""
     if mesh.devices.flat[0].platform != "cpu":
-        # Once is so short that the start of the program would count.
+        # One operation is so short that the program's start would count.
         size = _ELEMENTS_ELSEWHERE
         return 2 * 4 * size / loop_s(mesh, lambda x: x + 1, size, _NUM_TIMES)
     whole = np.resize(np.arange(251, dtype=np.float32), _ELEMENTS)
@@ -292,13 +288,13 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
 
 
 def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right: float) -> float:
-    """Return the seconds of an operation on an array, one of many in a loop."""
+    """Return the seconds of an operation on an array, in a loop of many."""
     x = np.zeros((mesh.size, num_elements), np.float32)
 
     def repeated(x: Any, old: Any) -> Any:
         if mesh.devices.flat[0].platform == "cpu":
             return jax.lax.fori_loop(0, _NUM_TIMES, lambda i, x: operation(x), x)
-        # An iteration of a loop on a GPU starts further kernels, and copies the array.
+        # A loop on a GPU starts more kernels, and copies the array.
         return _one_by_one(operation, x, _NUM_TIMES)
 
     expected = np.full(num_elements, right, np.float32)
@@ -307,9 +303,9 @@ def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right
 
 
 def operation_start_s(mesh: Mesh) -> float:
-    """Return the seconds of an operation on 8 numbers, one of many that follow each other.
+    """Return the seconds of an operation on 8 numbers, in a chain of many.
 
-    XLA compiles a loop of such operations to one, so they are written one by one.
+    Not in a loop, which XLA compiles to one operation.
     """
 
     def chain(x: Any, old: Any) -> Any:
@@ -323,7 +319,7 @@ def operation_start_s(mesh: Mesh) -> float:
 
 
 def compute_rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
-    """Return what each device of a mesh computes per second, while all of them do."""
+    """Return the computation rates of each device of a mesh, while all compute."""
     size = CACHED_BYTES // 8
     found: dict[str, Any] = {
         "matmul_flops_per_s": {
@@ -339,7 +335,7 @@ def compute_rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
 
 
 def _by_name(found: Mapping[str, Any]) -> dict[str, Rate]:
-    """Return measured rates under the names that a prediction has for them."""
+    """Return measured rates under their names in predictions."""
     flops = found["matmul_flops_per_s"]
     values = {"matmul_flops": flops["bfloat16"], "matmul_flops_f32": flops["float32"]}
     values |= {name: x for name, x in found.items() if name != "matmul_flops_per_s"}
@@ -370,7 +366,7 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
 def _seconds(
     run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
 ) -> float:
-    """Return the median seconds of `run`, whose last results are checked on every device."""
+    """Return the median seconds of `run`, with checked results on every device."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():
@@ -391,7 +387,7 @@ def _seconds(
 
 
 def _warm_up(run: Any, x: jax.Array, other: jax.Array) -> None:
-    """Run without a clock on GPUs, which lower their clock rate while results are checked."""
+    """Run untimed on GPUs, which lower their clock rate during the checks."""
     if next(iter(x.devices())).platform == "cpu":
         return
     end = time.perf_counter() + _WARM_UP_S
@@ -408,8 +404,8 @@ _SETTING = collectives.Setting(num_rounds=5, in_place=True)
 def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
     """Measure computation and collectives, and return the rates.
 
-    Rates of other numbers of ranks and processes in an earlier file of this host are kept.
-    Processes but the first one of the mesh return None.
+    Rates of other numbers of ranks and processes in an earlier file of this host are kept. Returns
+    None except on the first process of the mesh.
     """
     require_own_gpus(mesh.devices.flat[0].platform, len(agree.peers(mesh)))
     rates: dict[tuple, CollectiveLaw] = {}
@@ -442,7 +438,7 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
 def require_own_gpus(
     platform: str, num_processes: int, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise an error if processes may share GPUs, on which they take turns."""
+    """Refuse processes that may share GPUs, where they take turns."""
     if platform == "gpu" and num_processes > 1 and environment.get(_SHARE) == "1":
         raise ValueError(
             f"{_SHARE}=1 lets these {num_processes} processes share a GPU, on which they take "
@@ -456,8 +452,8 @@ def _computation(
 ) -> tuple[ComputeRates, ...]:
     """Return measured rates of computation, on the first process of a mesh.
 
-    One process measures one device, as many as there are cores, and all. Several measure nothing
-    if there is an earlier file: one process measured that, and could keep all other devices idle.
+    One process measures one device, as many as cores, and all. Several processes do not measure if
+    an earlier file of one process exists, which could keep other devices idle.
     """
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]

@@ -15,8 +15,8 @@ from jdp.tools.known_values import WrongResultError
 
 PEER = "xla"
 _MiB = 2**20
-# Calls in a program: so many that its start is a small part of their time. One by `ppermute` is
-# many operations, which take long to compile.
+# Calls in a program, enough to make its start a small part. A `ppermute` consists of many
+# operations, which compile slowly.
 _MAX_CALLS, _MAX_PPERMUTES = 16, 4
 
 
@@ -24,10 +24,9 @@ class Setting(NamedTuple):
     """How collectives are timed.
 
     Attributes:
-      dtype: name of the dtype.
       num_rounds: timed rounds of each size; each runs all algorithms twice, in both orders.
-      warm_up: runs of each algorithm before, also checked.
-      in_place: whether results take the memory of the inputs.
+      warm_up: checked runs of each algorithm before.
+      in_place: whether results overwrite the inputs.
     """
 
     dtype: str = "float32"
@@ -36,14 +35,14 @@ class Setting(NamedTuple):
     in_place: bool = False
 
 
-class CannotRun(Exception):  # noqa: N818 - not an error of the benchmark
+class CannotRun(Exception):  # not an error of the benchmark
     """An algorithm that cannot run here, with the reason."""
 
 
 def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
-    """Return the algorithms that are timed where none are named.
+    """Return the algorithms that are timed by default.
 
-    jdp's code for GPUs was never measured between GPUs, so it is timed only where it is named.
+    jdp's code for GPUs, never measured between GPUs, runs only by name.
     """
     known = [name for name in collective_case.algorithms(operation) if name != AUTO]
     on_gpu = ("direct", "ring", "native")
@@ -74,8 +73,8 @@ def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) 
 def bus_factor(operation: str, num_ranks: int) -> float:
     """Return the bus bandwidth as a multiple of the algorithm bandwidth, as nccl-tests does.
 
-    It is the number of bytes that each rank must send through its link, at least, for each byte
-    of the array, so that bus bandwidths of any number of ranks compare with the link's.
+    Each rank must send at least so many bytes for each byte of the array. Bus bandwidths of any
+    number of ranks therefore compare with the link's.
 
     >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)
     (1.5, 0.75)
@@ -91,10 +90,7 @@ def measure(
     setting: Setting,
     skipped: Callable[[str, str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each size and algorithm.
-
-    All processes of the mesh must make the same call.
-    """
+    """Yield a row for each size and algorithm; a collective call of all processes."""
     able = list(algorithms)
     for size in elements:
         clocks: dict[str, _Clock] = {}
@@ -118,12 +114,7 @@ def measure(
 
 
 class _Clock:
-    """Times one call of a collective, and compares the results of each.
-
-    Args:
-      mesh: the mesh of the ranks.
-      case: the collective.
-      setting: how to time.
+    """Times calls of a collective, and checks the results.
 
     Attributes:
       cpu_seconds: CPU time of all threads and processes for one call, of each run.
@@ -138,13 +129,13 @@ class _Clock:
         self._made = Trial([case] * self._num_calls, mesh, in_place=setting.in_place)
         self._group = group = agree.peers(mesh)
         self.cpu_seconds: list[float] = []
-        # XLA's sum of one element: processes that leave it start at nearly the same time.
+        # XLA's sum of one element, which processes leave at nearly the same time.
         one = Case("all-reduce", PEER, "float32", 1)
         self._start = Trial([one], mesh) if len(group) > 1 else None
         try:
             self._made.prepare()
             self._made()
-        except ValueError as error:  # of collectives.native, the same on all processes
+        except ValueError as error:  # of collectives.native, equal on all processes
             raise CannotRun(str(error)) from error
         _require_right(group, self._made)
 
@@ -165,7 +156,7 @@ class _Clock:
 def _require_right(
     group: tuple[int, ...], made: Trial, seconds: tuple[float, float] = (0.0, 0.0)
 ) -> list[tuple[float, float]]:
-    """Check the results on all processes, and return the wall and CPU seconds of each."""
+    """Check the results on all processes; return the wall and CPU seconds of each."""
     wrong = None
     try:
         made.check()

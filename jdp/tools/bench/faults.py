@@ -1,4 +1,4 @@
-"""The command `jdp bench faults`: injects faults into a run, and measures what they cost."""
+"""The command `jdp bench faults`: injects faults into a run, and measures their cost."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def fault_summary(
 ) -> dict[str, Any]:
     """Return the shares of the time, and the medians of the parts of a recovery.
 
-    The time counts from the end of the first step, since a run without faults compiles, too.
+    The time begins after the first step, since runs without faults compile, too.
     """
     wall = steps[-1]["end"] - steps[0]["end"]
     typical = statistics.median(it["end"] - it["begin"] for it in steps)
@@ -94,7 +94,7 @@ def fault_parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str
 
 _POLL_S = 0.01
 _PROGRAM = "jdp.tools.bench.faulty_run"
-# No process begins a step that is so many after one that another has finished.
+# A process begins at most so many steps ahead of others.
 _MARGIN_STEPS = 5
 
 
@@ -102,13 +102,12 @@ class FaultSetting(NamedTuple):
     """The faults of a run.
 
     Attributes:
-      mtbf_s: mean seconds from one fault to the next; their times are exponentially distributed.
-      num_faults: number of faults.
+      mtbf_s: mean seconds between faults, exponentially distributed.
       num_processes: processes of the run, with a device each.
-      step_s: seconds that a step takes at least.
+      step_s: least seconds of a step.
       commit_every: number of steps between commits, >= 1.
       deadline_s: seconds in which a run must recover from a fault.
-      seed: seed of the times and of the processes that are killed.
+      seed: of the times and killed processes.
     """
 
     mtbf_s: float
@@ -121,11 +120,11 @@ class FaultSetting(NamedTuple):
 
 
 class FaultyRunError(Exception):
-    """A run that failed, or did not go on in time, with its last output."""
+    """A run that failed or stalled, with its last output."""
 
 
 class FaultyLaunch:
-    """One `jdp run` of `faulty_run`, in a folder of its own, which ends with the context."""
+    """One `jdp run` of `faulty_run`, in a new folder, which ends with the context."""
 
     def __init__(self, folder: Path, state_bytes: int, setting: FaultSetting):
         folder.mkdir(parents=True)
@@ -173,7 +172,7 @@ class FaultyLaunch:
         return [it for it in found if it["event"] == event]
 
     def first_steps(self) -> dict[int, list[dict[str, Any]]]:
-        """Return generation -> the first steps of its processes, as they logged them."""
+        """Return generation -> the logged first steps of its processes."""
         found: dict[int, list[dict[str, Any]]] = {}
         for path in self.folder.glob("steps.*"):
             steps = read_lines(path)
@@ -200,7 +199,7 @@ class FaultyLaunch:
         return value
 
     def stop(self) -> None:
-        """Let the run end after a step that no process has begun."""
+        """End the run after a step that no process has begun."""
         newest = max(it["step"] for it in read_steps(self.folder))
         part = self.folder / "stop.part"
         part.write_text(str(newest + _MARGIN_STEPS))
@@ -219,7 +218,7 @@ class FaultyLaunch:
 
 
 def require_exact(folder: Path, num_processes: int) -> None:
-    """Compare the final states of all processes, as they reported them."""
+    """Compare the reported final states of all processes."""
     found = {}
     for path in folder.glob("final.*.json"):
         its = json.loads(path.read_text())
@@ -235,20 +234,20 @@ def require_exact(folder: Path, num_processes: int) -> None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps of process 0 in all generations, in the order of their beginnings."""
+    """Return the steps of process 0 in all generations, by start."""
     found = [it for path in folder.glob("steps.*") for it in read_lines(path) if it["rank"] == 0]
     return sorted(found, key=lambda it: it["begin"])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of JSON, but for one that is being written."""
+    """Return the lines of a JSON file, without an incomplete one."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def measure(
     folder: Path, state_bytes: int, setting: FaultSetting, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train with faults, and return a row with the shares of the time and of the recoveries."""
+    """Train with faults; return a row with shares of time and recovery."""
     with FaultyLaunch(folder / "run", state_bytes, setting) as run:
         faults = _strike(run, setting, say)
         run.stop()
@@ -265,7 +264,7 @@ def measure(
 
 
 def _strike(run: FaultyLaunch, setting: FaultSetting, say: Callable[[str], None]) -> list[Fault]:
-    """Kill a process again and again until the next fault would be one too many."""
+    """Kill random processes until `num_faults` have recovered."""
     chosen, faults = random.Random(setting.seed), []
     pids = run.until(run.running, "first step", setting.deadline_s)
     while True:
@@ -402,7 +401,7 @@ def _write_json(rows: Sequence[dict[str, Any]], law: dict[str, float] | None, to
 
 
 def _law(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """Return the law of the time to restore, from states of two sizes or more."""
+    """Return the law of the time to restore, or None for one size of state."""
     points = [(row["state_bytes"], row["restoring_s"]) for row in rows]
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None

@@ -1,10 +1,9 @@
 """The training run into which `jdp bench faults` injects faults: `faulty_run FOLDER`.
 
-FOLDER/run.json holds the fields of `TrainingPlan`, and FOLDER/stop, which is written while it runs,
-the last step. No two rows of the data are alike, and gradients
-are eighths of whole numbers, so the final state is known exactly: it is w0 minus the sum of the
-mean gradients, in which every row counts as often as it was read. Each process writes its steps to
-FOLDER/steps.PID, and after the last one the number of wrong elements to FOLDER/final.RANK.json.
+FOLDER/run.json holds a `TrainingPlan`; FOLDER/stop, written during the run, the last step. Rows
+differ, and gradients are eighths of whole numbers, so the exact final state is w0 minus the sum
+of the mean gradients, where each row counts as often as it was read. Each process writes its steps
+to FOLDER/steps.PID, and finally the number of wrong elements to FOLDER/final.RANK.json.
 """
 
 import hashlib
@@ -34,17 +33,17 @@ from jdp.worker.launcher_client import current
 NUM_ROWS, BATCH_SIZE, WIDTH = 64, 8, 256
 STOP = "stop"
 MOST_STEPS = 1_000_000  # float32 holds the parameters exactly for so long
-# Events of JAX: the seconds in which it traces and lowers, and in which it reads its cache.
+# JAX's events for tracing with lowering, and for reading its cache.
 _TRACING = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration")
 _LOADING = ("cache_retrieval_time_sec",)
 
 
 class TrainingPlan(NamedTuple):
-    """What is trained.
+    """The plan of the training.
 
     Attributes:
       state_bytes: bytes of the parameters.
-      step_s: seconds that a step takes at least, as if it computed.
+      step_s: least seconds of a step, as if it computed.
       commit_every: number of steps between commits, >= 1.
     """
 
@@ -59,7 +58,7 @@ class TrainingPlan(NamedTuple):
 
 
 def data() -> np.ndarray:
-    """Return the rows, `[NUM_ROWS, WIDTH]`: small whole numbers, no two rows alike."""
+    """Return the rows, `[NUM_ROWS, WIDTH]`, different small whole numbers."""
     rows = np.random.default_rng(0).integers(-3, 4, (NUM_ROWS, WIDTH))
     return rows.astype(np.float32)
 
@@ -74,8 +73,8 @@ def initial(plan: TrainingPlan) -> np.ndarray:
 def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
     """Return the exact parameters after some steps.
 
-    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters. Every epoch
-    holds each row once, so only the last, incomplete one depends on the order of the rows.
+    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters. An epoch
+    has each row once, so only the last, incomplete epoch depends on the order.
     """
     x = data()
     epochs, rest = divmod(num_steps * BATCH_SIZE, NUM_ROWS)
@@ -107,7 +106,7 @@ def step(state: TrainState, batch: Any) -> Any:
 
 
 class StepLog:
-    """The steps of this process, line by line, each in one write: a death does not tear it."""
+    """The steps of this process, one write for each line, so that no death tears it."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"steps.{os.getpid()}"

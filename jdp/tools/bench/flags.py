@@ -1,4 +1,4 @@
-"""Flags that the commands of `jdp bench` share, and the devices that they choose."""
+"""Common flags of `jdp bench`, and the devices that they choose."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ _MOST_BYTES = 2**60
 
 
 def read_bytes(text: str, *, least: int = 1) -> int:
-    """Read a number of bytes: K and KiB are 1024 of them and KB 1000, up to T, TiB and TB.
+    """Read a number of bytes: K and KiB are 1024 bytes, KB 1000, up to T.
 
     >>> read_bytes("4K"), read_bytes("1.5MiB"), read_bytes("40GB"), read_bytes("1e6")
     (4096, 1572864, 40000000000, 1000000)
@@ -52,7 +52,7 @@ def read_cpu_ranks(text: str) -> int:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands that use devices of this process."""
+    """Add the flags of commands that use this process's devices."""
     text = "virtual CPU devices of each process (default on a machine without accelerators: its "
     text += "cores, at least 2)"
     parser.add_argument("--cpu-ranks", type=read_cpu_ranks, metavar="N", help=text)
@@ -61,7 +61,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def require_outputs(options: argparse.Namespace, inputs: Sequence[str] = ()) -> None:
-    """Raise a ValueError if the files of the flags of `add_common` cannot be written."""
+    """Raise a ValueError if the files of `add_common` cannot be written."""
     results.require_outputs(inputs, json=options.json, png=options.png)
 
 
@@ -73,7 +73,7 @@ def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None
 
     is_chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "XLA_FLAGS" in os.environ
     if cpu_ranks is not None or not (is_chosen or num_gpus()):
-        with contextlib.suppress(RuntimeError):  # a backend runs already
+        with contextlib.suppress(RuntimeError):  # a backend already runs
             wanted = cpu_ranks or min(max(2, num_cpus()), most)
             jax.config.update("jax_num_cpu_devices", wanted)
     return init(timeout_s=timeout_s)

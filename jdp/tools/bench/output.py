@@ -1,4 +1,4 @@
-"""How the results of `jdp bench` are shown: a table, JSON, a picture."""
+"""Output of `jdp bench`: a table, JSON, a picture."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ COLUMNS = {
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts that a measurement depends on: host, devices, cores, load, versions."""
+    """Return host, devices, cores, load and versions."""
     device = jax.local_devices()[0]
     return {
         "host": socket.gethostname(),
@@ -68,7 +68,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def aligned(cells: Sequence[str]) -> str:
-    """Return cells of a table as a line, in columns of 12 characters."""
+    """Return table cells as a line, in columns of 12 characters."""
     return " ".join(f"{cell:>12}" for cell in cells)
 
 

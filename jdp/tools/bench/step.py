@@ -1,4 +1,4 @@
-"""Times of a training step on several numbers of ranks, each compared with one device."""
+"""Times of a training step on several numbers of ranks, compared with one device."""
 
 import argparse
 import contextlib
@@ -50,10 +50,7 @@ class StepSetting(NamedTuple):
 
 
 def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[dict[str, Any]]:
-    """Time steps on several numbers of ranks, and return a row for each.
-
-    All processes must make the same call.
-    """
+    """Time steps on several numbers of ranks; a collective call of all processes."""
     numbers = sorted({1, *numbers})
     made: dict[tuple[int, bool], _Contestant] = {}
     for num_ranks in numbers:
@@ -83,10 +80,10 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
 
 
 class _Contestant:
-    """Runs of a step on some ranks, from the same initial state each time.
+    """Runs of a step on some ranks, each from the same initial state.
 
-    Without the all-reduce each rank trains on its own rows, so its state must be that of one device
-    with these rows. Processes without such a rank wait.
+    Without the all-reduce each rank's state must be that of one device with its rows. Processes
+    without such a rank wait.
     """
 
     def __init__(self, make: Make, num_ranks: int, setting: StepSetting, *, all_reduces: bool):
@@ -103,11 +100,11 @@ class _Contestant:
         part = slice(own[0] * setting.rows, (own[-1] + 1) * setting.rows)
         batch = jax.tree.map(operator.itemgetter(part), batch)
         self._batch = Layout.of_batch(batch, batch_sharding(mesh, "data")).place(batch)
-        # A sum of one element: processes that leave it start at nearly the same time.
+        # A sum of one element, which processes leave at nearly the same time.
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
-        """Return the seconds of a step on the slowest process; all compare its results."""
+        """Return the seconds of a step on the slowest process; all check its results."""
         seconds, wrong = 0.0, None
         if self._start is not None:
             seconds, state = self._timed()
@@ -158,7 +155,7 @@ class _Contestant:
 def _expected(
     make: Make, num_rows: int, num_ranks: int, setting: StepSetting, all_reduces: bool
 ) -> list[list[np.ndarray]]:
-    """Return the leaves of the last state of one device, for all rows or those of each rank."""
+    """Return the leaves of one device's last state, for all rows or those of each rank."""
     init(devices=jax.local_devices()[:1], timeout_s=None)
     found = []
     for rank in range(1 if all_reduces else num_ranks):
@@ -189,11 +186,10 @@ def _tolerance(right: np.ndarray) -> float:
 
 
 def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
-    """Leave every rank its own gradients. The mark is not true, so that the step is accepted.
+    """Keep every rank's own gradients; the false mark makes jdp accept the step.
 
-    The barrier takes the place of the call in the compiled program, but with JAX 0.10, which drops
-    it first. Without it XLA fuses gradients with updates and copies parameters that are still read:
-    the step may take longer than one that reduces.
+    The barrier replaces the call, because XLA would fuse gradients with updates and copy parameters
+    that are still read: the step may take longer than with a reduction. JAX 0.10 drops it first.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]
@@ -235,7 +231,7 @@ COLUMNS = {
 def main(arguments: Sequence[str]) -> int:
     """Run `jdp bench step`."""
     options = _parser().parse_args(arguments)
-    folder = os.getcwd()  # that of the options; a model may go to another one
+    folder = os.getcwd()  # that of the options; a model may change it
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
@@ -253,7 +249,7 @@ def main(arguments: Sequence[str]) -> int:
 def _show(
     options: argparse.Namespace, facts: Any, setting: StepSetting, rows: Sequence[Any]
 ) -> None:
-    """Print the rows as a table, and write the files that are asked for."""
+    """Print the rows as a table, and write the requested files."""
     if options.json != results.STDOUT:
         print(f"{output.heading(facts)}\n{options.model}, {setting.rows} rows for each rank")
         print(output.aligned(list(COLUMNS)))
@@ -313,7 +309,7 @@ def found_model(name: str) -> Make:
 
 
 def _checked(made: Any, name: str, num_rows: int) -> Made:
-    """Return what a user's function returned, if that is a step, a state and a batch."""
+    """Return a user's step, state and batch, and refuse other values."""
     if not isinstance(made, tuple | list) or len(made) != 3:
         many = f" of {len(made)} values" if isinstance(made, tuple | list) else ""
         raise ValueError(f"{name} returned a {type(made).__name__}{many}. {_RETURNS}")
@@ -347,7 +343,7 @@ def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
 
 
 def _numbers(text: str | None, num_devices: int, num_local: int) -> list[int]:
-    """Return the numbers of ranks: some of one process, or all ranks of the first processes."""
+    """Return the numbers of ranks: some of one process, or all of the first processes."""
     possible = [n for n in range(1, num_devices + 1) if n <= num_local or n % num_local == 0]
     if text is None:
         return [n for n in possible if n.bit_count() == 1 or n == num_devices]
