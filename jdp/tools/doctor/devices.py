@@ -1,4 +1,4 @@
-"""Devices, their links, the native libraries, and the algorithm that `auto` takes."""
+"""Devices, their links, the native libraries, and the algorithm of `auto`."""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ from jdp.tools.collective_case import AUTO, Case, Trial
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.tools.known_values import WrongResultError
 
-# Elements: one, a few, an odd number, and more than the pieces in which the CPU library sends.
+# Elements: one, a few, an odd number, and more than a piece that the CPU library sends.
 _NUMBERS = (1, 3, 1001, 300_007)
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _SIZE_OF_OTHERS = 1001
@@ -91,7 +91,7 @@ def devices(mesh: Mesh) -> Diagnosis:
 
 
 def links(mesh: Mesh) -> Diagnosis:
-    """Return what JAX tells about the connections of the devices: coordinates and slices."""
+    """Return the links of the devices: JAX's coordinates and slices."""
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     coordinates = {str(d.id): list(d.coords) for d in here if getattr(d, "coords", None)}
     slices = {getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat}
@@ -141,7 +141,7 @@ def libraries(platform: str) -> list[Diagnosis]:
 
 
 def algorithms(mesh: Mesh) -> Diagnosis:
-    """Return the algorithm that `auto` takes for some sizes, from a program that it traced."""
+    """Return the algorithm of `auto` for some sizes, from a traced program."""
     chosen: dict[str, str] = {}
     reasons: list[str | None] = []
     for name, num_bytes in _SIZES.items():

@@ -15,11 +15,11 @@ class Diagnosis:
 
     Attributes:
       check: name of the check, such as "file descriptors".
-      level: OK; WARNING if something is slower or may fail later; ERROR if training would fail, or
-        be wrong.
-      found: what was found, with numbers.
-      why: why it matters; empty if it is ok.
-      do: what to do; empty if it is ok.
+      level: OK; WARNING for slower training or possible failures; ERROR for failed or wrong
+        training.
+      found: the finding, with numbers.
+      why: why it matters; empty if ok.
+      do: what to do; empty if ok.
       facts: the numbers, for programs. No secrets: the report is pasted into issues.
     """
 
@@ -32,7 +32,7 @@ class Diagnosis:
 
 
 def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a check; a check that fails itself is an error of the machine."""
+    """Return the diagnosis of a check; a failed check is an error of the machine."""
     try:
         return examine()
     except Exception as error:
@@ -52,7 +52,7 @@ def is_healthy(by_process: Mapping[int, Iterable[Diagnosis]]) -> bool:
 
 
 def text(by_process: Mapping[int, Sequence[Diagnosis]]) -> str:
-    """Return the report for people: equal lines of several processes once."""
+    """Return the text report, with equal lines of several processes once."""
     lines = []
     for check in dict.fromkeys(it.check for found in by_process.values() for it in found):
         same: dict[tuple, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Whether the processes of a run reach each other, and how far their clocks are apart."""
+"""Connections between the processes of a run, and differences of their clocks."""
 
 import contextlib
 import socket
@@ -20,8 +20,7 @@ class Listener(NamedTuple):
     Attributes:
       process: number of the process.
       host: name of its host.
-      address: where the other processes reach it: the address of its host's name, as for Gloo.
-      port: the port.
+      address: of its host's name, as for Gloo.
       space: identifies the host, and the network namespace in it.
     """
 
@@ -36,10 +35,9 @@ class Reached(NamedTuple):
     """The result of a connection to one other process.
 
     Attributes:
-      other: the other process.
       failure: why there was no connection, or None.
       skew_s: seconds that its clock is ahead of this one.
-      error_s: seconds by which `skew_s` may be wrong.
+      error_s: possible error of `skew_s` in seconds.
     """
 
     other: Listener
@@ -80,11 +78,7 @@ def own_address() -> str:
 
 
 def to_reach(me: int, listeners: Mapping[int, Listener]) -> list[Listener]:
-    """Return the processes that process `me` connects to: the next one, and one of each host.
-
-    With many processes, not every pair: the first process of a host tells whether the host is
-    reached.
-    """
+    """Return the processes to which process `me` connects: the next, and the first of each host."""
     order = sorted(listeners)
     following = order[(order.index(me) + 1) % len(order)]
     firsts: dict[str, int] = {}
@@ -142,7 +136,7 @@ def reachability(found: list[Reached]) -> Diagnosis:
 
 
 def clocks(found: list[Reached]) -> Diagnosis:
-    """Return how far the clocks of other processes are from this one's."""
+    """Return the differences to the clocks of other processes."""
     known = [it for it in found if not it.failure]
     worst = max(known, key=lambda it: abs(it.skew_s) - it.error_s, default=None)
     if worst is None:

@@ -1,4 +1,4 @@
-"""Versions of JAX, its plugins and the driver, and combinations that are known not to work."""
+"""Versions of JAX, its plugins and the driver, and combinations known to fail."""
 
 import dataclasses
 import platform as python_platform
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.worker import bytecode as modules
 
-# Less than this is not worth a warning. The measurement ends after the second number.
+# Warn above this. The measurement ends after the second number.
 _LEAST_S = 0.5
 _BUDGET_S = 1.0
 
 
 def bytecode(least_s: float = _LEAST_S) -> Diagnosis:
-    """Return whether the modules that this process has imported have bytecode."""
+    """Return whether the imported modules of this process have bytecode."""
     imported, missing = modules.sources(), modules.without_bytecode()
     facts = {"modules": len(imported), "without": len(missing), "compile_s": 0.0, "measured": 0}
     if not missing:
@@ -64,10 +64,10 @@ _DRIVERS = {"cuda12": 525, "cuda13": 580}
 
 @dataclasses.dataclass(frozen=True)
 class Installed:
-    """What is installed.
+    """Installed versions.
 
     Attributes:
-      versions: package -> version, of those that are installed.
+      versions: package -> version.
       driver: version of the NVIDIA driver, or None.
       platform: of the devices: "cpu", "gpu" or "tpu".
       num_processes: processes of the run.
@@ -79,7 +79,7 @@ class Installed:
     num_processes: int
 
     def release(self, package: str) -> tuple[int, ...]:
-        """Return the first three numbers of a package's version; () if it is not installed."""
+        """Return the first three numbers of a package's version; () if not installed."""
         return tuple(map(int, re.findall(r"\d+", self.versions.get(package, ""))[:3]))
 
     def plugins(self) -> list[str]:
@@ -88,14 +88,14 @@ class Installed:
 
 
 class KnownBad(NamedTuple):
-    """A combination that is known not to work.
+    """A combination known to fail.
 
     Attributes:
       level: WARNING or ERROR.
-      found: returns what is wrong, with the versions, or None.
+      found: returns the problem, with the versions, or None.
       why: what happens.
       do: what to install or write instead.
-      source: where this is reported.
+      source: of the report.
     """
 
     level: str
@@ -106,7 +106,7 @@ class KnownBad(NamedTuple):
 
 
 def installed(platform: str, num_processes: int, driver: str = "/proc/driver") -> Installed:
-    """Return what is installed here."""
+    """Return the installed versions."""
     names = {str(it.metadata["Name"]).lower() for it in metadata.distributions()}
     wanted = [*_PACKAGES, *sorted(name for name in names if _PLUGIN.fullmatch(name))]
     versions = {name: metadata.version(name) for name in wanted if name in names}
@@ -125,7 +125,7 @@ def versions(here: Installed) -> Diagnosis:
 
 
 def known_bad(here: Installed) -> list[Diagnosis]:
-    """Return a diagnosis for each combination that does not work, or one that there is none."""
+    """Return a diagnosis for each bad combination, or one without any."""
     made = [
         Diagnosis("known problems", bad.level, found, bad.why, f"{bad.do} ({bad.source})")
         for bad in KNOWN_BAD
