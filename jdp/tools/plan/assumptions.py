@@ -1,4 +1,4 @@
-"""The numbers that a plan assumes: each with its interval and source, and how to set it."""
+"""The assumptions of a plan, each with its interval, source and setting."""
 
 import json
 import re
@@ -45,7 +45,7 @@ _DEFAULTS = {
     "first_step_s": Rate(0.076, 0.076, 10.0, "s", _FAULTS),
     "commit_bytes_per_s": Rate(2.9e9, 1e9, 25e9, "B/s", f"of a host: {_COMMITS}"),
 }  # fmt: skip
-# A larger value of these makes a run faster.
+# Larger values of these are faster.
 _FASTER = ("_per_s", "mtbf_gpu_s", "matmul_flops", "memory_bytes")
 COMPUTATION = ("matmul_flops", "memory_bytes_per_s")
 _OF_PEAK, _OF_MEMORY, _OF_NETWORK = (0.33, 0.4, 0.57), (0.7, 0.85, 0.95), (0.7, 0.9, 1.0)
@@ -54,7 +54,7 @@ NAMES = (
     "network_bytes_per_s", *_DEFAULTS,
 )  # fmt: skip
 
-# What `jdp bench faults --json=FILE` writes of a measurement.
+# The output of `jdp bench faults --json=FILE`.
 _RECOVERY = {
     "rows": LIST, "host": TEXT, "date": TEXT,
     "restoring": Field("an object or null", lambda it: it is None or OBJECT.holds(it)),
@@ -69,7 +69,7 @@ Assumptions = dict[str, Rate]
 
 
 def assumed(gpu: str, link: str | None = None) -> Assumptions:
-    """Return what is assumed of hosts of GPUs."""
+    """Return the assumptions for hosts of GPUs."""
     if gpu not in GPUS:
         raise ValueError(f"there is no GPU {gpu!r}. Write one of {', '.join(GPUS)}.")
     link = f"{GPUS[gpu].per_host}x400" if link is None else link
@@ -100,10 +100,10 @@ def assumed(gpu: str, link: str | None = None) -> Assumptions:
 
 
 def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assumptions:
-    """Return assumptions with the link and the computation that were measured on this host.
+    """Return assumptions with this host's measured link and computation.
 
     The law t = alpha + bytes / beta of an all-reduce on m ranks becomes alpha / (2 (m - 1)) for
-    each hop of a ring and 2 (m - 1) / m * beta, so that m ranks take exactly the measured time.
+    each hop of a ring and 2 (m - 1) / m * beta, which reproduces the time on m ranks.
     """
     laws = [law for law in found.rates if law.operation == "all-reduce"]
     if not laws:
@@ -131,7 +131,7 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
 
 
 def with_recovery(known: Assumptions, path: Path) -> Assumptions:
-    """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured."""
+    """Return assumptions with the recovery of `jdp bench faults --json=FILE`."""
     try:
         found = checked(json.loads(path.read_bytes()), _RECOVERY)
         if not found["rows"]:
@@ -167,7 +167,7 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
 
 
 def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
-    """Return assumptions with values of the user."""
+    """Return assumptions with the user's values."""
     for name, value in values.items():
         if name not in NAMES:
             raise ValueError(

@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Row], known: Assumptions) -> str:
-    """Return the rows as a table, below a line that says what it is, and above what it assumes."""
+    """Return the rows as a table, with a heading and the assumptions."""
     lines = [
         "All times are predicted, not measured; in parentheses at the best and worst of all rates.",
         _aligned(_COLUMNS),
@@ -56,7 +56,7 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def to_json(rows: Sequence[Row], known: Assumptions) -> str:
-    """Return the rows and what they assume as JSON."""
+    """Return the rows and assumptions as JSON."""
     found: dict[str, Any] = {
         "predicted": [row._asdict() | {"effective": row.effective} for row in rows],
         "assumed": {name: vars(rate) for name, rate in known.items()},
@@ -65,7 +65,7 @@ def to_json(rows: Sequence[Row], known: Assumptions) -> str:
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:
-    """Plot efficiency over GPUs, without failures and with them, a line for each method."""
+    """Plot efficiency over GPUs, with and without failures, a line for each method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

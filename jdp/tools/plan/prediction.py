@@ -22,24 +22,22 @@ from jdp.tools.plan.schedule import (
     program_of,
 )
 
-# Which share of the time a run trains, if ranks fail: the effective training time, ETTR.
-#
-# The rules: failures come at random times at a constant rate, whether the run trains or recovers.
-# Each costs a whole recovery; one that comes during another recovery is recovered from after it.
-# (If that one only begins anew, the share is higher: `highest`.) The steps since the last commit
-# are lost and repeated. A commit stops training while it is made. After a recovery the run may go
-# on with fewer hosts for some time, until a new host joins.
+# The effective training time (ETTR): the share of training, if ranks fail.
+# Failures come at a constant random rate, also during recoveries. Each costs a whole recovery,
+# which follows that of an earlier failure. (If the recovery restarts instead, the share is
+# `highest`.) Steps since the last commit are lost and repeated. Commits stop training. After a
+# recovery hosts may be missing for some time.
 
 
 class Failures(NamedTuple):
-    """Failures of a run, and what they cost.
+    """Failures of a run, and their costs.
 
     Attributes:
-      per_s: failures in a second, >= 0.
-      recovery_s: seconds in which nobody trains after each of them, >= 0.
+      per_s: failures per second, >= 0.
+      recovery_s: seconds without training after each, >= 0.
       commit_s: seconds of a commit, >= 0.
-      degraded_s: seconds after each recovery in which hosts are missing, >= 0.
-      missing: share of the hosts that is missing meanwhile, 0 to 1.
+      degraded_s: seconds with missing hosts after each recovery, >= 0.
+      missing: share of the missing hosts, 0 to 1.
     """
 
     per_s: float
@@ -49,7 +47,7 @@ class Failures(NamedTuple):
     missing: float = 0.0
 
     def effective(self, commit_every_s: float) -> float:
-        """Return the share of the time in which steps are made that count, with full hosts.
+        """Return the share of time in steps that count, with full hosts.
 
         >>> hourly = Failures(per_s=1 / 3600, recovery_s=360)
         >>> round(hourly.effective(commit_every_s=1.0), 4)  # a tenth of the time is recovery
@@ -59,16 +57,16 @@ class Failures(NamedTuple):
         return max(0.0, 1 - lost) * self.kept(commit_every_s)
 
     def highest(self, commit_every_s: float) -> float:
-        """Return the same, if a failure during a recovery only lets it begin anew."""
+        """Return the same, if a failure during a recovery restarts it."""
         trains = math.exp(-self.per_s * self.recovery_s)
         degraded = self.per_s * trains * self.degraded_s * self.missing
         return max(0.0, trains - degraded) * self.kept(commit_every_s)
 
     def kept(self, commit_every_s: float) -> float:
-        """Return the share of the training time in which steps are made that are not lost.
+        """Return the share of training time in steps that are not lost.
 
-        A stretch of training and its commit last w seconds, and are repeated until no failure hits
-        them: (exp(rate * w) - 1) / rate seconds on average (Daly 2006,
+        An interval and its commit last w seconds, and are repeated until they have no failure:
+        (exp(rate * w) - 1) / rate seconds on average (Daly 2006,
         https://doi.org/10.1016/j.future.2004.11.016).
         """
         whole = commit_every_s + self.commit_s
@@ -98,14 +96,11 @@ NUM_SAMPLES = 16
 
 
 class Stragglers(NamedTuple):
-    """The distribution of a rank's slowness in a step: a factor of its computation, of mean 1.
-
-    The factors of ranks and steps are independent.
+    """Independent slowness of ranks in a step: a factor of computation, of mean 1.
 
     Attributes:
       kind: "none"; "lognormal"; or "exponential", 1 - scale + an exponential of mean scale.
       scale: standard deviation of the logarithm, or mean of the exponential; 0 to 1.
-      seed: of the samples.
     """
 
     kind: str = NONE
@@ -115,9 +110,9 @@ class Stragglers(NamedTuple):
     def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
         """Return samples of the factor of the slowest of `num_ranks` ranks.
 
-        The largest of n is below x with the n-th power of the probability of one, so each sample
-        takes one random number, for any n. One number is drawn from each of `num_samples` equal
-        parts of [0, 1], which makes the error of a mean small.
+        The largest of n has the n-th power of one rank's distribution, so a sample takes one random
+        number. Each of `num_samples` equal parts of [0, 1] gives one, for a small error of the
+        mean.
 
         >>> max(Stragglers(EXPONENTIAL, 0.02).slowest(8)) < 1.2
         True
@@ -126,7 +121,7 @@ class Stragglers(NamedTuple):
             return [1.0]
         chosen = random.Random(self.seed)
         shares = [max((i + chosen.random()) / num_samples, 1e-9) for i in range(num_samples)]
-        # The mean of one rank is 1, so what its samples miss corrects those of n.
+        # The known mean 1 of one rank corrects the samples of n.
         missed = fmean(self._of_slowest(share, 1) for share in shares)
         return [self._of_slowest(share, num_ranks) / missed for share in shares]
 
@@ -145,7 +140,7 @@ class RankMemory(NamedTuple):
 
     Attributes:
       between_steps: parameters and state of the optimizer.
-      in_step: more within a step: gradients, and parameters and gradients of groups.
+      in_step: in addition within a step: gradients, and groups of parameters and gradients.
     """
 
     between_steps: float
@@ -175,7 +170,7 @@ def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
 
 
 def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
-    """Return the bytes of the state that one host commits and restores."""
+    """Return the bytes of state that one host commits and restores."""
     whole = (1 + _MOMENTS) * workload.params * STATE_BYTES
     if deployment.method == REPLICATED:
         return whole
@@ -185,19 +180,17 @@ def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
 
 
 class PlanOptions(NamedTuple):
-    """The options that all rows of a plan share.
+    """The common options of all rows of a plan.
 
     Attributes:
-      model: the model that is trained.
       per_host: GPUs of a host.
       gather_bytes: bytes of a gathered parameter.
       reduce_bytes: bytes of a reduced gradient.
       bucket_bytes: capacity of a bucket.
       straggler: kind of distribution, see `Stragglers`.
-      seed: of stragglers.
       activation_bytes: bytes of a rank beside its state.
       commit_every: steps between commits; 0: as many as lose least.
-      degraded_s: seconds in which a host is missing after each failure.
+      degraded_s: seconds with a missing host after each failure.
       overlaps: whether links send while a GPU computes.
     """
 
@@ -219,24 +212,22 @@ class Row(NamedTuple):
 
     Attributes:
       method: such as "stage3".
-      hosts: number of hosts.
-      gpus: number of GPUs.
       step_s: mean time of a step: the sum of the next four.
       compute_s: forward and backward pass of a rank of mean speed.
       update_s: its update.
-      exposed_s: communication that nothing hides, if all ranks are equally fast.
+      exposed_s: exposed communication, if all ranks are equally fast.
       straggler_s: the rest: waiting for the slowest rank.
       low_s: time of a step at the best of all assumed rates.
       high_s: at the worst.
       efficiency: time of a step on one GPU that holds everything, over `step_s`.
-      efficiency_low: the lowest of this one, that with fast computation, slow links and many
-        stragglers, and that with slow computation, fast links and few stragglers. Which of them it
-        is depends on whether links cost more than a split update saves.
+      efficiency_low: the lowest of three: this one; with fast computation, slow links and many
+        stragglers; and the reverse. The order depends on whether links cost more than a split
+        update saves.
       efficiency_high: the highest of them.
       memory_bytes: of a rank: state, gradients, groups, and `activation_bytes`.
-      fits: whether this is less than a GPU has.
+      fits: whether that is less than a GPU has.
       commit_every: steps between commits.
-      ettr: share of the time in which steps are made that count.
+      ettr: share of time in steps that count.
       ettr_low: at the worst of all assumed rates.
       ettr_high: at the best.
     """
@@ -263,7 +254,7 @@ class Row(NamedTuple):
 
     @property
     def effective(self) -> float:
-        """What a GPU does in this run, over one alone that never fails."""
+        """A GPU's work in this run, relative to one alone that never fails."""
         return self.efficiency * self.ettr
 
 

@@ -1,4 +1,4 @@
-"""The question that `jdp plan` answers: the model, hosts and methods of a command line."""
+"""Reads the model, hosts and methods of a `jdp plan` command line."""
 
 import math
 from collections.abc import Mapping
@@ -17,13 +17,11 @@ _KEYS = ("params", "layers", "tokens", "step_s", "micro_batches", "leaves")
 
 
 class Model(NamedTuple):
-    """What is trained, in numbers.
+    """The model to train, in numbers.
 
     Attributes:
-      params: number of parameters.
-      layers: number of equal layers.
-      tokens: tokens of a rank in a step; 0 if `step_s` is known.
-      step_s: seconds of the forward and backward pass of one rank; 0 if not known.
+      tokens: of a rank in a step; 0 if `step_s` is known.
+      step_s: seconds of the forward and backward pass of one rank; 0 if unknown.
       micro_batches: of a step.
       leaves: large leaves of a layer.
     """
@@ -38,7 +36,7 @@ class Model(NamedTuple):
     def workload(
         self, known: Mapping[str, float], gather_bytes: float, reduce_bytes: float, bucket: float
     ) -> Workload:
-        """Return what one rank computes, at assumed rates.
+        """Return the work of one rank, at assumed rates.
 
         Args:
           bucket: capacity of a bucket, in bytes.

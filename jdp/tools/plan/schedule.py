@@ -1,16 +1,12 @@
-"""Simulates one step of one rank: what computes, and what is sent over each link meanwhile.
-
-The rules:
+"""Simulates one step of one rank: computation, and transfers over each link.
 
 1. A rank has three lanes: it computes, it sends within its host ("link") and between hosts
-   ("network"). A lane runs one task at a time, to its end, in the order in which the program
-   issues them, as XLA and NCCL do. So the simulation needs no queue of events: a task begins when
-   the one before it in its lane and all that it needs have ended.
+   ("network"). A lane runs one task at a time, in program order, as XLA and NCCL do. A task begins
+   when its predecessor in the lane and all its inputs have ended, so no event queue is needed.
 2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
-   slow or fast for a whole step, so the slowest rank's schedule is that of the step, and no other
-   has to be simulated.
-3. Computation is as fast while something is sent as without. On CPUs the ranks themselves send and
-   add up, so nothing is sent while they compute: all tasks share one lane.
+   slow or fast for a whole step, so the slowest rank's schedule is that of the step.
+3. Transfers do not slow computation. On CPUs the ranks themselves send and add, so all tasks
+   share one lane.
 """
 
 import math
@@ -26,7 +22,7 @@ class ModelLeaf(NamedTuple):
 
     Attributes:
       params: number of parameters.
-      work: its part of the time of a pass; all parts add up to 1.
+      work: its share of the time of a pass; all shares add up to 1.
     """
 
     params: float
@@ -42,8 +38,8 @@ class Workload(NamedTuple):
       backward_s: seconds of their backward passes.
       update_s: seconds in which one rank updates all parameters.
       micro_batches: number of micro-batches, >= 1.
-      gather_bytes: bytes of a parameter that is gathered where it is read.
-      reduce_bytes: bytes of a gradient that is reduced.
+      gather_bytes: bytes of a gathered parameter.
+      reduce_bytes: bytes of a reduced gradient.
       bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
     """
 
@@ -62,7 +58,7 @@ class Workload(NamedTuple):
         return sum(leaf.params for leaf in self.leaves)
 
     def alone_s(self) -> float:
-        """Return the seconds of a step of one rank without any other."""
+        """Return the seconds of a step of one rank alone."""
         return self.forward_s + self.backward_s + self.update_s
 
 
@@ -79,10 +75,7 @@ def uniform(params: float, layers: int, leaves_per_layer: int) -> tuple[ModelLea
 def grouped(
     leaves: Sequence[ModelLeaf], bytes_per_param: float, capacity_bytes: float
 ) -> list[list[ModelLeaf]]:
-    """Group leaves in their order into groups of at most `capacity_bytes`.
-
-    A leaf is never split: a larger one is a group of its own, as in
-    `jdp.collectives.buckets.plan`.
+    """Group leaves in order into groups of at most `capacity_bytes`; a larger leaf is a group.
 
     >>> [len(group) for group in grouped(uniform(6, 6, 1), 4, capacity_bytes=8)]
     [2, 2, 2]
@@ -100,7 +93,7 @@ def grouped(
 
 
 def work_of(group: Sequence[ModelLeaf]) -> float:
-    """Return the part of a pass that the leaves of a group take."""
+    """Return a group's share of a pass."""
     return sum(leaf.work for leaf in group)
 
 
@@ -120,8 +113,8 @@ class Group(NamedTuple):
 
     Attributes:
       hosts: number of hosts, >= 1.
-      per_host: ranks of each of them, >= 1.
-      sharing: groups like this one that send over the network of a host at the same time.
+      per_host: ranks of each, >= 1.
+      sharing: like groups that use the network of a host at the same time.
     """
 
     hosts: int
@@ -135,7 +128,7 @@ class Group(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """The resource that its collectives occupy."""
+        """The lane of its collectives."""
         return NETWORK if self.hosts > 1 else LINK
 
 
@@ -143,13 +136,13 @@ class Fabric(NamedTuple):
     """Links within hosts and between them.
 
     Attributes:
-      link_bytes_per_s: bytes that a GPU sends to others of its host in a second.
+      link_bytes_per_s: from a GPU to others of its host.
       link_hop_s: seconds of a hop within a host.
-      network_bytes_per_s: bytes that a host sends to others in a second.
+      network_bytes_per_s: from a host to others.
       network_hop_s: seconds of a hop between hosts.
       start_s: seconds to start a collective.
-      algorithm: of an all-reduce: "ring", "tree", or "best", the faster of the two. A gather or
-        scatter is a ring.
+      algorithm: of an all-reduce: "ring", "tree", or "best", the faster one. Gathers and scatters
+        are rings.
     """
 
     link_bytes_per_s: float
@@ -220,7 +213,7 @@ class Task(NamedTuple):
 
 
 class Program:
-    """The tasks of a step, in the order in which they are issued.
+    """The tasks of a step, in program order.
 
     Args:
       overlaps: whether links send while the rank computes.
@@ -231,16 +224,12 @@ class Program:
         self._overlaps = overlaps
 
     def add(self, lane: str, seconds: float, after: Iterable[int] = ()) -> int:
-        """Append a task, and return its position.
-
-        Args:
-          seconds: that it takes.
-        """
+        """Append a task, and return its position."""
         self.tasks.append(Task(lane, seconds, tuple(after)))
         return len(self.tasks) - 1
 
     def ends(self, slowness: float = 1.0) -> list[float]:
-        """Return when each task ends, in seconds from the beginning of the step.
+        """Return the end of each task, in seconds from the start of the step.
 
         >>> program = Program()
         >>> first = program.add("compute", 2.0)
@@ -260,23 +249,22 @@ class Program:
         return ends
 
     def step_s(self, slowness: float = 1.0) -> float:
-        """Return the seconds of the step, if its slowest rank is slower by a factor."""
+        """Return the seconds of the step, for a factor of its slowest rank."""
         return max(self.ends(slowness))
 
     def exposed_s(self) -> float:
-        """Return the seconds of the step in which a rank computes nothing."""
+        """Return the seconds of the step without computation."""
         computes = sum(task.seconds for task in self.tasks if task.lane == COMPUTE)
         return max(0.0, self.step_s() - computes)  # sums of other orders differ in the last digits
 
 
 class Deployment(NamedTuple):
-    """Where a step runs.
+    """The method and hardware of a step.
 
     Attributes:
       method: one of METHODS.
       hosts: number of hosts, >= 1.
       per_host: GPUs of each.
-      fabric: their links.
       overlaps: whether links send while a GPU computes.
     """
 
@@ -293,7 +281,7 @@ class Deployment(NamedTuple):
 
     @property
     def sharded_over(self) -> Group:
-        """The ranks that a state is split over."""
+        """The ranks over which a state is split."""
         if self.method == REPLICATED:
             return Group(1, 1)
         return Group(1, self.per_host) if self.method == HSDP else self.all_ranks
@@ -324,11 +312,10 @@ class _Builder:
         self._update_s = workload.update_s / deployment.sharded_over.size
 
     def whole_parameters(self) -> None:
-        """Add a step whose parameters are whole between steps: `replicated`, stages 1 and 2.
+        """Add a step of whole parameters: `replicated`, stages 1 and 2.
 
-        Buckets are sent as soon as the backward pass has completed them. The sums of stage 1 and
-        of `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the
-        end, in float32.
+        Buckets are sent when the backward pass has completed them, at stage 2 in each micro-batch.
+        Stages 1 and 2 gather new parameters at the end, in float32.
         """
         method, count = self._deployment.method, self._workload.micro_batches
         buckets, sent = self._buckets(self._workload.reduce_bytes), []
@@ -347,8 +334,8 @@ class _Builder:
         """Add a step that gathers parameters where they are read: stage 3 and HSDP.
 
         Two groups are whole at a time: the next one is gathered while one computes. The backward
-        pass gathers them again, and scatters the gradients of each group when they are complete.
-        With HSDP, the parts are then averaged between hosts.
+        pass gathers them again, and scatters complete gradients of each group. HSDP then averages
+        the shards between hosts.
         """
         groups, count = (
             self._buckets(self._workload.gather_bytes)[::-1],
