@@ -1,4 +1,4 @@
-"""`jdp timeline`: its arguments, and what it prints."""
+"""`jdp timeline`: its arguments, and its output."""
 
 import argparse
 import sys

@@ -1,8 +1,7 @@
-"""The operations that ran on the devices of a process, read from JAX's profile.
+"""The operations that ran on the devices of a process, from JAX's profile.
 
-On CPUs each operation of a program is an event of a thread, with its device, its program and its
-run. On GPUs each kernel is an event of a stream; XLA runs most of a step as a CUDA graph, whose
-kernels all bear the name of the graph.
+On CPUs each operation is an event of a thread, with device, program and run. On GPUs each kernel is
+an event of a stream; XLA runs most of a step as a CUDA graph, whose kernels have its name.
 """
 
 import re
@@ -22,7 +21,7 @@ from jdp.tools.planned import Planned, SentLeaf, planned
 from jdp.tools.timeline import Groups, Work
 from jdp.tools.transfers import SentArrays
 
-# XLA names these plainly, if a program's text is not at hand: those of jdp, JAX, XLA, and NCCL.
+# Plain names of XLA without a program's text: of jdp, JAX, XLA, and NCCL.
 _COMMUNICATES = re.compile(
     r"(jdp_(all|reduce|ring|take_rows|add_rows)|(void )?jdp::.*\breduce_kernel\b|"
     r"psum|pmax|pmin|ppermute|all[-_]reduce|"
@@ -40,9 +39,9 @@ _NCCL_KINDS = {
 _CONTAINS = re.compile(r"(while|conditional|call)(\.\d+)?$")
 _GPU = re.compile(r"/device:GPU:(\d+)$")
 _STREAM = re.compile(r"Stream #")
-# An operation of XLA that launches a CUDA graph.
+# An XLA operation that launches a CUDA graph.
 _GRAPH = re.compile(r"command_buffer")
-# Operations with which all others are compared.
+# Operations that are compared with all others.
 _MOST_TRIED = 50
 
 
@@ -50,9 +49,9 @@ class Operation(NamedTuple):
     """An operation that ran.
 
     Attributes:
-      name: of the instruction of the program; of the kernel where that is not known.
+      name: of the program's instruction, or of the kernel if unknown.
       kernel: name of the event.
-      program: name of the program; empty if it is not known.
+      program: name of the program, or empty.
       run: number of the program's run in this process; None on GPUs.
       begin: nanoseconds since 1970.
       end: the same.
@@ -66,7 +65,7 @@ class Operation(NamedTuple):
     end: int
 
     def looks_like_communication(self) -> bool:
-        """Whether it is a collective, by its name alone."""
+        """Whether its name is that of a collective."""
         return any(_COMMUNICATES.match(name) for name in (self.name, self.kernel))
 
     def is_of_nccl(self) -> bool:
@@ -74,7 +73,7 @@ class Operation(NamedTuple):
         return _NCCL.match(self.kernel) is not None
 
     def may_be(self, kind: str) -> bool:
-        """Whether a kernel of NCCL may belong to a collective such as `all-reduce`."""
+        """Whether an NCCL kernel may belong to a collective such as `all-reduce`."""
         found = _NCCL.match(self.kernel)
         return found is not None and kind in _NCCL_KINDS.get(found[1], {kind})
 
@@ -90,10 +89,10 @@ class ProgramRun(NamedTuple):
 def read(path: Path) -> dict[int, list[Operation]]:
     """Return the operations of each device, by its number in the profile, in order.
 
-    Loops and branches are left out: their operations are there.
+    Loops and branches themselves are left out.
     """
     with warnings.catch_warnings():
-        # The types of JAX's reader have no module, which Python warns of.
+        # The types of JAX's reader have no module, which causes a warning.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = list(ProfileData.from_file(str(path)).planes)
         start = next((int(v) for p in planes for k, v in p.stats if k == "profile_start_time"), 0)
@@ -101,7 +100,7 @@ def read(path: Path) -> dict[int, list[Operation]]:
 
 
 def operations(planes: Sequence[Any], start: int) -> dict[int, list[Operation]]:
-    """Return the operations in the planes of a profile that began `start` ns after 1970."""
+    """Return the operations of a profile that began `start` ns after 1970."""
     found: dict[int, list[Operation]] = defaultdict(list)
     for plane in planes:
         gpu = _GPU.match(plane.name)
@@ -137,7 +136,7 @@ def _read_threads(lines: Sequence[Any], start: int, found: dict[int, list[Operat
             begin = start + round(event.start_ns)
             end = begin + round(event.duration_ns)
             if event.name.startswith("end: "):
-                # XLA writes this where an operation ends that another thread may have begun.
+                # XLA's mark of an end, possibly on another thread.
                 stats = dict(event.stats)
                 ends[stats.get("_c", 0)] = begin
                 continue
@@ -158,8 +157,8 @@ def _read_threads(lines: Sequence[Any], start: int, found: dict[int, list[Operat
             is_leaf = i not in with_others and not _CONTAINS.match(one.name)
             begun[i] = device, key, one if is_leaf else one._replace(name="")
     for device, key, one in begun:
-        # A collective may wait on a thread of its own. What else ends later waits for a free
-        # thread, and these may all be in collectives: that is not computation.
+        # A collective may wait on its own thread. Computations that end later only waited for a
+        # thread.
         end = max(one.end, ends.get(key, 0)) if one.looks_like_communication() else one.end
         if one.name:
             found[device].append(one._replace(end=end))
@@ -188,8 +187,8 @@ def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Oper
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:
         by_name[each.name].append(each)
-    # A loop in a branch, or another program of that name, may also have run one so often: but in
-    # fewer runs, or not once between any two times of the others.
+    # Operations of a branch's loop, or of a namesake program, may run equally often, but in fewer
+    # runs, or not once between any two times of the others.
     often = {name: [x.begin for x in own] for name, own in by_name.items() if len(own) == num_runs}
     longest = max((own[-1] - own[0] for own in often.values()), default=0)
     often = {name: own for name, own in often.items() if 2 * (own[-1] - own[0]) >= longest}
@@ -211,12 +210,12 @@ class Collective(NamedTuple):
     """A collective of a compiled program.
 
     Attributes:
-      name: what a trace calls it, such as "bucket 3: grads['w']".
+      name: in a trace, such as "bucket 3: grads['w']".
       kind: such as `all-reduce`.
       num_bytes: of its whole arrays on one rank, in one run.
       algorithm: `native`, `split` or `xla`.
-      leaves: names of the arrays that it takes.
-      num_groups: of ranks, each of which runs it by itself; 1 if all ranks meet.
+      leaves: names of its arrays.
+      num_groups: of ranks that run it separately; 1 if all ranks meet.
     """
 
     name: str
@@ -254,12 +253,11 @@ def collectives_of(
 def by_order(
     ran: Mapping[int, Sequence[Operation]], known: Mapping[str, Mapping[str, Collective]]
 ) -> dict[str, dict[str, Collective]]:
-    """Return the collectives by the names that a profile has for them.
+    """Return the collectives by their names in a profile.
 
-    XLA's collectives between GPUs bear there the name of the operation that XLA then divided into a
-    start and a done, which is not in the compiled program any more. They begin in the order of the
-    program, if all are in one stream. Where their number, their kinds or the devices contradict
-    that order, they are left without names.
+    There XLA's collectives between GPUs have the name before XLA divided them into start and done.
+    In one stream they run in program order. If their number, kinds or devices contradict that
+    order, they stay unnamed.
 
     Args:
       ran: the operations of each device, in order.
@@ -276,7 +274,7 @@ def by_order(
 def _paired(
     own: Sequence[Operation], of_program: Mapping[str, Collective]
 ) -> dict[str, Collective]:
-    """Return the collectives of a program whose operations have other names on a device."""
+    """Return the collectives whose operations have other names on a device."""
     names = {each.name for each in own}
     strange = {x.name: x for x in reversed(own) if x.is_of_nccl() and x.name not in of_program}
     left = [x for old, x in of_program.items() if old not in names and x.algorithm == "xla"]
@@ -304,7 +302,7 @@ def _collectives(
 
 
 def _plan(transfers: Sequence[SentArrays], plans: Sequence[list[Planned]]) -> list[Planned]:
-    """Return the plan of this program: the latest of those with most of its numbers and bytes."""
+    """Return this program's plan: the latest of those that share most numbers and bytes."""
     numbers = {each.number for each in transfers}
     num_bytes = sum(each.num_bytes for each in transfers)
 

@@ -1,4 +1,4 @@
-"""The trace of a process: its marks and the operations of its devices, brought together."""
+"""The trace of a process: its marks and its devices' operations."""
 
 import itertools
 import re
@@ -27,12 +27,12 @@ from jdp.worker.progress_board import Slot, phase_name
 
 
 class MarkedCall(NamedTuple):
-    """A training step that this process has called.
+    """A called training step.
 
     Attributes:
-      begin: when, in nanoseconds since 1970.
-      end: when the call returned. The devices may run on.
-      call: of a decorated step; None where only `Checkpointer.step` sees the steps.
+      begin: nanoseconds since 1970.
+      end: of the call; the devices may run on.
+      call: of a decorated step; None if only `Checkpointer.step` sees the steps.
     """
 
     begin: int
@@ -48,7 +48,7 @@ class Marks:
       on_step: called when it has returned.
 
     Attributes:
-      phases: when each began, in nanoseconds since 1970, and its name.
+      phases: start in nanoseconds since 1970, and name.
     """
 
     def __init__(self, on_begin: Callable[[], None], on_step: Callable[[MarkedCall], None]) -> None:
@@ -64,22 +64,22 @@ class Marks:
         own.slot = self._slot
 
     def end(self) -> None:
-        """Leave no trace in the process."""
+        """Restore the slot of the process."""
         if own.slot is self._slot:  # else this is a forked child, with its own slot
             own.slot = self._before
 
     def phase(self, record: bytes) -> None:
-        """Record a phase that begins."""
+        """Record the start of a phase."""
         name, now = phase_name(record), time_ns()
         self.phases.append((now, name))
         self._look()
-        # A step returns to this phase from those within it, such as compiling.
+        # A step returns to this phase from inner ones, such as compiling.
         if name == process_status.STEP and all(each is not record for each, _ in own.phases):
             self._begun = now
             self._on_begin()
 
     def step(self, record: bytes) -> None:
-        """Record the end of a step, and the phase that follows."""
+        """Record the end of a step, and the next phase."""
         self._look()
         done = MarkedCall(self._begun, time_ns(), self._new)
         self._new, self._begun = None, done.end
@@ -119,7 +119,7 @@ def process_trace(
     """Return the trace of this process.
 
     Args:
-      begin: when the profile began, in nanoseconds since 1970.
+      begin: start of the profile, in nanoseconds since 1970.
     """
     found = device_operations.read(profile)
     ranks = _ranks()
@@ -180,7 +180,7 @@ def _place() -> dict[str, Any]:
 
 
 def _program(call: MarkedCall) -> str:
-    """Return what XLA calls the program of a decorated step."""
+    """Return XLA's name of a decorated step's program."""
     assert call.call is not None
     return "jit_" + re.sub(r"[^\w.\-]", "_", call.call.spec.name)
 
@@ -228,7 +228,7 @@ def _runs(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[Program
 
 
 def _ends(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[int] | None:
-    """Return when a device was done with each call, None if its programs do not show it."""
+    """Return the end of each call on a device, or None if unknown."""
     ends: dict[int, int] = {}
     if any(call.call is None for call in calls):
         return None

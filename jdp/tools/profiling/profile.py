@@ -23,7 +23,7 @@ _active: list["Profile"] = []  # at most one
 
 
 class Profile:
-    """The profile of some steps of a loop, a context manager. `profile` makes it."""
+    """The profile of some steps of a loop, a context manager, see `profile`."""
 
     def __init__(self, folder: Path, steps: range) -> None:
         self._folder, self._steps = folder, steps
@@ -169,41 +169,38 @@ class Profile:
 def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     """Record some steps of a training loop on every rank, for `jdp timeline` and for Perfetto.
 
-    The loop stays as it is. Steps are counted from 0 where the with block begins: each call of a
-    function of `jdp.train_step`, or of `Checkpointer.step` in a loop without one. Before the first
-    step of the profile the process waits for its devices, once more after the last one, and writes
-    the files. All processes profile the same steps.
+    The loop stays unchanged. Steps count from 0 at the start of the with block: calls of a function
+    of `jdp.train_step`, or of `Checkpointer.step` in a loop without one. The process waits for its
+    devices before the first profiled step and after the last one, and then writes the files. All
+    processes profile the same steps.
 
     `folder` gets, for each process i:
 
-    - `process-i.perfetto.json.gz`, which https://ui.perfetto.dev opens: for each of its ranks the
-      steps, the programs, the operations that compute, and the collectives, each named by its
-      bucket with bytes, algorithm and leaves; for the process its phases (waiting for data,
-      compiling, saving, the author's `jdp.phase`) and its calls of steps. `jdp timeline FOLDER`
-      reads these files.
+    - `process-i.perfetto.json.gz`, for https://ui.perfetto.dev and `jdp timeline FOLDER`: for each
+      rank its steps, programs, computing operations and collectives, named by bucket, with bytes,
+      algorithm and leaves; for the process its phases (waiting for data, compiling, saving, the
+      author's `jdp.phase`) and its calls of steps.
     - `process-i/`, JAX's own profile for XProf, from the same run: `*.xplane.pb`,
       `*.trace.json.gz`. It contains the programs' HLO.
 
-    A step of a rank begins when its device has finished the step before, and ends when it has
-    finished this one. For that one step more is recorded, unless the profile begins with step 0,
-    which includes compiling.
+    A step of a rank lasts from the end of the step before on its device to its own end. One more
+    step is recorded for that, unless the profile begins with step 0, which includes compiling.
 
     Args:
-      folder: where to write, of a file system that `jdp timeline` will read; the files of an
-        earlier profile are replaced.
+      folder: output folder, readable for `jdp timeline`; files of an earlier profile are replaced.
       steps: numbers of the steps, such as `range(10, 20)`; at least one, from 0, without gaps.
 
     Returns:
-      A context manager. If the block ends before the last step, a warning says so, and the profile
-      has the steps before. If it raises, JAX's profiler is stopped and the error is raised. Errors
-      of writing are raised where the block ends.
+      A context manager. If the block ends before the last step, it logs a warning, and the profile
+      has the steps before. If the block raises, JAX's profiler stops, and the error is raised.
+      Errors of writing are raised at the end of the block.
 
     Raises:
-      ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; where the
-        block begins, if processes have different steps.
-      RuntimeError: where the block begins, if a profile runs already, also one of JAX's, or if this
-        one has had a block before.
-      OSError: where the block begins, if `folder` cannot be written.
+      ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; at the
+        start of the block, if processes have different steps.
+      RuntimeError: at the start of the block, if a profile already runs, also one of JAX's, or if
+        this one had a block before.
+      OSError: at the start of the block, if `folder` cannot be written.
 
     >>> import jax.numpy as jnp, optax, jdp, tempfile
     >>> mesh = jdp.init(cpu_ranks=2)

@@ -1,4 +1,4 @@
-"""The profile of all ranks: where the time of their steps went, and their collectives."""
+"""The profile of all ranks: the time of their steps, and their collectives."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Spans = list[tuple[int, int]]
 
 
 def span_union(intervals: Iterable[tuple[int, int]]) -> Spans:
-    """Return the times that lie in any interval.
+    """Return the times in any interval.
 
     >>> span_union([(5, 7), (0, 2), (1, 3), (4, 4)])
     [(0, 3), (5, 7)]
@@ -33,7 +33,7 @@ def span_union(intervals: Iterable[tuple[int, int]]) -> Spans:
 
 
 def span_intersection(one: Spans, other: Spans) -> Spans:
-    """Return the times that lie in both.
+    """Return the times in both.
 
     >>> span_intersection([(0, 3), (5, 7)], [(2, 6)])
     [(2, 3), (5, 6)]
@@ -51,7 +51,7 @@ def span_intersection(one: Spans, other: Spans) -> Spans:
 
 
 def span_difference(one: Spans, other: Spans) -> Spans:
-    """Return the times that lie in `one` and not in `other`.
+    """Return the times in `one` and not in `other`.
 
     >>> span_difference([(0, 3), (5, 7)], [(2, 6)])
     [(0, 2), (6, 7)]
@@ -81,13 +81,13 @@ def span_total(spans: Spans) -> int:
 
 
 class Parts(NamedTuple):
-    """Nanoseconds of one step of one rank. They add up to its time.
+    """Nanoseconds of one step of one rank, which add up to its time.
 
     Attributes:
-      data: the rank runs nothing, and its process waits for a batch.
+      data: the rank is idle, and its process waits for a batch.
       computation: it computes, also while it communicates.
-      communication: it communicates and computes nothing: exposed.
-      host: it runs nothing, and its process does not wait for a batch.
+      communication: it communicates without computing: exposed.
+      host: the rank is idle, and its process does not wait for a batch.
     """
 
     data: int
@@ -97,13 +97,11 @@ class Parts(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """The times of a rank, each a union, see `span_union`.
+    """The times of a rank, each a `span_union`.
 
     Attributes:
-      computing: its operations that compute.
-      communicating: its collectives.
-      running: its programs, from first to last operation; empty if the gaps between operations are
-        time of the host, which launches each of them.
+      running: its programs, from first to last operation; empty if gaps between operations are time
+        of the host, which launches each.
       waiting: its process waits for a batch.
     """
 
@@ -135,26 +133,25 @@ def _within(times: Spans, window: tuple[int, int]) -> Spans:
     return span_intersection(times[first:last], [window])
 
 
-# The clocks of the processes of a profile, compared by the collectives that they ran together.
-#
-# No rank leaves a collective before the last one has entered it. So each collective that two
-# processes ran bounds the difference of their clocks from both sides, and all of them together
-# bound it by the shortest ones. Processes of one host have one clock and are not shifted.
+# Clocks of processes, compared by common collectives.
+# A rank leaves a collective only after the last one has entered it. So each common collective
+# bounds the difference of two clocks from both sides, and the shortest ones bound it best.
+# Processes of one host have one clock and are not shifted.
 
 
-# In these a rank needs something of every other rank.
+# In these a rank needs a value of every other rank.
 _MEETS = frozenset(["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
 
 _Meetings = dict[tuple, tuple[int, int]]  # a collective -> last entered, first left
 
 
 class Shift(NamedTuple):
-    """What is added to the clock of a process to make it that of the first process.
+    """The offset from a process's clock to that of the first process.
 
     Attributes:
       ns: nanoseconds.
-      within: the largest error of it, in nanoseconds: 0 for the same clock; None if the processes
-        ran no collective together, or their collectives contradict each other.
+      within: its largest error in nanoseconds: 0 for the same clock; None without common
+        collectives, or if they contradict each other.
     """
 
     ns: int
@@ -172,8 +169,8 @@ def clock_shifts(traces: Sequence[ProcessTrace]) -> list[Shift]:
 
 
 def _shift(first: Sequence[_Meetings], other: Sequence[_Meetings]) -> Shift:
-    """Return the shift of a clock, from all pairs of a process of the first clock and one of it."""
-    # With x added to its clock, no process leaves before the other one enters.
+    """Return the shift of a clock, from all pairs of processes of both clocks."""
+    # With x added to its clock, a process leaves only after the other one enters.
     pairs = [(a[key], b[key]) for a in first for b in other for key in a.keys() & b.keys()]
     if not pairs:
         return Shift(0, None)
@@ -187,7 +184,7 @@ def _shift(first: Sequence[_Meetings], other: Sequence[_Meetings]) -> Shift:
 def _meetings(trace: ProcessTrace) -> _Meetings:
     """Return for each collective when the last rank entered and the first rank left, in ns.
 
-    The key is the step, the collective, and how often it ran in the step before.
+    The key is the step, the collective, and its earlier runs in the step.
     """
     start, num_ranks = trace.facts["start_ns"], len(trace.facts["ranks"])
     times: dict[tuple, list[tuple[int, int]]] = {}
@@ -218,8 +215,6 @@ class RankSteps:
     """The steps of one rank.
 
     Attributes:
-      rank: its number.
-      process: its process.
       steps: the parts of each step, by its number.
     """
 
@@ -235,7 +230,7 @@ class RankSteps:
         return data, computation, communication, host
 
     def own_ns(self) -> float:
-        """Return the mean time in which it does not wait for other ranks."""
+        """Return the mean time without waiting for other ranks."""
         data, computation, _, host = self.mean()
         return data + computation + host
 
@@ -246,12 +241,12 @@ class CollectiveTimes:
 
     Attributes:
       name: such as "bucket 3: grads['w']".
-      num_bytes: of its whole arrays on one rank; None if that is not known.
-      algorithm: see `jdp.collectives`; empty if it is not known.
-      runs: how often it ran in a step, in the mean.
-      took_ns: of a rank and step, in the mean.
+      num_bytes: of its whole arrays on one rank, or None if unknown.
+      algorithm: see `jdp.collectives`, or empty.
+      runs: mean number in a step.
+      took_ns: mean of ranks and steps.
       longest_rank: the rank that was longest in it.
-      shortest_rank: the rank that was shortest in it, because the others waited for it.
+      shortest_rank: the rank that the others waited for.
     """
 
     name: str
@@ -270,9 +265,9 @@ class Summary:
     Attributes:
       traces: of the processes.
       shifts: of their clocks, see `clock_shifts`.
-      ranks: with most time of its own first: the others wait for it.
-      collectives: in the order in which they ran first.
-      notes: what is missing or damaged, in words.
+      ranks: by their own time, longest first, for which the others wait.
+      collectives: in the order of their first runs.
+      notes: missing or damaged data, in words.
     """
 
     traces: Sequence[ProcessTrace]
@@ -282,7 +277,7 @@ class Summary:
     notes: Sequence[str]
 
     def begins(self) -> list[int]:
-        """Return when the profile of each process began, in ns after the earliest began."""
+        """Return the start of each process's profile, in ns after the earliest."""
         begins = [
             trace.facts["start_ns"] + shift.ns
             for trace, shift in zip(self.traces, self.shifts, strict=True)
@@ -481,7 +476,7 @@ def _draw_lanes(axes: Any, found: Summary, shown: Sequence[int]) -> None:
 
 
 def _first_steps(found: Summary, number: int) -> list[int]:
-    """Return the begins of the processes, with the begin of a step as 0."""
+    """Return the starts of the processes, relative to the start of a step."""
     begins = found.begins()
     steps = [
         shift + each.begin

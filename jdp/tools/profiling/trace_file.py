@@ -1,6 +1,6 @@
-"""The file of a profiled process, which Perfetto opens and `jdp timeline` reads.
+"""The file of a profiled process, for Perfetto and `jdp timeline`.
 
-It is JSON of Chrome's trace format, compressed: slices with times in microseconds, to the
+It is compressed JSON of Chrome's trace format: slices with times in microseconds, to the
 nanosecond, and in `otherData` the facts of the process.
 """
 
@@ -21,7 +21,7 @@ from jdp.tools.json_fields import COUNT, TEXT, Field, checked, list_of, optional
 from jdp.tools.results import why_unreadable
 
 _SUFFIX = ".perfetto.json.gz"
-# What a damaged file raises; `checked` and `_require_consistent` raise ValueError.
+# Errors of damaged files; `checked` and `_require_consistent` raise ValueError.
 _DAMAGES = (OSError, EOFError, ValueError, RecursionError, zlib.error)
 MERGED = f"merged{_SUFFIX}"
 FORMAT = 1
@@ -69,9 +69,9 @@ class Slice:
       name: in the trace.
       begin: nanoseconds since the profile of its process began.
       end: the same.
-      rank: that it belongs to; None for a slice of the process.
-      facts: what else is known, for JSON: `step` of a STEP and a CALL; `collective`, `bytes`,
-        `algorithm`, `op`, `leaves` and `num_groups` of a COMMUNICATION.
+      rank: None for a slice of the process.
+      facts: for JSON: `step` of a STEP and a CALL; `collective`, `bytes`, `algorithm`, `op`,
+        `leaves` and `num_groups` of a COMMUNICATION.
     """
 
     kind: str
@@ -89,7 +89,6 @@ class ProcessTrace:
     Attributes:
       facts: for JSON: `run`, `process`, `num_processes`, `host`, `clock`, `start_ns`, `ranks`,
         `platform`, `jax`, `steps`, `notes`.
-      slices: what it did.
     """
 
     facts: Mapping[str, Any]
@@ -102,7 +101,7 @@ def path_of(folder: Path, process: int) -> Path:
 
 
 def found_in(folder: Path) -> dict[int, Path]:
-    """Return process -> file, for the files of a profile that are there."""
+    """Return process -> file, for the existing files of a profile."""
     named = [(p.name.removeprefix("process-").removesuffix(_SUFFIX), p)
              for p in folder.glob(f"process-*{_SUFFIX}")]  # fmt: skip
     # Not process-01, a copy by hand.
@@ -114,7 +113,7 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
     """Write traces of processes into one file, whole or not at all.
 
     Args:
-      begins: for each of them the nanoseconds at which its profile begins.
+      begins: start of each profile in nanoseconds.
     """
     events = []
     for trace, begin in zip(traces, begins, strict=True):
@@ -235,7 +234,7 @@ def _event(each: Slice, process: int, track: int, begin: int) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
-    """Return the traces of the latest run, and notes of files that are damaged or missing."""
+    """Return the traces of the latest run, and notes of damaged or missing files."""
     intact: list[ProcessTrace] = []
     left_out: dict[int, str] = {}
     for process, path in found_in(folder).items():
@@ -255,7 +254,7 @@ def read_folder(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
 def _of_run(
     intact: Sequence[ProcessTrace], run: str, left_out: dict[int, str]
 ) -> list[ProcessTrace]:
-    """Return the traces of a run, each rank in one of them; record why others are left out."""
+    """Return the traces of a run, each rank once; record why others are left out."""
     traces: list[ProcessTrace] = []
     owners: dict[int, int] = {}  # rank -> its process
     for trace in intact:
@@ -279,9 +278,9 @@ def _notes(left_out: dict[int, str]) -> list[str]:
 
 
 def _missing(folder: Path, num_processes: int, known: Collection[int]) -> list[str]:
-    """Return a note of each gap between the processes that have a file.
+    """Return a note of each gap between the processes with a file.
 
-    A damaged file may name 10**12 processes; the gaps are as few as the files.
+    A damaged file may name 10**12 processes, but gaps are as few as files.
     """
     notes = []
     within = sorted(process for process in known if process < num_processes)
