@@ -1,10 +1,10 @@
-"""Stable codes of errors, each with a page: cause, why it matters, what to write, an example."""
+"""Stable codes of errors, each with a page: cause, importance, remedy, an example."""
 
 from typing import Any
 
 
 def with_code(code: str, text: str) -> str:
-    """Return the text of an error, ended by its code and how to read more.
+    """Append an error's code and the command for its page.
 
     >>> print(with_code("JDP101", "`state.a` may differ."))
     `state.a` may differ. (jdp explain-error JDP101)
@@ -19,18 +19,18 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """Return the page of a code in Markdown, None if there is no such code."""
+    """Return the page of a code in Markdown, or None."""
     if code.upper() not in codes():
         return None
     return (_pages() / f"{code.upper()}.md").read_text(encoding="utf-8")
 
 
 def title(code: str) -> str:
-    """Return the first line of the page of a code, without the code."""
+    """Return the title on the first line of a code's page."""
     return (page(code) or "").partition("\n")[0].removeprefix(f"# {code}: ")
 
 
-# The folder of the pages, also where jdp is in a zip file.
+# The folder of the pages, also in a zip file.
 def _pages() -> Any:
     from importlib import resources  # not for each `import jdp`
 

@@ -1,1 +1,1 @@
-"""Questions about a machine, a run and a program: `jdp doctor`, `jdp bench`, `jdp explain`."""
+"""Tools for a machine, a run or a program: `jdp doctor`, `jdp bench`, `jdp explain`."""

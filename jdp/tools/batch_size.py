@@ -24,16 +24,15 @@ from jdp.validation import int_at_least
 
 
 class Search:
-    """The search for the most rows that fit, by their positions among those that are tried.
+    """The search for the most rows that fit, by position among the candidates.
 
     Args:
-      bytes_of: returns the bytes of memory that a step takes for a number of rows, inf if XLA does
-        not compile it.
+      bytes_of: number of rows -> bytes of a step, inf if XLA does not compile it.
       limit: bytes that fit.
       candidates: numbers of rows, ascending.
 
     Attributes:
-      known: bytes of memory of the steps that were compiled, by position.
+      known: bytes of compiled steps, by position.
     """
 
     def __init__(self, bytes_of: Callable[[int], float], limit: int, candidates: Sequence[int]):
@@ -41,7 +40,7 @@ class Search:
         self.known: dict[int, float] = {}
 
     def last_that_fits(self) -> int:
-        """Return the last position that fits, where the next one does not."""
+        """Return the last position that fits before one that does not."""
         if not self.fits(0):
             took = self.known[0]
             took = of_bytes(took) if math.isfinite(took) else "more than a device has"
@@ -61,13 +60,13 @@ class Search:
         return fits
 
     def fits(self, i: int) -> bool:
-        """Whether the step fits for the number of rows at a position, which is compiled once."""
+        """Whether the step fits at a position; compiled once."""
         if i not in self.known:
             self.known[i] = self._bytes_of(self._candidates[i])
         return self.known[i] <= self._limit
 
     def bytes_at(self, i: int) -> int | None:
-        """Return the bytes of memory at a position; None if no step was compiled there."""
+        """Return the bytes at a position; None if not compiled."""
         found = self.known.get(i, math.inf)
         return int(found) if math.isfinite(found) else None
 
@@ -85,7 +84,7 @@ class Search:
         return min(max(guess, fits + 1), largest)
 
 
-# JAX takes this part of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+# JAX's part of a GPU's memory without XLA_PYTHON_CLIENT_MEM_FRACTION.
 _OF_GPU = 0.75
 
 
@@ -94,11 +93,11 @@ class BatchSize(NamedTuple):
 
     Attributes:
       rows: of the batch over all ranks, or of a micro-batch of one rank.
-      num_bytes: of memory that the step takes on one rank.
+      num_bytes: memory of the step on one rank.
       next_rows: the next larger number of rows; None if `rows` is the largest.
-      next_bytes: that it would take: more than the limit. None if `rows` is the largest, or XLA
-        compiles no step with more, for TPUs with too little memory.
-      num_compiled: how many steps were compiled to find out.
+      next_bytes: its memory, above the limit. None if `rows` is the largest, or if XLA does not
+        compile a larger step, as for TPUs with too little memory.
+      num_compiled: number of compiled steps.
     """
 
     rows: int
@@ -120,33 +119,33 @@ def find_batch_size(
 ) -> BatchSize:
     """Find the largest batch whose step fits into memory, without running it once.
 
-    Steps are compiled for more and fewer rows, as `jdp.explain` compiles them, until one fits and
-    the next larger one does not. Leave some memory for what is not the step's: the prefetched
-    batches of `jdp.batches`, a copy of the state while it is saved, fragments.
+    Steps are compiled, as by `jdp.explain`, until one fits and the next larger one does not. Leave
+    memory for prefetched batches of `jdp.batches`, a copy of the state during a save, and
+    fragments.
 
     Args:
-      step: a decorated step. Or a function that returns one for a given `micro_batch_rows`: then
-        the batch stays as it is, and the rows of a micro-batch of one rank are found.
-      *args: what a call of the step takes, as for `jdp.explain`: its state, a batch, and further
-        arguments: arrays or shapes. Of a step, the first dim of the batch is what changes, and
-        that of arrays of `jdp.per_rank` with as many rows.
-      limit_bytes: memory that the step may take on one rank, > 0. Default, for GPUs that are named
-        in `on`: the part of their memory that JAX takes, 75 %.
+      step: a decorated step, or a function `micro_batch_rows -> step`: then the batch stays
+        unchanged, and the result is the rows of a micro-batch of one rank.
+      *args: arguments of the step, as for `jdp.explain`: its state, a batch, and others, as arrays
+        or shapes. For a step the first dim of the batch changes, and that of arrays of
+        `jdp.per_rank` with as many rows.
+      limit_bytes: memory of the step on one rank, > 0. Default, for GPUs named in `on`: JAX's part
+        of their memory, 75 %.
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
         micro-batches, whose rows also divide those of a rank.
       max_rows: the most rows to try. Default: those of one rank's batch for micro-batches, else
         1024 times those of the batch, or one for each rank if that is more.
       on: the devices, as for `jdp.explain`.
-      **keywords: arguments of that call by keyword. One of the name `limit_bytes`, `granularity`,
-        `max_rows` or `on` goes by position, or into a `functools.partial`.
+      **keywords: keyword arguments of the step. Pass those named `limit_bytes`, `granularity`,
+        `max_rows` or `on` by position, or in a `functools.partial`.
 
     Returns:
       The rows, and the memory of that step and of the next larger one.
 
     Raises:
-      ValueError: if not even the fewest rows fit, there is no limit, no number of rows can be
-        tried, or the arrays of the batch have different first dims.
-      TypeError: if a number is not an integer, or `step` neither a step nor returns one.
+      ValueError: if the fewest rows do not fit, there is no limit, there is no number of rows to
+        try, or the arrays of the batch have different first dims.
+      TypeError: if a number is not an integer, or `step` is neither a step nor returns one.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -195,7 +194,7 @@ def find_batch_size(
 def _of_batch(
     num_rows: int, num_ranks: int, granularity: int | None, max_rows: int | None
 ) -> Sequence[int]:
-    """Return the numbers of rows of a batch that are tried."""
+    """Return the numbers of rows to try for a batch."""
     unit = num_ranks if granularity is None else granularity
     unit = int_at_least("granularity", unit, least=1)
     if unit % num_ranks:
@@ -218,11 +217,11 @@ def _of_batch(
 def _of_micro_batch(
     num_rows: int, num_ranks: int, granularity: int | None, max_rows: int | None
 ) -> Sequence[int]:
-    """Return the numbers of rows of a micro-batch of a rank that are tried."""
+    """Return the numbers of rows to try for a rank's micro-batch."""
     of_rank = num_rows // num_ranks
     unit = int_at_least("granularity", 1 if granularity is None else granularity, least=1)
     most = of_rank if max_rows is None else int_at_least("max_rows", max_rows, least=1)
-    # Others would fill up the last micro-batch with a copy of the rows.
+    # Others would pad the last micro-batch with copies.
     found = [rows for rows in range(unit, most + 1, unit) if of_rank % rows == 0]
     if not found:
         raise ValueError(
@@ -233,7 +232,7 @@ def _of_micro_batch(
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the number of rows of a batch, which all of its arrays have."""
+    """Return the number of rows of all arrays of a batch."""
     named = jax.tree_util.tree_leaves_with_path(batch)
     shapes = {f"batch{jax.tree_util.keystr(path)}": jnp.shape(leaf) for path, leaf in named}
     rows = {shape[:1] for shape in shapes.values()}
@@ -259,7 +258,7 @@ def _made(make_step: Callable[[int], Step], rows: int) -> Step:
 def _takes_rows(make_step: Any) -> bool:
     try:
         inspect.signature(make_step).bind(1)
-    except (TypeError, ValueError):  # of an undecorated step, say, which takes a state and a batch
+    except (TypeError, ValueError):  # such as an undecorated step
         return False
     return True
 

@@ -1,7 +1,7 @@
 """Measured rates of this machine, which `jdp bench --calibrate` saves. Needs no JAX.
 
-One JSON file for each host and platform, `~/.cache/jdp/calibration/HOST_PLATFORM.json`, with the
-fields of `Calibration`. `docs/bench.md` describes them.
+A JSON file for each host and platform, `~/.cache/jdp/calibration/HOST_PLATFORM.json`, has the
+fields of `Calibration` (see `docs/bench.md`).
 """
 
 import dataclasses
@@ -58,15 +58,14 @@ def _rounded(x: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Slowness:
-    """How many times as long operations take in training steps as by themselves.
+    """Times of operations in training steps, as multiples of those by themselves.
 
     Attributes:
-      matmul: of matmuls, beside large ones.
-      elementwise: of others that read arrays in order, beside a loop over one array.
-      strided: of operations that compute while they read or write an array across its rows, beside
-        the same.
-      start: of the start of an operation, beside that of a tiny one that follows another.
-      largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
+      matmul: relative to large matmuls.
+      elementwise: of other operations that read arrays in order, relative to a loop over an array.
+      strided: of operations that read or write an array across its rows, relative to the same.
+      start: relative to that of a tiny operation that follows another.
+      largest_error: the largest |predicted / measured - 1| of the fitted steps.
     """
 
     matmul: float
@@ -78,15 +77,15 @@ class Slowness:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeRates:
-    """What each of some devices computes per second, while all of them do and others idle.
+    """Rates of each of some devices, while all of them compute and others idle.
 
     Attributes:
       num_ranks: number of these devices, all of one host.
       matmul_flops_per_s: dtype -> floating-point operations per second of large matmuls.
-      memory_bytes_per_s: bytes read and written per second, where a large array is scaled.
-      cached_bytes_per_s: the same for an array of which CACHED_BYTES are read and written.
+      memory_bytes_per_s: bytes read and written per second to scale a large array.
+      cached_bytes_per_s: the same for an array of CACHED_BYTES, read and written.
       transcendentals_per_s: hyperbolic tangents per second.
-      operation_start_s: seconds of an operation that does next to nothing.
+      operation_start_s: seconds of a tiny operation.
       slowness: of training steps.
     """
 
@@ -99,10 +98,10 @@ class ComputeRates:
     slowness: Slowness
 
     def shared(self, share: float, alone: "ComputeRates") -> "ComputeRates":
-        """Return the rates of ranks that have another share of cores and memory.
+        """Return the rates with another share of cores and memory.
 
         Args:
-          share: of what these ranks have, > 0.
+          share: relative to these ranks, > 0.
         """
         both = self.matmul_flops_per_s.keys() & alone.matmul_flops_per_s.keys()
         flops = {
@@ -121,9 +120,9 @@ class ComputeRates:
 def of_ranks(
     measured: Sequence[ComputeRates], num_ranks: int, *, share_cores: bool
 ) -> ComputeRates:
-    """Return the rates of each of some ranks of a host, while all of them compute.
+    """Return the rates of each of some ranks of a host, while all compute.
 
-    They follow from those of the next larger number of ranks that was measured, or of the largest.
+    They follow from the next larger measured number of ranks, or the largest.
 
     Args:
       num_ranks: number of ranks, >= 1.
@@ -189,16 +188,13 @@ class CollectiveLaw:
       operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
       algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
         (`jdp.collectives.ring`) or "xla".
-      num_ranks: number of ranks.
-      num_processes: number of processes that these ranks are in.
-      dtype: dtype of the arrays.
-      alpha_s: seconds of a call with no bytes, >= 0.
-      bytes_per_s: further bytes for each second; inf if the time does not grow. `bytes` is a
-        rank's whole array, as in nccl-tests: the input of an all-reduce, a reduce-scatter or an
-        all-to-all, and the result of an all-gather.
+      num_processes: number of processes of these ranks.
+      alpha_s: seconds of a call without bytes, >= 0.
+      bytes_per_s: further bytes per second; inf for a constant time. `bytes` is a rank's whole
+        array, as in nccl-tests: the result of an all-gather, otherwise the input.
       largest_error: the largest |predicted / measured - 1| over `points`.
       points: the measured (bytes, median seconds), ascending.
-      cpu_points: for the same bytes the median CPU seconds of a call, of all ranks together.
+      cpu_points: the same for the CPU seconds of a call, of all ranks together.
     """
 
     operation: str
@@ -213,7 +209,7 @@ class CollectiveLaw:
     cpu_points: tuple[tuple[int, float], ...]
 
     def on_shared_cores(self, num_cores: int) -> "CollectiveLaw":
-        """Return the law where more ranks than cores compute: one that waits leaves its core.
+        """Return the law for more ranks than cores: a waiting rank leaves its core.
 
         A call then takes its CPU time, divided by the cores.
         """
@@ -224,8 +220,8 @@ class CollectiveLaw:
         )
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the predicted seconds of one call: between measured sizes on the line between
-        them, and otherwise by the law.
+        """Return the predicted seconds of a call: interpolated between measured sizes, else by the
+        law.
 
         >>> points = ((1000, 2e-5), (3000, 4e-5))
         >>> cpu = ((1000, 1e-5), (3000, 2e-5))
@@ -244,14 +240,13 @@ class Calibration:
     """The measured rates of one machine.
 
     Attributes:
-      host: name of the host.
       platform: "cpu", "gpu" or "tpu".
       device_kind: JAX's name for the kind of device.
       num_devices: number of local devices.
       num_cores: number of CPU cores that the process may use.
-      date: when it was measured, ISO 8601 in UTC.
+      date: of the measurement, ISO 8601 in UTC.
       versions: package -> version: jdp, jax, jaxlib, python.
-      computation: rates of computation of one device by itself, and of more at once, ascending.
+      computation: rates of one device by itself, and of more at once, ascending.
       rates: laws of the collectives.
     """
 
@@ -268,7 +263,7 @@ class Calibration:
     def rate(
         self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
     ) -> CollectiveLaw | None:
-        """Return the law of a collective, or None if it was not measured."""
+        """Return the law of a collective, or None."""
         wanted = (operation, algorithm, num_ranks, num_processes)
         for rate in self.rates:
             if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:
@@ -276,7 +271,7 @@ class Calibration:
         return None
 
     def save(self, path: Path | None = None) -> Path:
-        """Write the file, in place of an earlier one, and return its path."""
+        """Write the file over an earlier one, and return its path."""
         path = path or default_path(self.platform)
         text = results.to_json({"format": FORMAT, **dataclasses.asdict(self)})
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -312,7 +307,7 @@ def require_writable(platform: str) -> None:
 
 
 def load(platform: str, path: Path | None = None) -> Calibration | None:
-    """Return what was measured on this host, or None if nothing was."""
+    """Return the calibration of this host, or None."""
     default = default_path(platform)
     path = path or default
     again = "Measure again: jdp bench --calibrate, which " + (
@@ -353,5 +348,5 @@ def _read_computation(content: Any) -> ComputeRates:
 
 
 def read_bytes_per_s(written: float | None) -> float:
-    """Return the `bytes_per_s` of a law that a file of JSON holds, where null stands for inf."""
+    """Return `bytes_per_s` of a law in JSON, where null stands for inf."""
     return math.inf if written is None else float(written)

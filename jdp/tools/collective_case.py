@@ -1,7 +1,7 @@
-"""One collective by one algorithm, as a program whose results are compared with the exact ones.
+"""One collective by one algorithm, as a program with checked results.
 
-A program makes several calls in a row, so that its start is a small part of the time of short
-calls. Each call has an input and a result of its own, and its result is checked on every rank.
+A program makes several consecutive calls, so that its start is a small part of short calls. Each
+call has its own input and result, checked on every rank.
 """
 
 import functools
@@ -43,9 +43,8 @@ class Case(NamedTuple):
     Attributes:
       operation: one of `known_values.OPERATIONS`.
       algorithm: one of `algorithms(operation)`.
-      dtype: name of the dtype.
-      size: number of elements of a rank, as nccl-tests counts: of the input, or of the result of an
-        all-gather. The number of ranks divides it unless the operation is an all-reduce.
+      size: a rank's number of elements, as in nccl-tests: of the result of an all-gather, otherwise
+        the input. The number of ranks divides it, except for an all-reduce.
     """
 
     operation: str
@@ -68,10 +67,10 @@ class Trial:
     """A program of collectives on a mesh with one axis, and its data.
 
     Args:
-      cases: the calls, in order. Results of one case are independent of those of others.
-      mesh: the mesh; every process of it must make the same trials in the same order.
-      in_place: let results take the memory of the inputs, as in a compiled step. Default: results
-        are in memory of their own, which is used again in each round.
+      cases: the calls, in order, with independent results.
+      mesh: every process of it must make the same trials in the same order.
+      in_place: let results overwrite the inputs, as in a compiled step. Default: results have their
+        own memory, reused in each round.
 
     Raises:
       ValueError: if an algorithm cannot run here.
@@ -84,7 +83,7 @@ class Trial:
         self._moduli = [known_values.modulus(mesh.size, case.dtype) for case in cases]
         self._inputs = [self._zeros(self._input_size(case), case.dtype) for case in cases]
         self._fill = self._mapped(self._filled, 2, donate=(0,))
-        # The old results are not read, but their memory is that of the new ones.
+        # New results overwrite the old ones, which are not read.
         donate = (0,) if in_place else (1,)
         platform = mesh.devices.flat[0].platform
         apart = {"cpu": _APART_ON_CPU, "gpu": _APART_ON_GPU}.get(platform, {})
@@ -92,7 +91,7 @@ class Trial:
         self._results: Any = None
 
     def prepare(self) -> None:
-        """Write the inputs of the next round, which differ from those of the last."""
+        """Write the inputs of the next round, which differ from the last."""
         self._round += 1
         self._inputs = self._fill(self._inputs, np.int32(self._round % 1000))
         if self._in_place:
@@ -104,12 +103,12 @@ class Trial:
         jax.block_until_ready((self._inputs, self._results))
 
     def __call__(self) -> None:
-        """Run the program once, and wait for it. It alone is timed."""
+        """Run the program once, and wait for it: the timed part."""
         self._results = self._run(self._inputs, self._results)
         jax.block_until_ready(self._results)
 
     def check(self) -> None:
-        """Compare every element of every result on all ranks of this process."""
+        """Compare every element of every result on this process's ranks."""
         for number, (case, found) in enumerate(zip(self.cases, self._results, strict=True)):
             call, m = self._round % 1000 * len(self.cases) + number, self._moduli[number]
             for shard in found.addressable_shards:

@@ -1,4 +1,4 @@
-"""`jdp explain --compare`: the same step with other options of its optimizer, ranked."""
+"""`jdp explain --compare`: plans with other options of the optimizer, ranked."""
 
 import dataclasses
 import itertools
@@ -25,8 +25,7 @@ class RankedPlan(NamedTuple):
     """A step with some options of its optimizer.
 
     Attributes:
-      options: those that were chosen, by name; stage 0 is `jdp.replicated`.
-      report: of that step.
+      options: the chosen options, by name; stage 0 is `jdp.replicated`.
     """
 
     options: dict[str, int]
@@ -42,7 +41,7 @@ def compare(
     on: str | Mesh | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> list[RankedPlan]:
-    """Explain a step with each combination of options, the shortest predicted time first."""
+    """Explain a step with each combination of options, by predicted time."""
     require_choices(choices)
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)
@@ -53,7 +52,7 @@ def compare(
         )
     on = meshes.mesh_of(jax.tree.leaves(state), spec.axis_name) if on is None else on
     if isinstance(on, str) or set(on.axis_names) == set(spec.axis_name):
-        # The options of a plan say where an array lies, not those that the state was made with.
+        # A plan's options, not the state's sharding, decide where an array is.
         state = jax.tree.map(_shape, state)
     plans = []
     for values in itertools.product(*choices.values()):
@@ -86,7 +85,7 @@ def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
 
 
 def table(plans: Sequence[RankedPlan]) -> str:
-    """Return a line for each plan, and below one for each given rate that none of them takes."""
+    """Return a line for each plan, then one for each unused given rate."""
     first = plans[0].report
     lines = [
         f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "
@@ -111,7 +110,7 @@ def table(plans: Sequence[RankedPlan]) -> str:
 
 
 def to_json(plans: Sequence[RankedPlan]) -> str:
-    """Return the options and the report of each plan, in their order."""
+    """Return the options and the report of each plan, in order."""
     values = [{"plan": plan.options, **json.loads(plan.report.to_json())} for plan in plans]
     return results.to_json(values)
 

@@ -20,7 +20,7 @@ from jdp.training.step import Step
 
 
 def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
-    """Return the arguments of a step as shapes that lie on a mesh as the step would place them."""
+    """Return the arguments of a step as shapes, placed on a mesh as by the step."""
     state, batch, *rest = args
     num_ranks = meshes.num_ranks(mesh, spec.axis_name)
     rows = PartitionSpec(spec.axis_name)
@@ -47,7 +47,7 @@ def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
 def with_rows(spec: StepSpec, state: Any, batch: Any, rows: int) -> tuple[Any, Any]:
     """Return a state and a batch as shapes with another number of rows.
 
-    Of the state, the arrays of `per_rank` change that have a row for each row of the batch.
+    In the state, arrays of `per_rank` with a row for each row of the batch change.
     """
     before = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)}
     held = pytrees.hold(state)
@@ -66,7 +66,7 @@ def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Return the dtype that an array has on a device: of 64 bits, it mostly has 32 there."""
+    """Return an array's dtype on a device: 32 bits mostly replace 64."""
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
@@ -105,7 +105,7 @@ def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
 def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
     """Return the rows of an array of `per_rank` on another number of ranks."""
     if num_rows != before and num_rows % num_ranks == 0:
-        return num_rows  # of rows of the batch, which stays as it is
+        return num_rows  # of rows of the batch, which stays unchanged
     return num_rows // before * num_ranks
 
 
@@ -117,16 +117,12 @@ def _ranks_of(leaves: list[Any], spec: StepSpec) -> int:
 
 
 class StepForDevices(NamedTuple):
-    """A step that was compiled for some devices.
+    """A step compiled for some devices.
 
     Attributes:
-      spec: the step.
-      where: the devices.
-      num_ranks: number of ranks.
       args: its arguments: shapes on the devices.
-      traced: what its trace says.
-      compiled: the compiled step.
-      program: the same, read from its text.
+      traced: the facts of its trace.
+      program: the compiled step, read from its text.
     """
 
     spec: StepSpec
@@ -139,13 +135,13 @@ class StepForDevices(NamedTuple):
 
 
 class TooLargeError(ValueError):
-    """Raised where XLA does not compile a step, since a device has too little memory for it."""
+    """XLA does not compile the step, because a device has too little memory."""
 
 
 def devices_of(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> tuple[TargetDevices, int]:
-    """Return the devices that a step is to be compiled for, and the number of ranks."""
+    """Return the devices of a step, and the number of ranks."""
     if not isinstance(step, Step):
         raise TypeError(
             f"got {getattr(step, '__name__', step)!r}, which is not a step. Decorate it with "
@@ -161,7 +157,7 @@ def devices_of(
 def compile_step(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> StepForDevices:
-    """Compile a step for devices that need not be here."""
+    """Compile a step for devices that may be absent."""
     where, num_ranks = devices_of(step, args, keywords, on)
     spec, args = step.bound(args, keywords)
     shapes = shapes_on(where.mesh, spec, args)
@@ -191,7 +187,7 @@ def compile_step(
 
 @contextlib.contextmanager
 def _own_names() -> Iterator[None]:
-    """Take no program from JAX's compilation cache that has other names and source lines."""
+    """Key JAX's compilation cache by names and source lines."""
     option = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, option)
     jax.config.update(option, True)

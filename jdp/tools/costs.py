@@ -1,4 +1,4 @@
-"""The floating-point operations and the bytes of one instruction of a compiled program."""
+"""Floating-point operations and bytes of an instruction of a compiled program."""
 
 import math
 import re
@@ -22,14 +22,14 @@ class _KernelWindow(NamedTuple):
     rhs_dilate: int = 1
 
     def pairs(self, num_inputs: int, num_outputs: int) -> int:
-        """Count the pairs of an output and an element of the kernel that meet an input.
+        """Count the pairs of an output and a kernel element that read an input.
 
-        The others meet padding, or a zero between the inputs of a dilated dim.
+        The others read padding, or a zero of a dilated dim.
         """
         found, length = 0, (num_inputs - 1) * self.lhs_dilate
         for k in range(self.size):
-            # Output o meets the place o * stride + shift, which has an input at each multiple of
-            # lhs_dilate from 0 to length.
+            # Output o reads position o * stride + shift; inputs are at multiples of lhs_dilate up
+            # to length.
             shift = k * self.rhs_dilate - self.before
             first = max(0, -(shift // self.stride) if shift < 0 else 0)
             last = min(num_outputs - 1, (length - shift) // self.stride)
@@ -42,17 +42,17 @@ class _KernelWindow(NamedTuple):
 
 
 def is_convolution(one: Instruction) -> bool:
-    """Whether an instruction is a convolution, or calls a library for one."""
+    """Whether an instruction is a convolution, also by a library."""
     return _LABELS.search(one.attributes()) is not None
 
 
 def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the operations of a convolution: 2 for each product of two numbers of arrays."""
+    """Return the operations of a convolution: 2 for each product."""
     labels = _LABELS.search(one.attributes())
     assert labels is not None
     lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])
     output = hlo.arrays(one.shape)[0].dims
-    # A library that computes an operand of a convolution has its labels and its window.
+    # A library call for an operand of a convolution has its labels and window.
     if "Filter" in one.target():
         rhs, output = output, rhs
     elif re.search("[Bb]ackward", one.target()):
@@ -87,11 +87,11 @@ class Kernel(NamedTuple):
     """A Pallas kernel.
 
     Attributes:
-      name: of it, as `pl.pallas_call(name=)` has it; empty without one.
+      name: by `pl.pallas_call(name=)`, or empty.
       result: dims of each of its results.
-      flops: floating-point operations of its `cost_estimate`, None without one.
-      num_bytes: bytes that it reads and writes, None without a `cost_estimate`.
-      transcendentals: exponentials and the like, 0 without a `cost_estimate`.
+      flops: floating-point operations of its `cost_estimate`, or None.
+      num_bytes: bytes read and written by its `cost_estimate`, or None.
+      transcendentals: of its `cost_estimate`, or 0.
     """
 
     name: str
@@ -113,7 +113,7 @@ def kernel_of(eqn: Any) -> Kernel:
 
 
 def find_kernel(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
-    """Return the kernel of a custom call, by its name and the shapes of its results."""
+    """Return the kernel of a custom call, by name and shapes of results."""
     name = one.op_name()
     if one.op != "custom-call" or not name.endswith("pallas_call"):
         return None
@@ -129,8 +129,7 @@ def _is_in(kernel: str, op_name: str) -> bool:
 
 
 # Collectives that XLA runs in parts on TPUs: a start, computations beside it, and a done.
-#
-# Each part is a fusion that holds the same collective. The start and the done hold a call, too.
+# Each part is a fusion with the same collective. The start and the done also contain a call.
 
 
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
@@ -152,7 +151,7 @@ class ChainPart(NamedTuple):
 
 
 def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
-    """Return which part of a collective a fusion is, None if it is not one."""
+    """Return the part of a collective that a fusion is, or None."""
     found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
     chain = next((each[1] for each in found if each), None)
     if chain is None:
@@ -162,7 +161,7 @@ def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
 
 
 def chain_computation(inside: Computation) -> Computation:
-    """Return the computation of a part, without the collective and what passes through it."""
+    """Return the computation of a part, without the collective and its operands."""
     passed = {one.name for one in inside if one.op in (*hlo.COLLECTIVES, "parameter")}
     found = Computation()
     for one in inside:
@@ -179,7 +178,7 @@ _TRANSCENDENTAL = frozenset(
     "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
     "atan2 cbrt".split()
 )
-# Calls of libraries without floating-point operations: of jdp, of Python, of random bits, of sorts.
+# Library calls without floating-point operations: of jdp, Python, random bits, sorts.
 _WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK|ConcatBitcast")
 # These read a part of their first operand, or change a part of it in place.
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
@@ -203,20 +202,20 @@ class Costs:
         self._flops: dict[str, dict[str, float]] = {}
 
     def inside(self, one: Instruction) -> Computation:
-        """Return the computation of a fusion, or another that runs as one; else an empty one."""
+        """Return the computation of a fusion or similar call; else an empty one."""
         called = [] if one.op in _CALLS_OF_ONE else one.called()
         return self._computations.get(called[0] if called else "", Computation())
 
     def part(self, one: Instruction) -> ChainPart | None:
-        """Return which part of a collective an instruction is, None if it is not one."""
+        """Return the part of a collective that an instruction is, or None."""
         return chain_part(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:
-        """Return the Pallas kernel that an instruction runs, None if it runs none."""
+        """Return the Pallas kernel that an instruction runs, or None."""
         return find_kernel(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
-        """Return the floating-point operations that `flops` does not count, in words."""
+        """Return in words the operations that `flops` does not count."""
         if kernel := self.kernel(one):
             if kernel.flops is not None:
                 return ""
@@ -229,7 +228,7 @@ class Costs:
         return f"the operations of {one.target()}, which a library computes"
 
     def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
-        """Return the floating-point operations of the matmuls in an instruction, by dtype."""
+        """Return the floating-point operations of matmuls in an instruction, by dtype."""
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
         if is_convolution(one):
@@ -251,7 +250,7 @@ class Costs:
         return self._flops[name]
 
     def transcendentals(self, one: Instruction) -> int:
-        """Return how many exponentials, logarithms and the like an instruction computes."""
+        """Return the number of exponentials, logarithms and the like in an instruction."""
         if kernel := self.kernel(one):
             return int(kernel.transcendentals)
         return sum(
@@ -261,17 +260,17 @@ class Costs:
         )
 
     def is_strided(self, one: Instruction) -> bool:
-        """Whether an instruction computes while it reads or writes an array across its rows.
+        """Whether an instruction computes across the rows of an array.
 
-        XLA's CPU backend does that element by element. A transpose by itself goes by blocks and is
-        about as fast as other copies.
+        XLA's CPU backend does that element by element, but transposes alone by blocks, as fast as
+        copies.
         """
         inner = self.inside(one) if one.op in ("fusion", "call") else Computation()
         changes = any(changes_order(each, inner.shapes) for each in inner)
         return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
-        """Count the bytes that are read and written: of an array that is sliced, the slice."""
+        """Count the bytes read and written: of a sliced array, the slice."""
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
         inner = self.inside(one) if one.op in ("fusion", "fusion-start", "call") else Computation()
@@ -300,7 +299,7 @@ def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def _bytes_read(one: Instruction, inner: Computation) -> int:
-    """Return the bytes that a fusion reads of an array that enters it: of a slice, the slice."""
+    """Return the bytes that a fusion reads of an input: of a slice, the slice."""
     whole = hlo.num_bytes(one.shape)
     read = whole if one.is_root else 0
     for user in inner.users[one.name]:
@@ -317,7 +316,7 @@ def _bytes_read(one: Instruction, inner: Computation) -> int:
 
 
 def _bytes_written(inner: Computation) -> int:
-    """Return the bytes that a fusion writes: of an array that is changed in place, the change."""
+    """Return the bytes that a fusion writes: in place, the change."""
     written, made = 0, [inner.root or inner[-1]]
     while made:
         one = made.pop()
@@ -339,7 +338,7 @@ def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
-    """Whether the elements of the result of a copy or transpose lie in another order.
+    """Whether a copy or transpose changes the order of elements in memory.
 
     >>> text = "f32[2,3]{1,0} f32[3,2]{0,1} f32[3,2]{1,0}".split()
     >>> turned = [Instruction("t", x, "transpose", "%x), dimensions={1,0}") for x in text[1:]]
@@ -356,7 +355,7 @@ def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
         found = re.search(r"\bdimensions=\{([\d,]*)\}", one.rest)
         dims = [int(dim) for dim in found[1].split(",")] if found and found[1] else dims
     before, after = given[0].order(), [dims[i] for i in made[0].order()]
-    # Dims of size 1 may stand anywhere.
+    # Dims of size 1 may have any place.
     sizes = given[0].dims
     return [i for i in before if sizes[i] > 1] != [i for i in after if sizes[i] > 1]
 
@@ -368,7 +367,7 @@ def _dtype(one: Instruction, shapes: dict[str, str]) -> str:
 
 
 def _library_flops(one: Instruction, shapes: dict[str, str]) -> float:
-    """Return the operations of a matmul that a library computes, such as cuBLAS."""
+    """Return the operations of a library's matmul, such as cuBLAS."""
     lhs, rhs = (hlo.arrays(shapes[x])[0] for x in one.operands()[:2])
     result = hlo.arrays(one.shape)[0].num_elements()
     if found := _CONTRACTED.search(one.rest):

@@ -17,7 +17,7 @@ from jdp.tools.report import Bucket, StepReport
 from jdp.tools.transfers import SentArrays
 from jdp.training.step import Step
 
-# A user who gives one of these wants no measured time of a collective.
+# With one of these rates, collectives have no measured times.
 _OF_LINKS = {"link_bytes_per_s", "reduction_start_s", "kernel_reduction_start_s"}
 
 
@@ -31,28 +31,28 @@ def explain(
 ) -> StepReport:
     """Compile a step, and return its memory, collectives, predicted time and what to change.
 
-    Nothing is run, donated or put onto a device. The devices need not be here: GPUs need the extra
-    `jdp[explain-gpu]`, TPUs `jdp[explain-tpu]`, neither needs hardware.
+    Nothing runs, is donated or put onto a device. The devices may be absent: GPUs need the extra
+    `jdp[explain-gpu]`, TPUs `jdp[explain-tpu]`, and no hardware.
 
     Args:
       step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
-      *args: what a call of the step takes: its state, as arrays, or as shapes such as
-        `jax.eval_shape(make_state)` returns; a global batch, as arrays or `jax.ShapeDtypeStruct`s,
-        whose rows the number of ranks divides; and further arguments.
+      *args: arguments of the step: its state, as arrays or shapes, such as from
+        `jax.eval_shape(make_state)`; a global batch, as arrays or `jax.ShapeDtypeStruct`s, whose
+        rows the number of ranks divides; and others.
       on: the devices: `"8xH200"`, `"16xH100"` (two hosts of 8), `"v5e:2x4"`, `"cpu:4"`, or a mesh.
         Default: the mesh of the state.
-      rates: rates that the predicted time assumes, such as `{"matmul_flops": 600e12}`; the report
-        names all of them, with their units. Default: those of the report.
-      **keywords: arguments of that call by keyword. One of the name `on` or `rates` goes by
-        position, or into a `functools.partial`.
+      rates: rates for the predicted time, such as `{"matmul_flops": 600e12}`; the report names all,
+        with units. Default: those of the report.
+      **keywords: keyword arguments of the step. Pass those named `on` or `rates` by position, or in
+        a `functools.partial`.
 
     Returns:
-      A report: print it, read its attributes, or take `report.to_json()`. Its memory is what XLA
+      A report: print it, read its attributes, or call `report.to_json()`. Its memory is what XLA
       allocates; its times are predicted.
 
     Raises:
       ValueError: if there is no such target or rate, the rows cannot be split, or the step is
-        refused, as it would be when it runs.
+        refused, as in a run.
       MissingPluginError: if this environment cannot compile for the target; says what to install.
       TypeError: if `step` is not decorated, `on` is neither a text nor a mesh, or a rate is not a
         number.
@@ -81,7 +81,7 @@ def explain_call(
     on: str | Mesh | None,
     rates: Mapping[str, float] | None,
 ) -> StepReport:
-    """Return what `explain` does, for a step whose keywords may have any names."""
+    """Explain a step whose keywords may have any names."""
     given = given_rates(rates)  # before minutes of compiling
     found = compile_step(step, args, keywords, on)
     where, program, num_ranks = found.where, found.program, found.num_ranks
@@ -146,7 +146,7 @@ def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
 
 
 def leaf_name(leaf: SentLeaf, kind: str) -> str:
-    """Return what a report calls an array that a collective of some kind takes."""
+    """Return a report's name of an array in a collective."""
     if not leaf.path:
         return "a scalar" if leaf.num_elements == 1 else f"{leaf.dtype}[{leaf.num_elements}]"
     if kind not in ("all-reduce", "reduce-scatter") and leaf.path.startswith("grads"):

@@ -1,4 +1,4 @@
-"""`jdp explain`: its arguments, and what it prints."""
+"""`jdp explain`: its arguments, and its output."""
 
 import argparse
 import functools
@@ -186,7 +186,7 @@ def _twice(given: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def _is_of_jdp(error: BaseException) -> bool:
-    """Whether a line of jdp raised an error, whose text then says what to change."""
+    """Whether jdp raised an error, whose text then says what to change."""
     from jdp.analysis import diagnostics
 
     frames = traceback.extract_tb(error.__traceback__)

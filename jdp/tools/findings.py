@@ -1,4 +1,4 @@
-"""What costs a compiled step memory or time, and what to write instead."""
+"""Findings: what costs a compiled step memory or time, and what to write instead."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,17 +18,16 @@ from jdp.tools.planned import SentLeaf, in_parameters
 from jdp.tools.report import Bucket, Finding, of_bytes, of_s
 from jdp.tools.transfers import SentArrays
 
-# What is smaller is not worth a change.
+# Smaller savings are not worth a change.
 MIN_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the findings look at.
+    """The facts behind the findings.
 
     Attributes:
-      step: the compiled step.
-      transfers: its collectives.
+      transfers: the step's collectives.
       buckets: the same, described.
       matches: their leaves by name.
       memory: of one rank.
@@ -42,7 +41,7 @@ class Facts:
 
 
 def train_states(facts: Facts) -> list[Any]:
-    """Return the nodes of the state that have an optimizer and its state."""
+    """Return the nodes of the state with an optimizer and its state."""
     nodes = jax.tree.leaves(facts.step.args[0], is_leaf=_has_optimizer)
     return [node for node in nodes if _has_optimizer(node)]
 
@@ -56,9 +55,9 @@ def parameters(facts: Facts) -> list[tuple[str, Any]]:
 
 
 def parameters_of(facts: Facts, paths: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the parameters that gradients are of, by the path of the gradient.
+    """Return the parameters of gradients, by the path of the gradient.
 
-    `.params['a']['w']` is of `grads['a']['w']`, not of `grads['w']`.
+    `.params['a']['w']` belongs to `grads['a']['w']`, not to `grads['w']`.
     """
     own = {path: in_parameters(path) for path in paths if path.startswith("grads")}
     found: dict[str, list[Any]] = {path: [] for path in own}
@@ -87,8 +86,8 @@ class _SummedLeaf(NamedTuple):
     Attributes:
       kind: of the collective.
       leaf: of one rank.
-      line: the author's line that it comes from, empty if there is none.
-      bucket: number of the collective, if the leaf has no name; else -1.
+      line: the author's line, or empty.
+      bucket: number of the collective for a leaf without a name; else -1.
     """
 
     kind: str
@@ -119,9 +118,9 @@ def reduction_in_loop(facts: Facts) -> list[Finding]:
 
 
 def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
-    """Yield each gradient that a loop of the traced step sums, and how often a collective runs.
+    """Yield each gradient that a loop of the traced step sums, and the runs of its collective.
 
-    XLA has no loop of two micro-batches any more, but a collective for each.
+    XLA unrolls a loop of two micro-batches to a collective for each.
     """
     traced = facts.step.traced.collectives
     looped = {leaf.path for each in traced if each.num_loops for leaf in each.leaves}
@@ -134,7 +133,7 @@ def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
 
 
 def _is_summed(leaf: SentLeaf) -> bool:
-    """Whether a leaf of a sum is a gradient or has no name; XLA also gathers by sums."""
+    """Whether a summed leaf is a gradient or unnamed; XLA also gathers by sums."""
     return not leaf.path or leaf.path.startswith("grads")
 
 
@@ -142,7 +141,7 @@ def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int
     """Return how often one backward pass sums a gradient: once, or for each layer of a loop."""
     if whole:
         return max(1, round(sum(x.size for x in whole) / leaf.num_elements))
-    # Statistics of a BatchNorm are as large as its scale, and divide the matrix before it.
+    # BatchNorm statistics are as large as its scale, and divide the matrix before it.
     layers = (divmod(x.size, leaf.num_elements) for _, x in parameters(facts))
     return max((num for num, rest in layers if not rest), default=0)
 
@@ -183,7 +182,7 @@ def _advice_of_loop(facts: Facts) -> str:
 
 
 def tail_after_loop(facts: Facts) -> list[Finding]:
-    """Find gradients that are reduced after a loop over layers, where nothing hides them."""
+    """Find gradients that are reduced, exposed, after a loop over layers."""
     program = facts.step.program
     entry = program.computations[program.entry]
     loops = [i for i, one in enumerate(entry) if one.op == "while"]
@@ -209,7 +208,7 @@ def tail_after_loop(facts: Facts) -> list[Finding]:
     # A small sum behind a large one waits for it.
     seconds = sum(bucket.exposed_s for bucket, _ in late)
     is_in_loop = any(bucket.runs > 1 and bucket.kind in _SUMS for bucket in facts.buckets)
-    # On CPUs nothing is hidden; of layers that are reduced in their loop, all but the last are.
+    # CPUs hide nothing; a loop that reduces its layers hides all but the last.
     if not tail or seconds < _MIN_S or is_in_loop or facts.step.where.platform == "cpu":
         return []
     late = "(..., late=True)" if facts.step.where.platform == "tpu" else ""
@@ -225,7 +224,7 @@ def tail_after_loop(facts: Facts) -> list[Finding]:
 
 
 def _is_stacked(leaf: SentLeaf, scanned: Collection[str]) -> bool:
-    """Whether a gradient is, or without a name may be, of layers that a loop takes one by one."""
+    """Whether a gradient is, or unnamed may be, of layers in a loop."""
     own = leaf.path.removeprefix("grads")
     return leaf.num_elements > 1 and any(
         ".params" in name and name.endswith(own) for name in scanned
@@ -233,7 +232,7 @@ def _is_stacked(leaf: SentLeaf, scanned: Collection[str]) -> bool:
 
 
 def wide_wire(facts: Facts) -> list[Finding]:
-    """Find gradients of parameters of 16 bits that are sent in 32."""
+    """Find gradients of 16-bit parameters that are sent in 32 bits."""
     sent = [
         leaf
         for each in facts.step.traced.collectives
@@ -265,7 +264,7 @@ def _is_narrow(leaf: Any) -> bool:
 
 
 def replicated_optimizer(facts: Facts) -> list[Finding]:
-    """Find the state of an optimizer that every rank keeps whole."""
+    """Find optimizer state that every rank keeps whole."""
     saved = 0
     for node in train_states(facts):
         if sharding_of(node.tx) is not None:
@@ -289,7 +288,7 @@ def replicated_optimizer(facts: Facts) -> list[Finding]:
 
 
 def padding(facts: Facts) -> list[Finding]:
-    """Find arguments whose tiles are filled up."""
+    """Find arguments with padded tiles."""
     arrays = [*facts.step.program.parameters.items()]
     padded = sum(array.padded_bytes() for _, array in arrays)
     plain = sum(array.num_bytes() for _, array in arrays)
@@ -388,7 +387,7 @@ def _merged(facts: Facts) -> list[Finding]:
 
 
 def _whole_sums(facts: Facts) -> list[Finding]:
-    """Find gradients that XLA sums whole although the step asks for shards of the sum."""
+    """Find gradients that XLA sums whole although the step asks for shards."""
     kinds: dict[str, set[str]] = {}
     for each in facts.step.traced.collectives:
         for leaf in each.leaves:

@@ -14,18 +14,12 @@ from typing import Any, NamedTuple, TextIO
 
 from jdp.training.step import Step
 
-# Threads and processes that end with the process, such as those of an executor, have this long.
+# Time for threads and processes that end with the process, such as those of an executor.
 _EXIT_S = 2.0
 
 
 class FirstCall(NamedTuple):
-    """A call of a step that was not made.
-
-    Attributes:
-      step: the step.
-      args: its arguments.
-      keywords: those by keyword.
-    """
+    """A call of a step that was not made."""
 
     step: Step
     args: tuple
@@ -33,17 +27,17 @@ class FirstCall(NamedTuple):
 
 
 class NeverCalledError(ValueError):
-    """Raised if a script ends and has not called the step."""
+    """The script ended without calling the step."""
 
 
 class _FoundError(BaseException):
-    """Ends the script. No `except Exception` of the script catches it."""
+    """Ends the script; an `except Exception` does not catch it."""
 
 
 def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
-    """Run a script as `python script` does, and end it where it calls a step for the first time.
+    """Run a script as `python script` does, up to the first call of the step.
 
-    Other steps run as always.
+    Other steps run normally.
     """
     given = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
@@ -75,7 +69,7 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
 
 
 def _wait_for_threads(before: set[threading.Thread], name: str, found: list[FirstCall]) -> None:
-    """Wait until the step is called, or the threads of the script have ended, as Python does."""
+    """Wait until the step is called or the script's threads have ended, as Python does."""
     # Threads of executors wait for work; Python lets them end.
     pools = getattr(concurrent.futures.thread, "_threads_queues", {})
     said = False
@@ -92,9 +86,9 @@ def _wait_for_threads(before: set[threading.Thread], name: str, found: list[Firs
 
 
 def take_stdout() -> TextIO:
-    """Return stdout for the report, and send all other output to stderr from now on.
+    """Return stdout for the report; send all other output to stderr from now on.
 
-    That is the output of the script, its child processes and its libraries, also at the exit.
+    That includes child processes and libraries, also at the exit.
     """
     encoding, errors = (getattr(sys.stdout, name, None) for name in ("encoding", "errors"))
     try:
@@ -109,10 +103,9 @@ def take_stdout() -> TextIO:
 
 
 def end_soon(code: int) -> None:
-    """End this process in a while if threads or processes of the script keep it from its exit.
+    """End this process after `_EXIT_S` if the script's threads or processes keep it alive.
 
-    The script, which was cut off, would have stopped them later. Where there are none, nothing is
-    done.
+    The interrupted script would have stopped them later.
     """
 
     def end() -> None:

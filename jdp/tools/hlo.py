@@ -1,4 +1,4 @@
-"""A compiled program, read from its text: computations, instructions, shapes, and source lines."""
+"""A compiled program, read from its text: computations, instructions, shapes, source lines."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
         return [name.strip().lstrip("%") for names in found for name in names.split(",")]
 
     def computation(self, attribute: str) -> str:
-        """Return the name of the computation of an attribute, such as the `body` of a loop."""
+        """Return the computation of an attribute, such as the `body` of a loop."""
         return re.findall(rf"\b{attribute}=%?([\w.\-]+)", self.rest)[0]
 
     def number(self) -> int:
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
         return int(self.rest.split(")")[0])
 
     def element(self) -> int:
-        """Return the number of the element that a get-tuple-element takes."""
+        """Return the element number of a get-tuple-element."""
         return int(re.findall(r"\bindex=(\d+)", self.rest)[0])
 
     def attributes(self) -> str:
@@ -51,22 +51,22 @@ class Instruction(NamedTuple):
         return self.rest.partition(")")[2].partition(", metadata={")[0]
 
     def op_name(self) -> str:
-        """Return the name that JAX gave it, such as `jit(step)/transpose(jvp())/dot_general`."""
+        """Return JAX's name, such as `jit(step)/transpose(jvp())/dot_general`."""
         found = _NAME.search(self.rest)
         return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
 
     def target(self) -> str:
-        """Return the target of a custom call, empty for other operations."""
+        """Return the target of a custom call, otherwise empty."""
         found = _TARGET.search(self.rest)
         return found[1] if found else ""
 
 
 class Computation(list[Instruction]):
-    """Instructions in the order in which they run."""
+    """Instructions in execution order."""
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Its instructions by their names."""
+        """Its instructions by name."""
         return {one.name: one for one in self}
 
     @functools.cached_property
@@ -76,12 +76,12 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Its parameters by their numbers."""
+        """Its parameters by number."""
         return {one.number(): one for one in self if one.op == "parameter"}
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that take each result, by its name."""
+        """The users of each result, by its name."""
         users: dict[str, list[Instruction]] = defaultdict(list)
         for one in self:
             for name in dict.fromkeys(one.operands()):
@@ -90,12 +90,12 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def root(self) -> Instruction | None:
-        """The instruction that makes the result; None if the computation is empty."""
+        """The instruction of the result; None if empty."""
         return next((one for one in self if one.is_root), self[-1] if self else None)
 
 
 def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str, Instruction]]]:
-    """Return the operations that call each computation, and the computations that these are in."""
+    """Return the calls of each computation, with their computations."""
     callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
     for name, own in computations.items():
         for one in own:
@@ -124,20 +124,20 @@ class Array(NamedTuple):
     layout: str
 
     def num_elements(self) -> int:
-        """Return the number of its elements."""
+        """Return the number of elements."""
         return math.prod(self.dims)
 
     def num_bytes(self) -> int:
-        """Return its bytes without the padding of tiles."""
+        """Return the bytes without the padding of tiles."""
         return self.num_elements() * _bits(self.dtype) // 8
 
     def order(self) -> list[int]:
-        """Return its dims in the order in which elements lie in memory, the minor dim first."""
+        """Return the dims in memory order, minor first."""
         order = [int(i) for i in self.layout.split(":")[0].split(",") if i]
         return order or list(range(len(self.dims)))[::-1]
 
     def padded_bytes(self) -> int:
-        """Return the bytes that it takes, with the padding of its tiles."""
+        """Return the bytes with the padding of tiles."""
         tile = re.search(r"T\(([\d,]+)\)", self.layout)
         if tile is None:
             return self.num_bytes()
@@ -153,9 +153,8 @@ class HloProgram:
     """A compiled program.
 
     Attributes:
-      computations: by name.
       entry: name of the computation that runs first.
-      parameters: for each argument its name, such as `args[0].params['w']`, and its type.
+      parameters: name of each argument, such as `args[0].params['w']` -> its type.
     """
 
     def __init__(self, text: str):
@@ -166,7 +165,7 @@ class HloProgram:
         self._callers = callers_of(self.computations)
 
     def num_loops(self, computation: str) -> int:
-        """Return how many loops are around the operations of a computation, given its name."""
+        """Return the number of loops around a computation."""
         found = 0
         while callers := self._callers.get(computation):
             computation, one = callers[-1]
@@ -174,12 +173,12 @@ class HloProgram:
         return found
 
     def where(self, one: Instruction) -> tuple[str, ...]:
-        """Return the files that an instruction comes from, innermost first, and their lines."""
+        """Return an instruction's files and lines, innermost first."""
         found = _FRAME.search(one.rest)
         return self._frames.chain(int(found[1])) if found else ()
 
     def author_line(self, one: Instruction) -> str:
-        """Return the author's line that an instruction comes from, such as "train.py:41"."""
+        """Return the author's line of an instruction, such as "train.py:41"."""
         return diagnostics.innermost_line(
             (name, int(line)) for name, _, line in (x.rpartition(":") for x in self.where(one))
         )
@@ -239,7 +238,7 @@ def _parameters(entry: Computation) -> dict[str, Array]:
 
 
 def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
-    """Return the floating-point operations of a matmul; 2 for a multiplication and addition."""
+    """Return the operations of a matmul; 2 for a multiplication and addition."""
     lhs = arrays(shapes[one.operands()[0]])[0].dims
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
     inner = [lhs[int(i)] for i in contracted[1].split(",") if i] if contracted else []

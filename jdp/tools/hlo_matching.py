@@ -1,8 +1,7 @@
-"""Which leaves a collective of a compiled program takes: planned collectives found again in it.
+"""Match collectives of a compiled program with planned ones, to name their leaves.
 
-A native call has a number. XLA merges its own collectives, packs their arrays into one, and forgets
-whose they are, so each of those arrays is found by its size, and among equal sizes by the parameter
-that it is a part of, or that its result updates.
+A native call has a number. XLA merges and packs its collectives, and drops names, so arrays are
+matched by size, and among equal sizes by the parameter that they come from or update.
 """
 
 import re
@@ -21,7 +20,7 @@ _SAME = ("bitcast", "copy", "reshape")
 def gathered_shard(
     program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int
 ) -> int | None:
-    """Return the elements of a rank's part of an array that a sum gathers; None if it adds up."""
+    """Return the elements of a shard that a sum gathers, or None if it adds."""
     operands = transfer.instruction.operands()
     if transfer.kind != "all-reduce" or not transfer.groups or len(pieces) != len(operands):
         return None
@@ -40,12 +39,12 @@ def gathered_shard(
 
 
 _SLICE = re.compile(r"slice=\{\[(\d+):")
-# A tuple says nothing of its elements. By comparisons jdp orders operations that share no values.
+# A tuple is independent of its elements. jdp's comparisons order operations without shared values.
 _APART = ("tuple", "compare")
-# TPUs bring parameters into their vector memory by a start and a done, large ones in slices.
+# TPUs copy parameters to vector memory by a start and a done, large ones in slices.
 _COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "slice-start", "slice-done")
 _JOINED_COPY = "ConcatBitcast"
-# Up to this many operations lie between an array and its parameter.
+# The most operations between an array and its parameter.
 _MAX_DISTANCE = 12
 
 
@@ -54,7 +53,7 @@ class ParameterFlow:
 
     def __init__(self, program: HloProgram):
         self._computations = program.computations
-        # Of the body of each loop, the computation that runs it, and the loop.
+        # The body of each loop -> its calling computation, and the loop.
         self._loops = {
             one.computation("body"): (name, one)
             for name, body in program.computations.items()
@@ -63,11 +62,11 @@ class ParameterFlow:
         }
 
     def gathered(self, transfer: SentArrays, i: int, shard: int) -> list[str]:
-        """Return the names of the parameters that are gathered as the i-th array of a sum."""
+        """Return the parameters that are gathered as the i-th array of a sum."""
         return self._sources(transfer.computation, [transfer.instruction.operands()[i]], {shard})
 
     def names_of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
-        """Return the names of the parameters of the i-th array of a collective."""
+        """Return the parameters of the i-th array of a collective."""
         where = transfer.computation
         users = self._computations[where].users
         one, sizes = transfer.instruction, _sizes(transfer, pieces[i])
@@ -85,7 +84,7 @@ class ParameterFlow:
         return self._updated(where, [one.name], sizes, begin)
 
     def _sources(self, where: str, level: list[str], sizes: Collection[int]) -> list[str]:
-        """Return the nearest parameters that arrays of a computation are made of."""
+        """Return the nearest parameters from which arrays of a computation are made."""
         computation = self._computations[where]
         seen, entering = set[str](), list[str]()
         for _ in range(_MAX_DISTANCE):
@@ -109,7 +108,7 @@ class ParameterFlow:
         return [given.operands()[one.element()]]
 
     def _carried_out(self, where: str, user: Instruction, name: str) -> list[str]:
-        """Return the results of a loop that its body makes of an array, by their names outside."""
+        """Return the results of a loop that its body makes of an array, by outside names."""
         if user.op != "tuple" or not user.is_root or where not in self._loops:
             return []
         outside, loop = self._loops[where]
@@ -160,9 +159,9 @@ class ParameterFlow:
         begin: int | None,
         least: int,
     ) -> tuple[list[str], list[str]]:
-        """Return the operands of an operation that meet an array in it, and their results.
+        """Return the operands that an operation combines with an array, and the results.
 
-        A value of fewer than `least` elements, such as the norm of all gradients, is not followed.
+        Values of fewer than `least` elements, such as the norm of all gradients, end the search.
         """
         if user.op in _APART or user.op.removesuffix("-start") in hlo.COLLECTIVES:
             return [], []
@@ -188,13 +187,13 @@ class ParameterFlow:
         return beside, _elements(computation.users[user.name], numbers)
 
     def _inside(self, one: Instruction | None) -> Computation:
-        """Return the computation of a fusion; of anything else an empty one."""
+        """Return the computation of a fusion, otherwise an empty one."""
         called = one.called() if one is not None and one.op == "fusion" else []
         return self._computations.get(called[0] if called else "", Computation())
 
 
 def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
-    """Return the numbers of elements that the parameter of an array may have: a shard, or all."""
+    """Return the possible sizes of an array's parameter: a shard, or all."""
     size = piece.num_elements()
     num_parts = len(transfer.groups[0]) if transfer.groups else 1
     if transfer.kind == "all-gather":
@@ -203,7 +202,7 @@ def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
 
 
 def _elements(users: Sequence[Instruction], numbers: Collection[int]) -> list[str]:
-    """Return the names of some elements of a tuple, given what takes it."""
+    """Return the names of some elements of a tuple, from its users."""
     found = [x for x in users if x.op == "get-tuple-element"]
     return [x.name for x in found if x.element() in numbers]
 
@@ -218,13 +217,13 @@ def _begins_at(one: Instruction, begin: int) -> bool:
 
 
 def _entries(fusion: Instruction, inner: Computation, name: str) -> set[str]:
-    """Return the names that an operand of a fusion has inside of it."""
+    """Return the names of a fusion's operand inside of it."""
     operands = fusion.operands()
     return {x.name for i, x in inner.parameters.items() if operands[i] == name}
 
 
 def _entering(fusion: Instruction, inner: Computation, names: Sequence[str]) -> list[str]:
-    """Return the operands of a fusion that some values inside of it are made of."""
+    """Return the operands of a fusion from which some inner values are made."""
     reached, left = set[str](), list(names)
     while left:
         one = inner.by_name.get(left.pop())
@@ -240,7 +239,7 @@ def _named(computation: Computation, names: Sequence[str], sizes: Collection[int
 
 
 def _name_of(computation: Computation, name: str, sizes: Collection[int]) -> str:
-    """Return the name of a parameter of the model of one of some sizes; empty for others."""
+    """Return the name of a model parameter of one of some sizes, otherwise empty."""
     one = computation.by_name.get(name)
     while one is not None and (one.op in _COPIES or one.target() == _JOINED_COPY):
         one = computation.by_name.get(next(iter(one.operands()), ""))
@@ -251,13 +250,13 @@ def _name_of(computation: Computation, name: str, sizes: Collection[int]) -> str
 
 
 class Match(NamedTuple):
-    """What is known of a collective of the compiled program.
+    """The match of a collective of the compiled program.
 
     Attributes:
-      leaves: the arrays that it takes, a leaf without path for one that is not known.
-      num_planned: of how many planned collectives of arrays it was merged; 0 if none is known.
-      line: of the author's.
-      is_of_author: whether the author's code called it, or XLA made it for a line of it, not jdp.
+      leaves: its arrays; unknown ones have no path.
+      num_planned: number of merged planned collectives of arrays; 0 if unknown.
+      line: the author's line.
+      is_of_author: whether the author's code called it, or XLA made it for the author's line.
     """
 
     leaves: list[SentLeaf]
@@ -269,7 +268,7 @@ class Match(NamedTuple):
 def match(
     program: HloProgram, transfers: Sequence[SentArrays], plan: Sequence[Planned]
 ) -> list[Match]:
-    """Return for each collective of a program what is known of it."""
+    """Return the match of each collective of a program."""
     by_number = {each.number: each for each in plan if each.number is not None}
     left = _Unmatched([each for each in plan if each.number is None])
     parameters = ParameterFlow(program)
@@ -286,7 +285,7 @@ def match(
 
 
 def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]:
-    """Return the leaves that are left in a call; what nobody reads is not in it any more."""
+    """Return the leaves left in a call, without unread ones."""
     kept, after = [], 0
     for array in arrays:
         key = array.dtype, array.num_elements()
@@ -296,14 +295,14 @@ def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]
     return kept
 
 
-# XLA for TPUs makes all-reduces of some collectives that scatter, and slices the sums.
+# XLA for TPUs compiles some reduce-scatters as all-reduces, and slices the sums.
 _PLANNED_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
 # The number of a planned collective, one of its leaves, and the collective.
 _Leaf = tuple[int, SentLeaf, Planned]
 
 
 class _Unmatched:
-    """Leaves of planned collectives that were not found in the program yet."""
+    """Leaves of planned collectives that are not yet matched."""
 
     def __init__(self, plan: Sequence[Planned]):
         self._left: dict[tuple, list[_Leaf]] = defaultdict(list)
@@ -321,14 +320,14 @@ class _Unmatched:
         num_loops: int,
         is_forward: bool,
     ) -> _Leaf | None:
-        """Take the leaf of some size that is of a parameter, else the first one of that size.
+        """Take the leaf of some size that belongs to a parameter, else the first of that size.
 
-        Leaves that the same line sends come first: statistics of a BatchNorm meet parameters that
-        are as large as they are. XLA makes several collectives of one in a loop that it unrolls:
-        these take the leaf again. It unrolls loops, and makes none.
+        Leaves sent by the same line come first, because BatchNorm statistics meet parameters of
+        their size. XLA unrolls loops, and never creates them: collectives of an unrolled loop share
+        a leaf.
 
         Args:
-          own: leaves that the collective has taken already.
+          own: leaves already taken by the collective.
         """
         left = _in_loops([leaf for key in keys for leaf in self._left[key]], num_loops)
         taken = _in_loops([leaf for key in keys for leaf in self._taken[key]], num_loops)
@@ -351,7 +350,7 @@ class _Unmatched:
 
 
 def _in_loops(leaves: Sequence[_Leaf], num_loops: int) -> list[_Leaf]:
-    """Return the leaves that are in at least so many loops, those in the fewest first."""
+    """Return the leaves in at least so many loops, the fewest first."""
     found = [leaf for leaf in leaves if leaf[2].num_loops >= num_loops]
     return sorted(found, key=lambda leaf: leaf[2].num_loops)
 
@@ -362,9 +361,9 @@ def _on(line: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
 
 
 def _of_names(leaves: Sequence[_Leaf], names: Sequence[str]) -> list[_Leaf]:
-    """Return the leaves that are of the parameters of some names, the longest paths first.
+    """Return the leaves of the named parameters, longest paths first.
 
-    `.params['head']['w']` ends like the path of `grads['w']` too.
+    `.params['head']['w']` also ends like the path of `grads['w']`.
     """
     plain = [(leaf, _plain(leaf[1].path)) for leaf in leaves]
     found = [it for it in plain if it[1] and any(name.endswith(it[1]) for name in names)]
@@ -407,7 +406,7 @@ def _matched(
 
 
 def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int) -> bool:
-    """Whether an array of a collective is made in the forward pass, by its name in JAX."""
+    """Whether an array of a collective comes from the forward pass, by its JAX name."""
     operands = transfer.instruction.operands()
     one = program.computations[transfer.computation].by_name.get(
         operands[min(i, len(operands) - 1)]
@@ -419,7 +418,7 @@ def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Arra
 def _unpacked(
     computation: Computation, name: str, array: Array
 ) -> tuple[Instruction | None, Array]:
-    """Return what makes an array, and its type; XLA for TPUs sends two of float16 as one u32."""
+    """Return the maker of an array, and its type; XLA for TPUs sends two float16 as one u32."""
     one = made = computation.by_name.get(name)
     while made is not None and (made.op == "bitcast" or made.target() == "ZeroCrop"):
         made = computation.by_name.get(made.operands()[0])
@@ -429,7 +428,7 @@ def _unpacked(
 
 
 def _pieces(program: HloProgram, transfer: SentArrays) -> list[Array]:
-    """Return the arrays of a collective of XLA's, also where it has packed them into one."""
+    """Return the arrays of an XLA collective, also packed ones."""
     around = program.computations[transfer.computation]
     pieces = []
     for name, array in zip(transfer.instruction.operands(), transfer.arrays, strict=False):

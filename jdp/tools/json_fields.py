@@ -1,4 +1,4 @@
-"""Checks of the fields of a JSON file, which may be damaged or edited by hand. Needs no JAX."""
+"""Checks of fields of a JSON file, which may be damaged or edited by hand. Needs no JAX."""
 
 import re
 import reprlib
@@ -12,8 +12,8 @@ class Field(NamedTuple):
     """A field of an object.
 
     Attributes:
-      what: the values that it may have, in words.
-      holds: whether it may have a value.
+      what: the allowed values, in words.
+      holds: whether a value is allowed.
       is_required: whether the object must have it.
     """
 
@@ -23,24 +23,24 @@ class Field(NamedTuple):
 
 
 def number_in(least: float, most: float) -> Field:
-    """Return a field that holds a finite number: neither NaN nor a bool."""
+    """Return a field of a finite number: neither NaN nor a bool."""
     what = f"a number from {least:g} to {most:g}"
     return Field(what, lambda it: type(it) in (int, float) and least <= it <= most)
 
 
 def one_of(values: Collection[str]) -> Field:
-    """Return a field that holds one of some texts."""
+    """Return a field of one of some texts."""
     return Field(f"one of {', '.join(values)}", lambda it: isinstance(it, str) and it in values)
 
 
 def list_of(field: Field) -> Field:
-    """Return a field for lists of values that another field may have."""
+    """Return a field of lists of another field's values."""
     what = f"a list, each of it {field.what}"
     return Field(what, lambda it: isinstance(it, list) and all(map(field.holds, it)))
 
 
 def dict_of(field: Field) -> Field:
-    """Return a field for objects with any names, and values that another field may have."""
+    """Return a field of objects with any names, and another field's values."""
     what = f"an object, each value of it {field.what}"
     return Field(what, lambda it: isinstance(it, dict) and all(map(field.holds, it.values())))
 
@@ -67,7 +67,7 @@ LIST = Field("a list", lambda it: isinstance(it, list))
 
 
 def checked(found: Any, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the fields of an object that a file of JSON holds, without all others.
+    """Return the known fields of a JSON object.
 
     >>> fields = {"process": COUNT, "host": optional(TEXT)}
     >>> checked({"process": 1, "more": [[]]}, fields)

@@ -1,7 +1,7 @@
-"""Inputs of collectives whose results are known exactly, and these results. Needs NumPy alone.
+"""Inputs of collectives with exactly known results. Needs NumPy alone.
 
-Element i of rank r is (i + 2 r + 5 c) mod m, where c counts the calls and m is a prime. All sums
-are whole numbers that the dtype holds exactly, in any order of additions.
+Element i of rank r is (i + 2 r + 5 c) mod m, where c counts the calls and m is a prime. The dtype
+holds all sums exactly, in any order of additions.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ _LARGEST = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**
 
 
 def modulus(num_ranks: int, dtype: str) -> int:
-    """Return the number m of distinct input values: sums over the ranks are below m num_ranks.
+    """Return the number m of distinct input values: sums over ranks are below m num_ranks.
 
     >>> modulus(8, "float32"), modulus(8, "bfloat16"), modulus(60, "int8")
     (251, 31, 3)
@@ -82,7 +82,7 @@ def values(rank: int, call: int, start: int, size: int, m: int) -> np.ndarray:
 
 
 def input_size(operation: str, num_ranks: int, size: int) -> int:
-    """Return the number of elements of a rank's input; `size` counts as nccl-tests does."""
+    """Return the number of elements of a rank's input; `size` counts as in nccl-tests."""
     return size // num_ranks if operation == "all-gather" else size
 
 

@@ -1,4 +1,4 @@
-"""The memory that a compiled step takes on one rank, by what it is for."""
+"""The memory of a compiled step on one rank, by purpose."""
 
 import re
 from collections import defaultdict
@@ -15,7 +15,7 @@ _BY_NAME = (("opt_state", "optimizer_state"), ("params", "parameters"))
 
 
 def state_parts(state: Any) -> dict[str, str]:
-    """Return the part that a leaf of a state belongs to, for leaves whose types say it.
+    """Return the part of each leaf of a state whose type shows it.
 
     >>> import optax
     >>> params = {"w": jax.numpy.zeros(2)}
@@ -31,7 +31,7 @@ def state_parts(state: Any) -> dict[str, str]:
 
 
 def category(name: str, parts: Mapping[str, str]) -> str:
-    """Return what an argument is for.
+    """Return the purpose of an argument.
 
     >>> names = [f"args[0]{path}" for path in (".params['w']", ".params_ema", "['params'].w")]
     >>> [category(name, {}) for name in names]
@@ -64,24 +64,24 @@ def _state_part(node: Any) -> str | None:
     return None
 
 
-# These make no array, or name one that another operation has made.
+# These make no array, or name another operation's.
 _ALIASES = frozenset(
     "constant tuple get-tuple-element bitcast while after-all partition-id replica-id "
     "opt-barrier".split()
 )
-# These read nothing; an operation that takes them does.
+# These read nothing; their users do.
 _NAMES = frozenset(("tuple", "get-tuple-element", "bitcast", "opt-barrier"))
 _IN_PLACE = re.compile(r"\{(\d*)[^{}]*\}: \((\d+), \{(\d*)[^{}]*\}")  # {output}: (operand, {part})
 
 
 class MadeArray(NamedTuple):
-    """An array: the name of the operation that makes it, and the number among its results."""
+    """An array: its operation, and its number among the results."""
 
     name: str
     index: int
 
 
-# What lies in each element of a tuple. An array is one element.
+# The arrays in each element of a tuple. An array is one element.
 Parts = list[tuple[MadeArray, ...]]
 
 
@@ -109,7 +109,7 @@ def reads(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
 
 
 def is_name(one: Instruction) -> bool:
-    """Whether an operation only names arrays, so that it takes them no time and no memory."""
+    """Whether an operation only names arrays, without time and memory."""
     return one.op in _NAMES
 
 
@@ -124,7 +124,7 @@ def _parts(one: Instruction, operands: list[Parts]) -> Parts:
         return operands[0] if operands else []
     results: Parts = [(MadeArray(one.name, i),) for i in range(len(hlo.elements(one.shape)))]
     if one.op.endswith("-start") and one.op != "all-reduce-start":
-        # A copy's type begins with its result, that of the others with their operands.
+        # A copy's type begins with its result, others' types with their operands.
         result = MadeArray(one.name, 0 if one.op == "copy-start" else 1)
         return [joined([joined(x) for x in operands]), (result,)]
     for output, operand, part in _IN_PLACE.findall(one.attributes()):
@@ -137,12 +137,11 @@ def _part(parts: Parts, i: int) -> tuple[MadeArray, ...]:
 
 
 class Live(NamedTuple):
-    """The bytes that are in memory at once, beside arguments and results.
+    """Bytes in memory at once, beside arguments and results.
 
     Attributes:
-      activations: made in the forward pass, and kept for the backward pass.
-      gradients: made in the backward pass, or sums of that, over micro-batches or ranks.
-      others: everything else.
+      activations: from the forward pass, kept for the backward pass.
+      gradients: from the backward pass, or their sums over micro-batches or ranks.
     """
 
     activations: int = 0
@@ -161,7 +160,7 @@ class Live(NamedTuple):
 
 
 def fullest(program: HloProgram) -> Live:
-    """Return what is in memory when the most temporary bytes are, by the order of operations."""
+    """Return the memory at the peak of temporary bytes, by the order of operations."""
     return _Liveness(program).fullest(program.entry)
 
 
@@ -180,7 +179,7 @@ class _Liveness:
         self._found: dict[str, Live] = {}
 
     def fullest(self, name: str) -> Live:
-        """Return the fullest moment of a computation and of the loops in it."""
+        """Return the peak of a computation and of its loops."""
         if name not in self._found:
             self._found[name] = self._of(name)
         return self._found[name]
@@ -203,7 +202,7 @@ class _Liveness:
                 if made in leaving or one.op == "parameter":
                     continue
                 now += arrays[made].live()
-                # An operation may write over an operand that nothing reads after it.
+                # An operation may overwrite an operand at its last use.
                 size = arrays[made].num_bytes
                 over = next((x for x in freed if arrays[x].num_bytes == size), None)
                 if over is not None:
@@ -216,7 +215,7 @@ class _Liveness:
         return most
 
     def _arrays(self, name: str) -> dict[MadeArray, _KindOfArray]:
-        """Return the arrays of a computation, but for those that a loop carries into it."""
+        """Return the arrays of a computation, without those carried into a loop."""
         computation = self._program.computations[name]
         parts = parts_of(computation)
         found: dict[MadeArray, _KindOfArray] = {}
@@ -235,7 +234,7 @@ class _Liveness:
         return found
 
     def _written(self, loop: Instruction) -> list[str]:
-        """Return of what kind the arrays are that a loop writes, "" for those that it keeps."""
+        """Return the kinds of the arrays that a loop writes, "" for unchanged ones."""
         body = loop.computation("body")
         computation = self._program.computations[body]
         arrays, parts = self._arrays(body), parts_of(computation)
@@ -260,15 +259,15 @@ def _array(one: Instruction, shape: str, read: list[_KindOfArray]) -> _KindOfArr
 def _kind(one: Instruction, num_elements: int, read: list[_KindOfArray]) -> str:
     name = one.op_name()
     is_sent = one.op.startswith(hlo.COLLECTIVES) or "jdp_" in one.target()
-    # What is gathered are parameters, or, in the forward pass, what it makes.
+    # Gathers are of parameters, or of forward values.
     is_gathered = one.op.startswith("all-gather") or "all_gather" in one.target()
     if "transpose(" in name or is_sent and not is_gathered:
         return "gradients"
-    if not name and read:  # made by XLA, as the packing of gradients is
+    if not name and read:  # made by XLA, such as the packing of gradients
         return read[0].kind
     if "jvp(" in name:
         return "activations"
-    # A sum of gradients over micro-batches is not made of the parameters, as their update is.
+    # A sum of gradients over micro-batches, unlike an update, does not read parameters.
     large = {x.kind for x in read if x.num_elements >= num_elements}
     return "gradients" if "gradients" in large and "others" not in large else "others"
 
@@ -278,18 +277,15 @@ class Memory:
     """Bytes of memory of one rank while the step runs.
 
     Attributes:
-      parameters: of the state's parameters, this rank's part of them.
-      optimizer_state: of the optimizer's state.
-      other_state: of the rest of the state.
+      parameters: of this rank's part of the state's parameters.
       batch: of this rank's rows.
-      other_arguments: of further arguments.
-      activations: of what the forward pass keeps, when the most temporary memory is taken.
-      gradients: of gradients and what the backward pass needs, at that moment.
-      temporaries: of the rest of the temporary memory that XLA allocates.
-      outputs: of results that do not take the place of an argument.
-      code: of the program itself.
-      saved_by_donation: of results that take the place of a donated argument.
-      limit: of the device, None if it is not known.
+      activations: kept by the forward pass, at the peak of temporary memory.
+      gradients: of gradients and the backward pass, at that peak.
+      temporaries: of the rest of XLA's temporary memory.
+      outputs: of results that do not overwrite an argument.
+      code: of the program.
+      saved_by_donation: of results that overwrite a donated argument.
+      limit: of the device, or None if unknown.
     """
 
     parameters: int
@@ -313,7 +309,7 @@ class Memory:
 
     @property
     def temporary(self) -> int:
-        """Bytes of what only lives while the step runs."""
+        """Bytes of temporary values of the step."""
         return self.activations + self.gradients + self.temporaries
 
     @property
@@ -328,7 +324,7 @@ def memory_of(
     """Return the memory of a compiled step.
 
     Args:
-      limit: bytes of memory of a device, None if it is not known.
+      limit: bytes of a device, None if unknown.
     """
     allocated = compiled.memory_analysis()
     sizes = dict.fromkeys(
@@ -354,7 +350,7 @@ def memory_of(
 
 
 def allocated_bytes(compiled: Any) -> int:
-    """Return the memory that XLA allocates for a compiled step on one rank."""
+    """Return XLA's memory for a compiled step on one rank, in bytes."""
     found = compiled.memory_analysis()
     arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return arrays + found.temp_size_in_bytes + found.generated_code_size_in_bytes

@@ -1,4 +1,4 @@
-"""Small models with data made from a seed, which `jdp bench` and the benchmarks train."""
+"""Small models with seeded data for `jdp bench` and the benchmarks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,10 +44,10 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
 def transformer(
     *, dim: int, num_layers: int, num_rows: int, length: int, dtype: Any = np.float32
 ) -> SmallModel:
-    """Make a decoder over 256 kinds of bytes (pre-norm, heads of 32), and random text.
+    """Make a decoder of bytes (pre-norm, heads of 32), and random text.
 
     Args:
-      length: bytes of a row that are predicted.
+      length: predicted bytes of a row.
     """
     random = np.random.default_rng(0)
     blocks = [

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-Clock = Callable[[], float]  # does its work once and returns the seconds that it took
+Clock = Callable[[], float]  # does its work once and returns its seconds
 
 
 def alternate(
@@ -18,11 +18,11 @@ def alternate(
 ) -> dict[str, np.ndarray]:
     """Time all contestants side by side.
 
-    A round runs all contestants in one order and then in reverse, so that a slow drift affects all
-    equally; every other round begins with the last contestant.
+    A round runs all contestants in one order and then in reverse, against slow drift; every other
+    round begins with the last contestant.
 
     Returns:
-      For each contestant, `[rounds]` seconds of one run: the mean of its two runs in a round.
+      For each contestant, `[rounds]` seconds: the mean of its two runs in a round.
     """
     for clock in list(clocks.values()) * warm_up:
         clock()

@@ -1,4 +1,4 @@
-"""The collectives that a traced step asks for, with the names of the leaves that they take."""
+"""The collectives of a traced step, with the names of their leaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from jdp.collectives import call_order
 from jdp.jax_compat import opened, scan_counts
 from jdp.tools.costs import Kernel, kernel_of
 
-Paths = dict[Any, str]  # the name of each variable that has one
+Paths = dict[Any, str]  # the name of each named variable
 
-# Operations that keep every number of an array, perhaps in another place.
+# Operations that keep all numbers of an array, in any place.
 _MOVES = frozenset(
     "convert_element_type bitcast_convert_type reshape transpose squeeze expand_dims "
     "broadcast_in_dim copy copy_p pvary pcast jdp_mark sharding_constraint".split()
 )
-# Operations that put the gradients of layers together.
+# Operations that join the gradients of layers.
 _STACKS = ("dynamic_update_slice", "concatenate")
 # Operations that keep the places of the vectors in a vector.
 _SCALES = ("mul", "div", "convert_element_type")
@@ -37,7 +37,7 @@ def in_parameters(path: str) -> str:
 
 
 def update_of(path: str) -> str:
-    """Return the name of what updates the parameter of a gradient.
+    """Return the name of the update of a gradient's parameter.
 
     >>> update_of("grads['w']"), update_of("grads")
     ("the update of ['w']", 'the update of the parameters')
@@ -48,9 +48,8 @@ def update_of(path: str) -> str:
 class LeafNames:
     """Names results of equations by their operands.
 
-    The gradient of a layer has no name where a loop over layers reduces it: it gets a stand-in, and
-    its name when a parameter is updated with it. Gradients that are packed into one vector get one
-    each, by which they are known when the sum is split.
+    A layer's gradient, reduced in a loop, is unnamed: it gets a stand-in, and its name when it
+    updates a parameter. Gradients packed into a vector get stand-ins until the sum is split.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class LeafNames:
         self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
 
     def sent(self, atom: Any, paths: Paths) -> str:
-        """Return the name of a gradient that is reduced, a stand-in where it has none."""
+        """Return the name of a reduced gradient, or a stand-in."""
         if found := leaf_path(atom, paths):
             return found
         stand_in = self._stand_in()
@@ -73,7 +72,7 @@ class LeafNames:
         return stand_in
 
     def parts(self, name: str, size: int) -> list[tuple[str, int]]:
-        """Return the names and sizes of the gradients in a vector; in an array there is one."""
+        """Return the names and sizes of the gradients in a vector or array."""
         return self._parts.get(name, [(name, size)])
 
     def _stand_in(self) -> str:
@@ -81,7 +80,7 @@ class LeafNames:
         return f"?{self._num_stand_ins}"
 
     def final(self, path: str) -> str:
-        """Return a name, for a stand-in the one that was found, empty if there is none."""
+        """Return the final name of a stand-in, or empty; other names stay."""
         seen = set[str]()
         while path.startswith("?") and path not in seen:
             seen.add(path)
@@ -89,7 +88,7 @@ class LeafNames:
         return "" if path.startswith("?") else path
 
     def is_of_layer(self, path: str) -> bool:
-        """Whether a name is the stand-in of a gradient that is put together with other layers'."""
+        """Whether a name is the stand-in of a layer's gradient."""
         return path in self._stacked
 
     def name(self, eqn: Any, name: str, paths: Paths) -> None:
@@ -112,7 +111,7 @@ class LeafNames:
         alike = [leaf_path(x, paths) for x in atoms if x.aval.size == out.aval.size]
         unknown = [each for each in alike if each.startswith("?")]
         gradients = [each for each in alike if each.startswith("grads")] + unknown
-        # An updated parameter, say; not a value computed from the batch.
+        # Such as an updated parameter, not a value of the batch.
         params = [each for each in alike if ".params" in each]
         is_update = name in ("mul", "add", "sub", "div", "select_n") and params
         if is_update:
@@ -131,7 +130,7 @@ class LeafNames:
             paths[out] = leaf_path(atoms[0], paths)
 
     def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
-        """Record what a vector is packed of, and name what the sum of one is split into."""
+        """Record the parts of a packed vector, and name the parts of its sum."""
         atoms = [x for x in eqn.invars if not jaxprs.is_literal(x)]
         if name == "concatenate" and eqn.outvars[0].aval.ndim == 1:
             self._packed[eqn.outvars[0]] = atoms
@@ -151,31 +150,31 @@ class LeafNames:
             self._stacked.update(unknown)
 
     def _resolve(self, names: Sequence[str], found: str) -> None:
-        """Record the name of stand-ins, if it is their first one."""
+        """Record the first name of stand-ins."""
         for each in names:
             if each.startswith("?") and each != found:
                 self._found.setdefault(each, found)
 
 
 def leaf_path(atom: Any, paths: Paths) -> str:
-    """Return the name of a variable, empty if it has none, as a literal."""
+    """Return the name of a variable, or empty."""
     return "" if jaxprs.is_literal(atom) else paths.get(atom, "")
 
 
 def pass_on(atoms: Sequence[Any], results: Sequence[Any], paths: Paths) -> None:
-    """Name results by what they are made of, one by one."""
+    """Name results by their operands, one by one."""
     pairs = zip(atoms, results, strict=False)
     paths |= {out: leaf_path(atom, paths) for atom, out in pairs if leaf_path(atom, paths)}
 
 
 def inner_names(body: Any, atoms: Sequence[Any], paths: Paths) -> Paths:
-    """Return the names of the inputs of a body, by its operands."""
+    """Return the names of a body's inputs, by its operands."""
     pairs = zip(body.invars, atoms, strict=False)
     return {own: leaf_path(outer, paths) for own, outer in pairs if leaf_path(outer, paths)}
 
 
 def outer_names(eqn: Any, body: Any, own: Paths, paths: Paths) -> None:
-    """Name the results of an equation as they are named in its body."""
+    """Name the results of an equation as in its body."""
     if len(body.outvars) == len(eqn.outvars):
         pairs = zip(body.outvars, eqn.outvars, strict=True)
         paths |= {out: leaf_path(atom, own) for atom, out in pairs if leaf_path(atom, own)}
@@ -196,11 +195,11 @@ _KINDS = {
 
 
 class SentLeaf(NamedTuple):
-    """An array that a collective takes.
+    """An array of a collective.
 
     Attributes:
-      path: its name, such as `grads['w']`; empty if it has none.
-      dtype: of it, as HLO writes it.
+      path: its name, such as `grads['w']`, or empty.
+      dtype: as in HLO.
       num_elements: of this rank's array.
     """
 
@@ -216,10 +215,9 @@ class Planned:
     Attributes:
       kind: such as `all-reduce`.
       number: of a native call, else None.
-      leaves: the arrays that it takes.
-      line: of the author's, such as `train.py:41`, empty if there is none.
-      is_of_author: whether the author's code called it, not jdp's.
-      num_loops: how many loops are around it.
+      line: the author's line, such as `train.py:41`, or empty.
+      is_of_author: whether the author's code called it.
+      num_loops: number of loops around it.
     """
 
     kind: str
@@ -231,11 +229,11 @@ class Planned:
 
 
 class TracedStep(NamedTuple):
-    """What the trace of a step says.
+    """The facts of a step's trace.
 
     Attributes:
-      collectives: those it asks for, in order.
-      callbacks: names of the callbacks to the host, each with the author's line.
+      collectives: in order.
+      callbacks: names of host callbacks, each with the author's line.
       kernels: its Pallas kernels.
       scanned: names of the arrays that a loop takes layer by layer.
     """
@@ -250,7 +248,7 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
     """Return the collectives and callbacks of a traced step."""
     walk = _PlanWalk()
     body = opened(jaxpr)
-    # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.
+    # XLA drops unread gathers, such as of an unused array.
     body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
     walk.run(body, dict(zip(body.invars, names, strict=False)))
     return TracedStep(walk.collectives(), walk.callbacks, walk.kernels, walk.scanned)
@@ -262,16 +260,16 @@ class _PlanWalk:
         self.callbacks: list[tuple[str, str]] = []
         self.kernels: list[Kernel] = []
         self.scanned: set[str] = set()
-        self._num_loops = 0  # around the equations that it is at
+        self._num_loops = 0  # around the current equations
         self._num_transposed = 0  # equations of a backward pass around them
         self._names = LeafNames()
 
     def run(self, jaxpr: Any, paths: Paths) -> Paths:
-        """Walk a body, and return the name of each of its variables that has one."""
+        """Walk a body, and return the names of its variables."""
         before = None
         for eqn in jaxpr.eqns:
             name = _name(eqn)
-            # JAX makes one sum for each leaf of a bucket, one after the other.
+            # JAX makes consecutive sums, one for each leaf of a bucket.
             is_same, before = before is not None and _is_like(before, eqn), eqn
             if name in _KINDS or name in call_order.NATIVE:
                 self._collective(eqn, name, paths, is_same=is_same)
@@ -292,7 +290,7 @@ class _PlanWalk:
         return paths
 
     def collectives(self) -> list[Planned]:
-        """Return the collectives that were found, with the names that are known in the end."""
+        """Return the found collectives, with final names."""
         for each in self._found:
             is_sum = each.kind in ("all-reduce", "reduce-scatter")
             for i, leaf in enumerate(each.leaves):
@@ -318,7 +316,7 @@ class _PlanWalk:
             for atom, whole in zip(atoms, named, strict=True)
             for path, size in self._names.parts(whole, int(atom.aval.size))
         ]
-        # What was gathered or summed keeps its name; a call between GPUs returns it behind it.
+        # Gathered and summed arrays keep their names; a call between GPUs returns them at its end.
         results = atoms if name == call_order.START else eqn.outvars[-len(atoms) :]
         paths |= {x: path for x, path in zip(results, named, strict=False) if path}
         native = name in call_order.NATIVE or name == call_order.START
@@ -332,7 +330,7 @@ class _PlanWalk:
         )
 
     def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
-        """Walk the bodies of an equation, and return whether it has any."""
+        """Walk the bodies of an equation; return whether it has any."""
         bodies = [opened(body) for body in jaxprs.bodies(eqn)]
         if name == "while":
             cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
@@ -344,7 +342,7 @@ class _PlanWalk:
         for body in bodies:
             atoms = eqn.invars[1:] if name == "cond" else eqn.invars
             own = inner_names(body, atoms, paths) if len(atoms) == len(body.invars) else {}
-            if name == "scan":  # what is scanned over is a layer of its array
+            if name == "scan":  # a scanned array is a layer of its whole
                 num_whole = sum(scan_counts(eqn.params))
                 for variable in body.invars[num_whole:]:
                     if variable in own:
@@ -355,7 +353,7 @@ class _PlanWalk:
 
 
 def _name(eqn: Any) -> str:
-    """Return the name of an equation's primitive, or of the call between GPUs that it is."""
+    """Return the name of an equation's primitive, or of its call between GPUs."""
     target = str(eqn.params.get("target_name", ""))
     return target if target in (call_order.START, call_order.DONE) else eqn.primitive.name
 

@@ -13,10 +13,10 @@ from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
 from jdp.tools.report import StepTime
 from jdp.tools.timeline import Groups, Timeline, Work
 
-# How much of its whole arrays a rank sends, over (n - 1) / n.
+# The share of its whole arrays that a rank sends, over (n - 1) / n.
 _SENT = {"all-reduce": 2.0}
 _PERMUTE = "collective-permute"
-# Each rank reads all arrays of the others, or a part of each and then the other sums.
+# Each rank reads the others' arrays, or a part of each and then the other sums.
 _ONE_SHOT, _TWO_SHOT = "triton one-shot", "triton two-shot"
 _WHY_UNUSED = {
     "matmul_flops": ": matmuls of float32 take matmul_flops_f32",
@@ -26,12 +26,12 @@ _WHY_UNUSED = {
 
 
 class Likely:
-    """How long operations take at some rates.
+    """Times of operations at some rates.
 
     Args:
       rates: by name.
       num_ranks: number of ranks along the data axis.
-      hosts: for each device of the program, in its order, the host that it is on.
+      hosts: the host of each device of the program, in order.
       which: attribute of a rate: `value`, `low` or `high`.
       laws: measured times of collectives, by operation and algorithm.
     """
@@ -84,7 +84,7 @@ class Likely:
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
         """Return the seconds of a collective: measured, or its start and its bytes over links.
 
-        All of its groups run at the same time, and share the network of each host.
+        Its groups run at the same time, and share the network of each host.
         """
         n = len(groups[0]) if groups else self._num_ranks
         if n == 1:
@@ -110,16 +110,16 @@ class Likely:
     def _leaving_host(
         self, kind: str, num_bytes: float, sent: float, groups: Groups
     ) -> float | None:
-        """Return the bytes that leave the host which sends most; None if each group is on one.
+        """Return the most bytes that leave a host; None if each group is on one.
 
-        The ring of a group leaves each of its hosts once, whatever the number of its ranks there.
+        A group's ring leaves each host once, for any number of its ranks there.
         """
         leaving: dict[int, float] = defaultdict(float)
         for group in groups:
             on_host = Counter(self._hosts[rank] for rank in group)
             if len(on_host) == 1:
                 continue
-            if kind == _PERMUTE:  # a pair, the one that sends first
+            if kind == _PERMUTE:  # a pair, sender first
                 on_host = Counter([self._hosts[group[0]]])
             for host, num in on_host.items():
                 others = num * (len(group) - num) / len(group)  # of an array of each of its ranks
@@ -128,12 +128,10 @@ class Likely:
 
 
 class PredictedStep(NamedTuple):
-    """A compiled step, whose schedule is simulated at different rates.
+    """A compiled step, simulated at different rates.
 
     Attributes:
-      program: the compiled step.
       num_ranks, hosts, laws: as for `Likely`.
-      kernels: its Pallas kernels.
     """
 
     program: HloProgram
@@ -161,7 +159,7 @@ class PredictedStep(NamedTuple):
     def unused(
         self, given: Mapping[str, Rate], rates: Mapping[str, Rate], found: Timeline
     ) -> dict[str, Rate]:
-        """Return the given rates that no operation takes, with a source that says so."""
+        """Return the given rates without effect, with a source that says so."""
         same = {}
         for name, rate in given.items():
             worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN

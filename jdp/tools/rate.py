@@ -1,4 +1,4 @@
-"""A number that a prediction assumes, and what is published about GPUs and links. Needs no JAX."""
+"""Rates that a prediction assumes, and published ones of GPUs and links. Needs no JAX."""
 
 import re
 from dataclasses import dataclass
@@ -6,21 +6,20 @@ from typing import NamedTuple
 
 PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
 UNUSED = f"{GIVEN}, but no operation of this step takes it"
-# A number of the user is far within these, and sums and quotients of such numbers are finite.
+# A user's number is far within these; sums and quotients of such numbers are finite.
 LEAST_GIVEN, MOST_GIVEN = 1e-30, 1e30
 LEAST_ERROR, MOST_ERROR = 0.25, 0.75
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One rate of a device or link, or another number that a prediction assumes.
+    """One rate of a device or link, or another assumed number.
 
     Attributes:
       value: the likely one.
-      low: the lowest that is to be expected.
+      low: the lowest expected.
       high: the highest.
       unit: such as `FLOP/s`.
-      source: where it is known from.
     """
 
     value: float
@@ -30,7 +29,7 @@ class Rate:
     source: str
 
     def times(self, factor: float, why: str) -> "Rate":
-        """Return the rate multiplied by a factor, with the reason added to its source."""
+        """Return the rate times a factor, with the reason added to its source."""
         value, low, high = (factor * x for x in (self.value, self.low, self.high))
         return Rate(value, low, high, self.unit, f"{self.source}{why}")
 
@@ -40,11 +39,11 @@ class Rate:
 
 
 def time_interval(error: float) -> tuple[float, float]:
-    """Return the shortest and the longest time that a predicted time of 1 may stand for.
+    """Return the shortest and the longest time for a predicted time of 1.
 
     Args:
-      error: the largest |predicted / measured - 1| that was seen, >= 0. At least `LEAST_ERROR` is
-        taken, for a busy machine, and at most `MOST_ERROR` for the longest time.
+      error: the largest |predicted / measured - 1|, >= 0, clipped to `LEAST_ERROR`, for a busy
+        machine, and for the longest time to `MOST_ERROR`.
 
     >>> [round(x, 3) for x in time_interval(0.5)]  # predicted / measured was 1.5 at most
     [0.667, 2.0]
@@ -54,23 +53,23 @@ def time_interval(error: float) -> tuple[float, float]:
 
 
 def part_of(peak: float, parts: tuple[float, float, float], unit: str, source: str) -> Rate:
-    """Return the parts of a peak that are reached: the lowest, the likely and the highest."""
+    """Return the lowest, likely and highest parts of a peak."""
     low, likely, high = (peak * part for part in parts)
     return Rate(likely, low, high, unit, source)
 
 
 def given_rate(value: float, unit: str) -> Rate:
-    """Return a number that the user gave, which has no interval."""
+    """Return a user's number, without interval."""
     return Rate(value, value, value, unit, GIVEN)
 
 
-# NCCL's all-reduce on 8 GPUs of compute capability 9.0, published with vLLM's pull request 42324:
-# 128 MiB take 561 us, and nothing takes 20 us.
+# NCCL's all-reduce on 8 GPUs of compute capability 9.0, from vLLM's pull request 42324: 128 MiB
+# take 561 us, and 0 bytes 20 us.
 NCCL_START_S, NCCL_BYTES_PER_S = 20e-6, 2 * 7 / 8 * 128 * 2**20 / 541e-6
 
 
 class Gpu(NamedTuple):
-    """A GPU: its name, and its peaks from NVIDIA's data sheets.
+    """A GPU, with its peaks from NVIDIA's data sheets.
 
     Attributes:
       xla_name: its name in XLA's descriptions.
@@ -98,7 +97,7 @@ GPUS = {
 
 
 def kind_of(device_kind: str) -> str:
-    """Return the GPU of `GPUS` that JAX calls `device_kind`, or "".
+    """Return the GPU of `GPUS` for JAX's `device_kind`, or "".
 
     >>> kind_of("NVIDIA GB200"), kind_of("NVIDIA H100 80GB HBM3"), kind_of("Tesla T4")
     ('GB200', 'H100', '')
@@ -107,7 +106,7 @@ def kind_of(device_kind: str) -> str:
 
 
 def nvlink(gpu: str) -> Rate:
-    """Return the bytes that a GPU sends to others of its host in a second."""
+    """Return the bytes per second from a GPU to others of its host."""
     if gpu in ("H100", "H200"):
         source = f"{PUBLISHED} (NCCL on 8 GPUs, vLLM's pull request 42324)"
         return part_of(NCCL_BYTES_PER_S, (0.85, 1, 1.1), "B/s", source)

@@ -1,4 +1,4 @@
-"""How fast devices and links are: each rate with its interval, and where it is known from."""
+"""Rates of devices and links, each with its interval and source."""
 
 import math
 import os
@@ -26,7 +26,7 @@ DESCRIBED = "XLA's device description"
 _DATA_SHEET = f"{PUBLISHED} (NVIDIA's data sheet)"
 _OF_DEVICES = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
 
-# What a real program reaches of a peak: lowest, likely, highest.
+# The part of a peak that programs reach: lowest, likely, highest.
 _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
 
 
@@ -57,7 +57,7 @@ UNITS = {
     "host_reduction_start_s": "s",
     "kernel_reduction_start_s": "s",
     "operation_start_s": "s",
-    # How many times as long operations take in a step as those rates say.
+    # Times of operations in a step, as multiples of those by the rates.
     "matmul_times": "times",
     "elementwise_times": "times",
     "strided_times": "times",
@@ -65,7 +65,7 @@ UNITS = {
 
 
 def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
-    """Return the rates that a user gave.
+    """Return the user's rates.
 
     Args:
       values: by name, > 0; the start of an operation or reduction may be 0.
@@ -94,7 +94,7 @@ def rates_of(
     given: Mapping[str, Rate] | None = None,
     measured: Mapping[str, Rate] | None = None,
 ) -> dict[str, Rate]:
-    """Return the rates of a target: given ones, then measured ones, then known ones."""
+    """Return the rates of a target: given, else measured, else known."""
     known = {"gpu": _gpu, "tpu": _tpu}.get(target.platform, _cpu)(target)
     start_s = known["reduction_start_s"]
     known["host_reduction_start_s"] = start_s.times(2, ", twice that within a host")
@@ -141,7 +141,7 @@ def _gpu(target: TargetDevices) -> dict[str, Rate]:
 
 
 def _gpu_peaks(description: str, kind: str) -> tuple[dict[str, float], str]:
-    """Return the peaks of a GPU, and where they are known from; none for an unknown one."""
+    """Return a GPU's peaks and their source; empty for an unknown one."""
     if description:
         clock = _number(description, "core_count") * 2
         peaks = (
@@ -166,7 +166,7 @@ def _number(text: str, name: str) -> float:
 
 
 def _matrix_rate(text: str, dtype: int) -> float:
-    """Return multiplications for each core and second, by the number that XLA has for a dtype."""
+    """Return multiplications per core and second, by XLA's number of a dtype."""
     units = text.partition("matrix_unit_description")[2]
     found = re.search(
         rf"key: {dtype}\s+value \{{\s+clock_rate_ghz: ([\d.]+)\s+units_per_core: (\d+)\s+"
@@ -186,7 +186,7 @@ def _tpu(target: TargetDevices) -> dict[str, Rate]:
     links, of_links = found.links / 8, (0.3, 0.5, 0.8)
     return {
         "matmul_flops": _of_peak("matmul_flops", found.flops, source),
-        # A float32 product is three or more of bfloat16, unless JAX's default precision is left.
+        # A float32 product is three or more of bfloat16, except at JAX's default precision.
         "matmul_flops_f32": _of_peak("matmul_flops_f32", found.flops, source, (0.1, 0.6, 0.8)),
         "memory_bytes_per_s": _of_peak("memory_bytes_per_s", found.memory, source),
         "link_bytes_per_s": _of_peak("link_bytes_per_s", links, source, of_links),
@@ -216,7 +216,7 @@ _ALGORITHMS = {"direct": "native", "native": "native", "xla": "xla"}
 
 
 class MeasuredRates(NamedTuple):
-    """The rates that were measured on this host; empty if none were, or for other devices.
+    """The measured rates of this host; empty for other devices, or without measurement.
 
     Attributes:
       rates: of devices, by name.
@@ -228,7 +228,7 @@ class MeasuredRates(NamedTuple):
 
 
 def measured(target: TargetDevices) -> MeasuredRates:
-    """Return the rates in the calibration of this host that hold for a target."""
+    """Return this host's calibrated rates for a target."""
     found = calibration.load(target.platform)
     if found is None or found.device_kind != target.device_kind or target.num_hosts > 1:
         return MeasuredRates({}, {})
@@ -257,7 +257,7 @@ def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
     }
     source = f"measured here {by}"
     rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in speeds.items() if x}
-    # Each of these multiplies the time of operations, so the error of a step is theirs.
+    # Each multiplies the time of operations, and so has the error of a step.
     factors = {
         "operation_start_s": slowness.start * own.operation_start_s,
         "matmul_times": slowness.matmul,

@@ -25,26 +25,26 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Bucket:
-    """A collective of the compiled step: a bucket of gradients, or shards that are gathered.
+    """A collective of the compiled step: a bucket of gradients, or gathered shards.
 
     Attributes:
       kind: such as `all-reduce`.
       algorithm: `native`, `split` or `xla`, see `jdp.collectives`.
-      leaves: names of the arrays that it takes; a shape where XLA has hidden the name.
-      dtype: of the arrays, as sent.
+      leaves: names of its arrays, or shapes where XLA has hidden the name.
+      dtype: of the sent arrays.
       num_bytes: of its whole arrays on one rank, in one run.
-      runs: how often it runs in one step.
-      begins: when its first run begins, as a share of the step's time, 0 to 1; predicted.
-      ends: when its first run is over.
-      meanwhile: what computes during its first run, with the seconds of it; predicted.
-      hidden_bytes: bytes of all runs while which a matmul runs.
+      runs: number of runs in a step.
+      begins: predicted start of its first run, as a share of the step's time, 0 to 1.
+      ends: end of that run.
+      meanwhile: predicted seconds of computations during that run, by name.
+      hidden_bytes: bytes of all runs beside a matmul.
       exposed_bytes: bytes of the other runs.
       took_s: predicted seconds of all runs.
-      hidden_s: predicted seconds of them for which the computation goes on.
+      hidden_s: predicted seconds of them beside computation.
       exposed_s: predicted seconds of them for which the computation waits.
-      num_merged: of how many planned buckets XLA made it; 0 if that is not known.
-      line: the author's line that it comes from.
-      is_of_author: whether the author's code asked for it, or XLA for a line of it, and not jdp.
+      num_merged: number of planned buckets that XLA merged into it; 0 if unknown.
+      line: the author's line.
+      is_of_author: whether the author's code requested it, or XLA made it for the author's line.
     """
 
     kind: str
@@ -71,10 +71,10 @@ class Finding:
     """Something that costs memory or time, and what to write instead.
 
     Attributes:
-      kind: a name that does not change, such as `replicated-optimizer-state`.
-      text: what was found, with its numbers.
+      kind: a stable name, such as `replicated-optimizer-state`.
+      text: the finding, with numbers.
       advice: what to change.
-      saved_bytes: bytes of memory of one rank that the change would save, 0 if none.
+      saved_bytes: bytes of memory of one rank that the change would save, or 0.
     """
 
     kind: str
@@ -88,11 +88,11 @@ class StepTime:
     """The predicted time of a step.
 
     Attributes:
-      likely_s: seconds with the likely rates.
-      low_s: with the best rates that are to be expected.
-      high_s: with the worst.
-      computing_s: seconds of `likely_s` for which the rank computes.
-      exposed_s: seconds of `likely_s` for which it waits for collectives.
+      likely_s: seconds at the likely rates.
+      low_s: at the best expected rates.
+      high_s: at the worst.
+      computing_s: seconds of `likely_s` with computation.
+      exposed_s: seconds of `likely_s` waiting for collectives.
       matmul_flops: floating-point operations of its matmuls on one rank.
     """
 
@@ -106,20 +106,20 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a compiled step takes and sends. Nothing of it was measured.
+    """Memory, collectives and predicted time of a compiled step, without measurement.
 
     Attributes:
       step: name of the step.
-      on: name of the devices that it was compiled for.
+      on: name of the devices.
       num_ranks: number of ranks.
       memory: of one rank.
-      buckets: its collectives, in the order in which they begin.
+      buckets: its collectives, in the order of their start.
       time: of one step, predicted.
-      rates: that the prediction uses, by name.
-      laws: of collectives that were measured on this host, used in place of `reduction_start_s` and
+      rates: of the prediction, by name.
+      laws: of collectives measured on this host, in place of `reduction_start_s` and
         `link_bytes_per_s`.
       findings: what to change.
-      unknown: what the prediction could not count, in words.
+      unknown: parts that the prediction could not count, in words.
     """
 
     step: str
@@ -135,9 +135,9 @@ class StepReport:
     spans: tuple[tuple[str, float, float, str], ...] = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> str:
-        """Return the report as JSON: its attributes by name, bytes and seconds as numbers.
+        """Return the report as JSON: attributes by name, bytes and seconds as numbers.
 
-        A number that is not finite is null: `bytes_per_s` of a law whose time does not grow.
+        A number that is not finite is null: `bytes_per_s` of a law of constant time.
         """
         values = dataclasses.asdict(self)
         del values["spans"]
@@ -289,7 +289,7 @@ def draw_schedule(report: StepReport, path: str | Path) -> None:
 
 
 def _gaps(computing: list[tuple[float, float]], end_s: float) -> list[tuple[float, float]]:
-    """Return the times in which nothing computes."""
+    """Return the times without computation."""
     gaps, now = [], 0.0
     for begin, end in computing:
         if begin > now + 1e-12:

@@ -1,4 +1,4 @@
-"""`--json` and `--png`: where the results of a command go, asked before it measures."""
+"""`--json` and `--png`: the output files of a command, checked before it measures."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ STDOUT = "-"
 
 
 class NotWrittenError(OSError):
-    """A file could not be written, such as on a full disk. Its text names the file."""
+    """A file could not be written, such as on a full disk. The text names the file."""
 
 
 def add_json(
@@ -23,7 +23,7 @@ def add_json(
     *,
     takes_file: bool = True,
 ) -> None:
-    """Add `--json`: None if it is not given, else `STDOUT` or the file."""
+    """Add `--json`: None without it, else `STDOUT` or the file."""
     if takes_file:
         parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help=text)
     else:
@@ -42,7 +42,7 @@ def require_writable(flag: str, path: str | None) -> None:
 
     Args:
       flag: such as `--json`, for the error.
-      path: of the file; None and `STDOUT` name none.
+      path: of the file, None or `STDOUT`.
 
     Raises:
       ValueError: with the reason, and what to write.
@@ -92,7 +92,7 @@ def _suffix(path: str | Path) -> str:
 
 
 def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | None) -> None:
-    """Raise an error if the files of a command cannot be written, or would replace another."""
+    """Raise an error if a command's files cannot be written, or would replace another."""
     flags: dict[Path, str] = {}
     for flag, path in paths.items():
         if flag == "png":
@@ -114,12 +114,12 @@ def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | Non
 
 
 def _is_file(path: str, other: str | Path) -> bool:
-    """Whether two paths, also by links, are of one file that is there."""
+    """Whether two paths, also by links, are of one existing file."""
     return Path(path).is_file() and Path(other).is_file() and os.path.samefile(path, other)
 
 
 def to_json(values: Any) -> str:
-    """Return values as JSON that every parser reads: a number that is not finite is null.
+    """Return values as portable JSON: a number that is not finite is null.
 
     >>> print(to_json({"alpha_s": 2e-06, "bytes_per_s": float("inf")}))
     {
@@ -139,7 +139,7 @@ def _finite(value: Any) -> Any:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Return in words why a file of jdp could not be read, given the error that its content raised.
+    """Return in words why a jdp file could not be read.
 
     >>> why_unreadable(FileNotFoundError(2, "No such file or directory", "plan.json"))
     'No such file or directory'
@@ -155,7 +155,7 @@ def why_unreadable(error: Exception) -> str:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Raise a `NotWrittenError` that names a file in place of an `OSError` of the block."""
+    """Convert an `OSError` of the block to a `NotWrittenError` with the file's name."""
     try:
         yield
     except BrokenPipeError:  # the reader of a pipe or of /dev/stdout has closed it

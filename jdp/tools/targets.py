@@ -1,4 +1,4 @@
-"""The devices that a step is compiled for: those of this process, or others that are not here."""
+"""The devices that a step is compiled for, of this process or absent ones."""
 
 import functools
 import importlib.util
@@ -21,7 +21,7 @@ from jdp.worker.local_devices import require_few_cpu_ranks
 
 
 class MissingPluginError(Exception):
-    """Raised where something is missing to compile for a target; names it."""
+    """Something is missing to compile for a target; the text names it."""
 
 
 def gpus_of(name: str) -> tuple[str, int, int]:
@@ -43,11 +43,11 @@ def gpus_of(name: str) -> tuple[str, int, int]:
 
 
 def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any]:
-    """Return GPUs to compile for and never to run on."""
-    # Without it the CUDA plugin asks for cuDNN, which only a run would need.
+    """Return GPUs to compile for, not to run on."""
+    # Otherwise the CUDA plugin needs cuDNN, as for a run.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    # Each host is a domain of its own: in one of several hosts XLA takes kernels that read the
-    # memory of any GPU, and its compiler aborts for 64 of them.
+    # One domain for each host: in a domain of several hosts XLA uses kernels that read any GPU's
+    # memory, and its compiler aborts for 64 GPUs.
     shape = f"{num_hosts}x1x{num_per_host}"
     try:
         topology = topologies.get_topology_desc(
@@ -62,7 +62,7 @@ def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any
 
 @functools.cache  # the library has hundreds of megabytes
 def gpu_description(name: str) -> str:
-    """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12."""
+    """Return XLA's description of a GPU, which its CUDA plugin contains since JAX 0.12."""
     found = importlib.util.find_spec("jax_plugins")
     folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
     libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]
@@ -80,7 +80,7 @@ def gpu_description(name: str) -> str:
     stop = library.index(end) + len(end)
     start = library.rindex(b"gpu_device_info {", 0, stop)
     lines = library[start:stop].decode().splitlines()
-    # JAX 0.10 knows no such field.
+    # JAX 0.10 does not know this field.
     return "\n".join(line for line in lines if "collective_memory_granularity" not in line)
 
 
@@ -93,9 +93,8 @@ class TargetDevices:
 
     Attributes:
       name: of the target, such as `8xH200`.
-      mesh: of the devices.
-      hosts: for each device of the mesh, in its order, the number of the host that it is on.
-      description: XLA's description of a GPU, empty for others.
+      hosts: the host number of each device of the mesh, in order.
+      description: XLA's description of a GPU, or empty.
     """
 
     name: str
@@ -105,7 +104,7 @@ class TargetDevices:
 
     @property
     def num_hosts(self) -> int:
-        """On how many hosts the devices are."""
+        """The number of hosts."""
         return len({*self.hosts})
 
     @property
@@ -120,7 +119,7 @@ class TargetDevices:
         return self.mesh.devices.flat[0].device_kind
 
     def memory_bytes(self) -> int | None:
-        """Return the memory of a device, None if it is not known."""
+        """Return the memory of a device, or None if unknown."""
         found = re.search(r"device_memory_size: (\d+)", self.description)
         return int(found[1]) if found else None
 
@@ -178,7 +177,7 @@ def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
 
 
 def _is_of_this_run(device: Any) -> bool:
-    """Whether JAX runs a device, which else is only described, with process numbers of its own."""
+    """Whether JAX runs a device, rather than describes it with other process numbers."""
     try:
         return device in jax.devices(device.platform)
     except RuntimeError:
@@ -201,7 +200,7 @@ def _cpu_devices(num: int) -> list[Any]:
         if jax.config.jax_num_cpu_devices < num:  # the script may need more than this target
             jax.config.update("jax_num_cpu_devices", num)
     except RuntimeError:
-        pass  # a backend runs already, and may have enough devices
+        pass  # a backend already runs, and may have enough devices
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
     if not 1 <= num <= len(found):
         raise MissingPluginError(
@@ -227,10 +226,10 @@ def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
             "to compile for TPUs that are not here, install libtpu (no TPU is needed): "
             "pip install 'jdp[explain-tpu]'"
         )
-    # Else libtpu asks the network which TPU this is.
+    # Otherwise libtpu asks the network which TPU this is.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     if not [*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")]:
-        # Where there are no TPUs, no two processes can take the same one.
+        # Without TPUs, two processes cannot take the same one.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name)

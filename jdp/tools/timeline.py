@@ -1,4 +1,4 @@
-"""The schedule of a compiled step on two lanes, one that computes and one that communicates."""
+"""The schedule of a compiled step on two lanes, for computation and communication."""
 
 import re
 from collections import Counter
@@ -18,9 +18,9 @@ class Work(NamedTuple):
 
     Attributes:
       flops: operations of its matmuls, by dtype.
-      num_bytes: that it reads and writes.
-      transcendentals: number of its exponentials and the like.
-      is_strided: whether it computes while it reads or writes an array across its rows.
+      num_bytes: bytes read and written.
+      transcendentals: number of exponentials and the like.
+      is_strided: whether it computes across the rows of an array.
     """
 
     flops: Mapping[str, float]
@@ -33,7 +33,7 @@ Groups = Sequence[Sequence[int]]
 
 
 class Speeds(Protocol):
-    """How long operations take."""
+    """Times of operations."""
 
     def compute_s(self, work: Work) -> float:
         """Return the seconds of an operation."""
@@ -53,7 +53,7 @@ _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 class _LoopInteger(NamedTuple):
-    """The value of an integer: a constant, or an entry of the state of a loop plus a constant."""
+    """An integer: a constant, or an entry of a loop's state plus a constant."""
 
     entry: int | None
     constant: int
@@ -62,8 +62,8 @@ class _LoopInteger(NamedTuple):
 class TripCounts:
     """The iterations of the loops of a program.
 
-    XLA writes the number of iterations next to a loop for CPUs and GPUs, not for TPUs. There it
-    follows from the first value of the counter, what the body adds to it, and the bound.
+    XLA annotates the number for CPUs and GPUs, but not for TPUs. There it follows from the
+    counter's first value, its increment and its bound.
 
     Args:
       computations: of the program, see `hlo.parse`.
@@ -74,7 +74,7 @@ class TripCounts:
         self._callers = callers_of(computations)
 
     def times(self, one: Instruction, computation: str) -> int:
-        """Return how often the body of a loop runs; 1 for other operations."""
+        """Return the number of iterations of a loop; 1 for other operations."""
         if one.op != "while":
             return 1
         if found := _KNOWN.search(one.rest):
@@ -115,7 +115,7 @@ class TripCounts:
         return count if _fits(first, dtype) and _fits(first + count * step, dtype) else None
 
     def _step(self, loop: Instruction, value: _LoopInteger) -> int | None:
-        """Return what an iteration of a loop adds to a value in it; None if unknown."""
+        """Return the increment of a value in a loop, None if unknown."""
         if value.entry is None:
             return 0
         body = loop.computation("body")
@@ -126,20 +126,20 @@ class TripCounts:
     def _before(
         self, value: _LoopInteger, loop: Instruction, computation: str
     ) -> _LoopInteger | None:
-        """Return what a value in a loop is before its first iteration; None if unknown."""
+        """Return a loop value before the first iteration, None if unknown."""
         if value.entry is None:
             return value
         first = self._sum(computation, loop.operands()[0], value.entry)
         return first and _LoopInteger(first.entry, first.constant + value.constant)
 
     def _constant(self, value: _LoopInteger | None, computation: str) -> int | None:
-        """Return the constant that a value is whenever a computation runs; None if unknown."""
+        """Return a value that is constant whenever a computation runs, or None."""
         while value is not None and value.entry is not None:
             callers = self._callers[computation]
             if len(callers) != 1:
                 return None
             computation, one = callers[0]
-            if one.op == "while":  # no iteration of it may change the value
+            if one.op == "while":  # an iteration must not change the value
                 is_constant = self._step(one, value) == 0
                 value = self._before(value, one, computation) if is_constant else None
         return None if value is None else value.constant
@@ -148,7 +148,7 @@ class TripCounts:
         return self._computations.get(computation, Computation()).root
 
     def _sum(self, computation: str, name: str, index: int | None = None) -> _LoopInteger | None:
-        """Return the value of an integer, None if it is neither a constant nor a sum with one."""
+        """Return an integer that is a constant or a sum with one, else None."""
         one = self._computations[computation].by_name.get(name)
         if one is None:
             return None
@@ -216,7 +216,7 @@ _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
     "opt-barrier".split()
 )
-# Loops run so often; the time of further iterations is that of the last one.
+# Simulated iterations of a loop; further ones take the last one's time.
 _SIMULATED = 3
 
 
@@ -226,11 +226,11 @@ class Timeline:
 
     Attributes:
       step_s: seconds of the step.
-      computing_s: seconds of them that the computing lane computes.
+      computing_s: seconds of them with computation.
       flops: operations of its matmuls, by dtype.
-      transfers: its collectives, in the order in which they first start.
-      spans: `(lane, begin, end, name)` of what the two lanes do, in seconds.
-      unknown: what could not be counted, in words.
+      transfers: its collectives, in the order of their first start.
+      spans: `(lane, begin, end, name)` of both lanes, in seconds.
+      unknown: uncounted parts, in words.
     """
 
     step_s: float = 0.0
@@ -265,7 +265,7 @@ class _Simulation:
         self._seconds: dict[str, float] = {}  # of the branches of conditionals
         self.timeline = Timeline()
         self.now_s = 0.0
-        self._free_s = 0.0  # when the communicating lane is
+        self._free_s = 0.0  # when the communicating lane is free
         self._num_matmuls = 0
         self._under_way: dict[str, _UnderWay] = {}
 
@@ -333,7 +333,7 @@ class _Simulation:
         return self.now_s, found.computing_s, Counter(found.flops), own
 
     def _repeat(self, before: tuple, num_times: int) -> None:
-        """Add what has happened since some totals, so many times more."""
+        """Repeat the changes since some totals."""
         if not num_times:
             return
         found, (now_s, computing_s, flops, own) = self.timeline, before
@@ -415,12 +415,12 @@ class _Simulation:
 
     def _done(self, handle: str) -> None:
         found = self._under_way.pop(handle, None)
-        if found is None:  # of a copy, say
+        if found is None:  # such as of a copy
             return
         transfer = found.transfer
         transfer.hidden_runs += self._num_matmuls > found.num_matmuls
         if found.ends_s > self.now_s:
-            # Others may be in front of it on the lane: each is booked for its own time there.
+            # Earlier transfers on the lane are charged for their own time.
             for each in (found, *self._under_way.values()):
                 waited_s = min(each.ends_s, found.ends_s) - max(each.begins_s, self.now_s)
                 each.transfer.exposed_s += max(0.0, waited_s)

@@ -23,9 +23,9 @@ _ON_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 def replica_groups(one: Instruction) -> list[tuple[int, ...]]:
-    """Return the ranks of each group, in ascending order; none where the text names none.
+    """Return the ranks of each group, ascending; empty if the text has no groups.
 
-    A group of a `collective-permute` is a pair: who sends, and who receives.
+    A group of a `collective-permute` is a pair: sender, receiver.
 
     >>> text = "%x), replica_groups=[2,4]<=[4,2]T(1,0)"
     >>> replica_groups(Instruction("r", "f32[8]", "all-reduce", text))
@@ -74,21 +74,21 @@ class SentArrays:
 
     Attributes:
       instruction: the one that starts it.
-      computation: name of the computation that holds it.
+      computation: name of its computation.
       kind: such as `all-reduce`.
       algorithm: `native`, `split` (the ring between GPUs), or `xla`; `triton one-shot` and
-        `triton two-shot` for the kernels by which XLA sums a few MiB between GPUs without NCCL.
+        `triton two-shot` for XLA's kernels that sum a few MiB between GPUs without NCCL.
       number: of a native call, see `call_order.next_number`; None for XLA's.
-      arrays: the arrays that it takes, without padding or packing.
+      arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
-      groups: the devices of each group that meets; none if all meet, or it is not known.
-      runs: how often it runs in a step.
+      groups: the devices of each group; empty if all meet, or if unknown.
+      runs: number of runs in a step.
       took_s: seconds of all runs.
       exposed_s: seconds for which computation waited for them.
-      hidden_runs: runs while which a matmul runs.
-      begins_s: when the first run begins.
-      ends_s: when the first run is over, and its result is used.
-      meanwhile: names of the operations that run meanwhile, with their seconds.
+      hidden_runs: runs beside a matmul.
+      begins_s: start of the first run.
+      ends_s: end of the first run, when its result is used.
+      meanwhile: names and seconds of operations during that run.
       after_last_matmul: whether no matmul follows the last run.
     """
 
@@ -111,7 +111,7 @@ class SentArrays:
 
 
 def number_of(inner: Instruction) -> int | None:
-    """Return the number of a native call, None for a collective of XLA's."""
+    """Return the number of a native call, None for an XLA collective."""
     found = _BUCKET.search(inner.rest) if inner.target() else None
     return int(found[1]) if found else None
 
@@ -148,9 +148,9 @@ def transfer_of(
 
 
 def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
-    """Return the collective that an instruction is or, as a fusion, holds; None if it is another.
+    """Return the collective that an instruction is or, as a fusion, contains, or None.
 
-    XLA wraps small all-reduces between GPUs in fusions, and native calls in fusions that slice.
+    XLA fuses small all-reduces between GPUs, and native calls with slices.
     """
     if one.op.endswith("-done"):
         return None
