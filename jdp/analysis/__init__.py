@@ -1,4 +1,4 @@
-"""The uniformity analysis: which values may differ from rank to rank, and where ranks deadlock."""
+"""Find values that differ from rank to rank, and deadlocks."""
 
 from jdp.analysis.backward_slice import Node
 from jdp.analysis.diagnostics import bulleted, line_of, shown, source_of

@@ -13,7 +13,7 @@ from jdp.analysis.records import Record, value_of
 
 
 class Frame(NamedTuple):
-    """A body during a search, its calling equation, and the frame of that equation."""
+    """A body, its calling equation, and the frame around it."""
 
     record: Record
     eqn: Any
@@ -36,16 +36,16 @@ class Node(NamedTuple):
         return self.variable, *self.frame.key()
 
     def shared_key(self) -> tuple[Any, ...]:
-        """Return a key that calls with equal input classes share."""
+        """Return a key common to calls with equal input classes."""
         return self.variable, id(self.frame.record)
 
 
 class WayBack:
-    """A backward slice through the `body` of a shard_map `eqn`.
+    """A backward slice of the `body` of a shard_map `eqn`.
 
     Args:
       root: the record that calls `eqn`.
-      bits: the bits of a differing value, see `Bits`.
+      bits: of a differing value, see `Bits`.
     """
 
     def __init__(self, body: Any, root: Record, eqn: Any, bits: int):
@@ -62,13 +62,13 @@ class WayBack:
         only_same: bool = False,
         until: Iterable[tuple[Any, ...]] = (),
     ) -> Iterator[Node]:
-        """Yield the differing values among `nodes` and all before them, nearest first."""
+        """Yield the differing values up to `nodes`, nearest first."""
         seen, waiting = set(), deque(nodes)
         while waiting:
             node = waiting.popleft()
             if jaxprs.is_literal(node.variable):
                 continue
-            # Functions that each call the next one twice have 2^depth calls.
+            # Functions that call the next one twice have 2^depth calls.
             key = node.key() if len(seen) < _MANY_NODES else node.shared_key()
             if key in seen:
                 continue
@@ -100,27 +100,27 @@ class WayBack:
         return (each for each in self.before(node) if self.differs(each))
 
     def differs(self, node: Node) -> bool:
-        """Whether a value may differ from rank to rank."""
+        """Whether a value may differ between ranks."""
         if jaxprs.is_literal(node.variable):
             return False
         return bool(value_of(node.frame.record.env.get(node.variable, 0)) & self._bits)
 
     def maker(self, node: Node) -> Any | None:
-        """Return the equation of a value, None for an input of its body."""
+        """Return the equation of a value, None for an input."""
         record = node.frame.record
         if id(record) not in self._makers:
             self._makers[id(record)] = {v: eqn for eqn in record.jaxpr.eqns for v in eqn.outvars}
         return self._makers[id(record)].get(node.variable)
 
     def plain(self, node: Node) -> Any | None:
-        """Return the equation of a value, None if it has bodies or is a source."""
+        """Return the equation of a value without bodies, else None."""
         eqn = self.maker(node)
         if eqn is None or node.frame.record.calls(eqn) or is_source(eqn):
             return None
         return eqn
 
     def predicates(self, frame: Frame | None, eqn: Any) -> Iterator[Node]:
-        """Yield the values that decide how often the bodies of `eqn` run."""
+        """Yield the values that decide how often bodies of `eqn` run."""
         if frame is None:
             return
         if eqn.primitive.name == "cond":
@@ -130,7 +130,7 @@ class WayBack:
             yield Node(Frame(frame.record.child(eqn, cond), eqn, frame), cond.outvars[0])
 
     def frame_of(self, kind: str, eqn: Any) -> Frame | None:
-        """Return a body with a finding at an equation, see `Record.add`."""
+        """Return a body with a finding, see `Record.add`."""
         waiting, seen = [self.top], set()
         while waiting:
             frame = waiting.pop()
@@ -144,7 +144,7 @@ class WayBack:
         return None
 
     def line(self, frame: Frame | None, eqn: Any) -> str:
-        """Return the author's line of an equation, or of the nearest one around it."""
+        """Return the author's line of an equation or one around it."""
         line = "" if eqn is None else source_of(eqn)
         while not line and frame is not None and frame.eqn is not None:
             line, frame = source_of(frame.eqn), frame.around
@@ -163,7 +163,7 @@ class WayBack:
                 yield from self.predicates(frame.around, frame.eqn)
 
     def _last_round(self, frame: Frame) -> Frame:
-        """Return the frame of a while loop's body, also for the frame of its condition."""
+        """Return the frame of a while loop's body."""
         if frame.eqn.primitive.name != "while":
             return frame
         assert frame.around is not None
@@ -206,7 +206,7 @@ class WayBack:
                             yield from self._written(Node(inner, variable))
 
 
-# With more nodes, calls of a body with equal classes count as one.
+# With more nodes, equal calls count as one.
 _MANY_NODES = 10_000
 
 _KNOWN = frozenset({"cond", "scan", "shard_map", "while", "call_hi_primitive", *jaxprs.CALLS})
@@ -222,7 +222,7 @@ def _fits(eqn: Any, body: Any) -> bool:
 
 
 def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield the operand that is the body's i-th input, and the output that replaces it."""
+    """Yield the operand of an input, and the output that replaces it."""
     name = eqn.primitive.name
     if name == "cond":
         yield i + 1, None
@@ -240,5 +240,5 @@ def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | 
         yield i, i - num_constants if is_carry else None
     elif _fits(eqn, body):
         yield i, None
-    else:  # unknown: any operand
+    else:  # any operand
         yield from ((operand, None) for operand in range(len(eqn.invars)))

@@ -1,4 +1,4 @@
-"""Refusals of values that differ from rank to rank."""
+"""Refusals of differing values."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ from jdp.error_codes import with_code
 
 
 def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[str]:
-    """Yield a refusal for each collective that some ranks may skip.
+    """Refuse each collective that some ranks may skip.
 
     Args:
-      inputs: names of the inputs of the shard_map, in order.
+      inputs: names of the shard_map's inputs, in order.
     """
     for found in report.deadlocks:
         at = f" at {found.source}" if found.source else ""
@@ -45,12 +45,12 @@ def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> I
         )
 
 
-# Leaves computed for the new parameters, not from them.
+# Computed for the new parameters, not from them.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
 
 
 def refusals(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a refusal for each group of values that may differ and must not."""
+    """Refuse each group of wrongly differing values."""
     yield from _layers(report, traced)
     outputs = [*_outputs(report, traced)]
     yield from outputs or _parts(report, traced)
@@ -58,7 +58,7 @@ def refusals(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def input_names(report: Report, traced: Traced) -> list[str]:
-    """Return the names of a step's inputs: captured arrays first, then arguments."""
+    """Return the names of inputs, captured arrays first."""
     return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 
@@ -73,7 +73,7 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _parts(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for each value combined from shards that may not match."""
+    """Refuse values combined from unmatched shards."""
     for found, sources in _differing(report, traced, PART):
         yield with_code(
             "JDP114",
@@ -85,7 +85,7 @@ def _parts(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _differing(report: Report, traced: Traced, kind: str) -> Iterator[tuple[Marked, str]]:
-    """Yield the marks of a kind on differing values, each with the reason as a clause."""
+    """Yield marks of a kind on differing values, with the reason."""
     for found in report.marks:
         axes = found.value.axes & set(found.axes)
         if found.kind == kind and axes:
@@ -150,10 +150,10 @@ def _advice(output: Output) -> str:
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# Metrics of nnx in a state: a key such as train_metrics, or their variables.
+# nnx metrics in a state: a key such as train_metrics, or their variables.
 _METRICS = re.compile(r"(\['|\.)\w*metrics?('\]|\.|\[|$)|\['(total|count|m2)'\]\.value$")
 
-# States of Flax linen, nnx and Haiku; Equinox, whose paths are numbers.
+# Flax linen, nnx, Haiku; Equinox has numbers as paths.
 _MODEL_STATE = re.compile(
     r"model_state|batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|\.|$)|(mean|var)_ema'\]|/ema_"
     r"|<flat index"
@@ -217,7 +217,7 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:
-    """Return the leaves, by position, that do not differ because of other leaves."""
+    """Drop leaves that differ only because others do."""
     nodes = {i: back.of_output(i) for i in leaves}
     causes = [nodes[i] for i, path in leaves.items() if not _ON_THE_WAY.search(path)]
     left = {i: node for i, node in nodes.items() if not back.is_consequence(node, causes)}

@@ -1,4 +1,4 @@
-"""Forward and backward dataflow over jaxprs, through calls, branches and loops."""
+"""Forward and backward dataflow over jaxprs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ class Forward:
     """A forward pass. A call's body gets its operands; other bodies get their join.
 
     Args:
-      join: joins values; without values, returns that of a constant.
-      visit: `(eqn, operands, place) -> outputs`, or None to compute them from the bodies.
-      enter: `(place, eqn) -> place` of an equation's bodies, as for `placed_equations`.
+      join: joins values; of no values, returns a constant's.
+      visit: `(eqn, operands, place) -> outputs`, or None for a pass over the bodies.
+      enter: `(place, eqn) -> place` of the bodies, as for `placed_equations`.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class Forward:
         enter: Callable[[Any, Any], Any] = lambda place, eqn: place,
     ):
         self._join, self._visit, self._enter = join, visit, enter
-        # Without these results nested calls would take 2^depth passes.
+        # Without it nested calls would take 2^depth passes.
         self._known: dict[Any, list[Any]] = {}
 
     def outputs(self, jaxpr: Any, ins: Sequence[Any], place: Any = None) -> list[Any]:
-        """Return the values of the outputs for the values `ins` of the inputs."""
+        """Return the values of the outputs for those of the inputs."""
         key = id(jaxpr), place, *ins
         if key not in self._known:
             env = dict(zip(jaxpr.invars, ins, strict=True))
@@ -52,21 +52,18 @@ class Forward:
         if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
             return self.outputs(body, operands, inside)
         value = self._join(operands)
-        for body in jaxprs.bodies(eqn) * 2:  # twice: a loop's results return as inputs
+        for body in jaxprs.bodies(eqn) * 2:  # a loop's results return as inputs
             value = self._join([value, *self.outputs(body, [value] * len(body.invars), inside)])
         return [value] * len(eqn.outvars)
 
 
-# A flag for each output (wanted) or each input (needed).
+# Outputs that are wanted, or inputs that are needed.
 _Flags = tuple[bool, ...]
 _Known = dict[tuple[int, _Flags], _Flags]
 
 
 def used_inputs(jaxpr: Any) -> _Flags:
-    """Return for each input whether an output or side effect depends on it.
-
-    A `WEIGHED` mark does not use its operand.
-    """
+    """Return which inputs an output or side effect uses, other than by `WEIGHED` marks."""
     return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 
 

@@ -1,4 +1,4 @@
-"""Names in refusals: lines of the author, leaves, axes, problems."""
+"""Names in refusals: lines, leaves, axes, problems."""
 
 import functools
 import sysconfig
@@ -25,7 +25,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def bulleted(problems: Sequence[str]) -> str:
-    """Return at most eight problems, one a line, and a count of the others."""
+    """Return at most eight problems, and a count of the others."""
     lines = [f"- {problem}" for problem in problems[:8]]
     if len(problems) > 8:
         lines.append(f"- and {len(problems) - 8} more")
@@ -33,21 +33,21 @@ def bulleted(problems: Sequence[str]) -> str:
 
 
 def spelled(names: Collection[str]) -> str:
-    """Return axes as a program writes them: a name, or a tuple."""
+    """Return axes as a name or a tuple."""
     ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
     return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))
 
 
 _JDP = Path(__file__).parents[1]
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
-# Libraries whose lines do not help a user.
+# Their lines do not help a user.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
 
 
 def source_of(eqn: Any) -> str:
-    """Return the author's innermost line, such as "train.py:41"; empty without one.
+    """Return the author's innermost line, such as "train.py:41", or empty.
 
-    The fallback is a line of an installed package, except for `_LIBRARIES`.
+    The fallback is a line of an installed package outside `_LIBRARIES`.
     """
     found = eqn.source_info.traceback
     return "" if found is None else _line(found)
@@ -60,7 +60,7 @@ def is_of_author(eqn: Any) -> bool:
 
 
 def is_of_jdp(files: Iterable[str]) -> bool:
-    """Whether the innermost file, apart from JAX's own, belongs to jdp."""
+    """Whether the innermost file outside JAX belongs to jdp."""
     for name in files:
         path = Path(name)
         if path.is_relative_to(_JDP):
@@ -71,19 +71,19 @@ def is_of_jdp(files: Iterable[str]) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the author's innermost line that raised an error, see `source_of`."""
+    """Return the author's line of an error, see `source_of`."""
     frames = traceback.extract_tb(error.__traceback__)
     return innermost_line((frame.filename, frame.lineno or 0) for frame in reversed(frames))
 
 
-# Reading frames is slow, and all leaves of a tree have equal tracebacks.
+# Frames are slow to read, and leaves share tracebacks.
 @functools.lru_cache(maxsize=1024)
 def _line(found: Any) -> str:
     return innermost_line((frame.file_name, frame.line_num) for frame in found.frames)
 
 
 def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
-    """Return the author's innermost line among frames, see `source_of`."""
+    """Return the author's line among frames, see `source_of`."""
     second_best = ""
     for file_name, number in frames:
         whose = _whose(file_name)
@@ -106,15 +106,12 @@ def _whose(file_name: str) -> str:
     return "library" if path.is_relative_to(_STANDARD) else "author"
 
 
-# The weight of the global batch, an output that jdp adds to a step.
+# The weight of the global batch, an output added by jdp.
 WEIGHT = "weight"
 
 
 class NamedTree:
-    """A tree whose leaf names are built only for errors.
-
-    Args:
-      name: the tree as the author would write it.
+    """A tree with lazily built leaf names, for errors.
 
     >>> NamedTree("metrics", {"loss": 1.0, "norms": (2.0, 3.0)}).paths
     ["metrics['loss']", "metrics['norms'][0]", "metrics['norms'][1]"]
@@ -126,7 +123,7 @@ class NamedTree:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The paths of the leaves, as the author would write them."""
+        """The paths of the leaves, as authors write them."""
         named = jax.tree_util.tree_leaves_with_path(self._tree)
         return [self.name + jax.tree_util.keystr(path) for path, _ in named]
 
@@ -135,8 +132,7 @@ class Output(NamedTuple):
     """An output leaf of a step.
 
     Attributes:
-      position: of the leaf in its tree.
-      kind: "state", "metric", "rows", or "own": a metric before it is averaged.
+      kind: "state", "metric", "rows", or "own": a metric before its mean.
       aval: global shape and dtype.
     """
 
@@ -147,31 +143,31 @@ class Output(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The leaf's path as the author would write it."""
+        """The leaf's path, as authors write it."""
         return self.tree.paths[self.position]
 
     @property
     def type(self) -> str:
-        """The leaf's dtype and shape, such as float32[3]."""
+        """Dtype and shape, such as float32[3]."""
         return f"{self.aval.dtype}{list(self.aval.shape)}"
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class TraceFindings:
-    """Findings of a step's trace, a pytree node without leaves.
+    """Findings of a step's trace, a pytree without leaves.
 
     Attributes:
-      marked: paths of the gradients with a traced reduction.
-      split: paths of the gradients that are sent as soon as they are ready.
-      averaged: paths of the gradients that the author receives as means over ranks.
-      weighed: name of the function that weights ranks, such as jdp.train_step; or empty.
-      gradient_bytes: bytes of all sent gradients.
-      gathers: a text for each array that a sharded update gathers on every rank.
-      owned: a text for each kind of matrix that a sharded update computes on one rank.
-      gather_dtype: dtype of parameters in losses if the optimizer updates more bits; or empty.
-      integer_sums: the author's lines of integer sums whose overflow is reported.
-      group_bytes: bytes of the parameters gathered together before use; 0 without gathers.
+      marked: paths of gradients with a traced reduction.
+      split: paths of gradients sent when ready.
+      averaged: paths of gradients that the author gets as means over ranks.
+      weighed: the function that weights ranks, such as jdp.train_step, or empty.
+      gradient_bytes: of all sent gradients.
+      gathers: texts of arrays that a sharded update gathers.
+      owned: texts of matrices that such an update computes on one rank.
+      gather_dtype: of narrow parameters in losses, or empty.
+      integer_sums: lines of integer sums with reported overflow.
+      group_bytes: of parameters gathered together, or 0.
     """
 
     marked: frozenset[str]
@@ -192,9 +188,8 @@ class Traced:
 
     Attributes:
       platform: the compile target, such as "cpu".
-      inputs: paths of the argument leaves, in order.
-      mask: position of the batch's padding mask among `inputs`, or None.
-      outputs: the output leaves, in order.
+      inputs: paths of the argument leaves.
+      mask: position of the padding mask among `inputs`, or None.
     """
 
     spec: StepSpec

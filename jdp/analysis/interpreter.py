@@ -1,4 +1,4 @@
-"""Interpret a jaxpr: compute the class of each value, record marks and deadlocks."""
+"""Compute the class of each value of a jaxpr."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from jdp.jax_compat import opened
 
 
 def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
-    """Return the body of a high-level primitive, traced on `mesh` with `manual` axes, or None."""
+    """Return the traced body of a high-level primitive, or None."""
     primitive = eqn.params.get("_prim")
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
@@ -25,19 +25,19 @@ def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
             args = jax.tree.unflatten(primitive.in_tree, flat)
             return jax.tree.leaves(primitive.expand(*args))
 
-        # Inside a shard_map, because the body may name axes.
+        # In a shard_map, because the body may name axes.
         spec = PartitionSpec()
         mapped = jax.shard_map(
             expand, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
         )
         (mapped_eqn,) = opened(jax.make_jaxpr(mapped)(*shapes)).eqns
-    except Exception:  # A foreign primitive may raise anything.
+    except Exception:  # foreign code
         return None
     return jaxprs.mapped_body(mapped_eqn)
 
 
-# XLA sends the edges of a split dim to neighbours by a collective-permute of all devices. Its other
-# collectives stay among devices of one data rank.
+# XLA exchanges edges of a split dim by a collective-permute of all devices; its other collectives
+# stay among devices of one data rank.
 _SHIFTS = frozenset(
     "concatenate conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
     "dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min reduce_window_sum "
@@ -46,16 +46,12 @@ _SHIFTS = frozenset(
 )
 
 
-# XLA's CPU backend widens operands of these to float32. With a compiler-partitioned axis the
-# widening aborts the process.
+# XLA:CPU widens their operands to float32, and aborts the process with a compiler-partitioned axis.
 _REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
 
 
 def bfloat16_reductions(eqn: Any) -> list[Any]:
-    """Return bfloat16 reductions of an outermost shard_map with compiler-partitioned axes.
-
-    A nested shard_map without such axes is skipped.
-    """
+    """Return bfloat16 reductions of a shard_map with compiler-partitioned axes."""
     every = frozenset(eqn.params["mesh"].axis_names)
 
     def enter(manual: frozenset[str], inner: Any) -> frozenset[str] | None:
@@ -76,11 +72,10 @@ def _is_bfloat16(eqn: Any) -> bool:
 
 
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
-    """Return an equation that may become a collective-permute of split operands.
+    """Return an equation that may become a collective-permute.
 
-    With one partitioned axis an array is split along one dim, and a change of dim is an
-    all-to-all. With several axes, equal shards of two arrays may be on different devices. XLA may
-    reorder the shards by a collective-permute where arrays meet or branches return them.
+    With one partitioned axis a change of the split dim is an all-to-all. With several axes, XLA may
+    reorder shards by a collective-permute where arrays meet or branches return them.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:
@@ -107,13 +102,13 @@ def _is_local(eqn: Any) -> bool:
 # `(interp, eqn, ins) -> class`, or a class for each output.
 Rule = Callable[..., Any]
 
-# Zero if all operands are zero. The analysis needs no zeros of other operations.
+# Zero if all operands are zero, as far as the analysis needs.
 ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 
-# The innermost loop of the interpreter repeats these frequent rules.
+# `_equations` repeats these frequent rules.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands: the result is not a scaled sum."""
+    """Join the operands into a value that is no scaled sum."""
     value = 0
     for operand in ins:
         value |= operand
@@ -123,7 +118,7 @@ def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands as mix does, but a sum n times too large stays wrong."""
+    """Join as mix does, but a sum n times too large stays wrong."""
     (value,) = ins
     if value & interp.lattice.data:
         return value | interp.lattice.imaged
@@ -133,12 +128,12 @@ def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def move(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Return the class of the first operand, moved or scaled by a constant."""
+    """Return the first operand's class, moved or scaled by a constant."""
     return ins[0]
 
 
 class Quotient(NamedTuple):
-    """A value divided by numbers: its class before, and the divisors."""
+    """A value's class before its division by numbers."""
 
     value: int
     divisors: tuple[float, ...]
@@ -148,9 +143,8 @@ class Interpreter:
     """The state of one analysis.
 
     Args:
-      rules: rules by primitive name.
-      unknown: the rule of all other primitives.
-      mesh: the mesh of the analysed shard_map.
+      rules: by primitive name.
+      unknown: the rule of other primitives.
       manual: axes along which ranks run their own code.
       trusts_unknown: whether unknown primitives count as pure.
     """
@@ -167,26 +161,26 @@ class Interpreter:
         self._rules, self._unknown = rules, unknown
         self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
-        # Axes along which ranks may skip the current body, and the control flow around it.
+        # Axes along which ranks may skip the current body, and why.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
-        # The key of a known body holds everything that its results depend on.
+        # A known body's key holds all that its results depend on.
         self.record = Record(None, {})
         self._known: dict[tuple, Record] = {}
         self._mesh = mesh
         self._expanded: dict[int, Any] = {}
         self.opaque: dict[str, None] = {}
         self.trusts_unknown = trusts_unknown
-        # Captured arrays whose value is a number of ranks, or one over it.
+        # Captured numbers of ranks, or one over them.
         self.numbers: dict[Any, float] = {}
         # How often a constant was divided by a number of ranks; negative for products.
         self.divisions: dict[Any, int] = {}
-        # Values that were divided by numbers, and the sizes of sums: see `local`.
+        # Values divided by numbers, and sizes of sums: see `local`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
-        # Results of gathers: the class of a shard, the axes, and the dim that counts ranks.
+        # Gathers: the class of a shard, the axes, and the dim of ranks.
         self.gathered: dict[Any, tuple[int, int, int]] = {}
-        # Axes of more than one device that the compiler partitions.
+        # Compiler-partitioned axes.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
@@ -194,14 +188,14 @@ class Interpreter:
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
-        """Return the value of a literal or captured array, None if unknown."""
+        """Return the value of a literal or captured array, or None."""
         return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
-        """Return the output classes of `jaxpr`, a body of `eqn`.
+        """Return the output classes of a body of `eqn`.
 
-        Each body is analysed once for equal input classes, because nested double calls would take
-        2^depth analyses.
+        Equal input classes are analysed once, because nested double calls would take 2^depth
+        analyses.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)
@@ -229,7 +223,7 @@ class Interpreter:
         return Cell(self.anything()) if jaxprs.is_ref(variable) else self.lattice.nonzero
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-        # The innermost loop: for speed, names are local and frequent rules repeated.
+        # Local names and repeated rules for speed.
         rule_of, unknown, imaged = self._rules.get, self._unknown, self.lattice.imaged
         data, nonzero, mixed = self.lattice.data, self.lattice.nonzero, self.lattice.mixed
         for eqn in eqns:
@@ -278,7 +272,7 @@ class Interpreter:
 
     @contextlib.contextmanager
     def manual_too(self, names: frozenset[str]) -> Iterator[None]:
-        """Analyse, inside a with block, a body with more manual axes."""
+        """Make more axes manual inside a with block."""
         outside = self.everywhere, self._automatic
         self.everywhere |= self.lattice.axes(names)
         self._automatic = self._automatic - names
@@ -293,7 +287,7 @@ class Interpreter:
         return self._expanded[id(eqn)]
 
     def record_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
-        """Record the collective `eqn` over `axes` that ranks along `absent` may skip."""
+        """Record a collective that ranks along `absent` may skip."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
         self.record.add("deadlock", eqn, axes, absent, control)
 

@@ -20,7 +20,7 @@ def manual_axes(eqn: Any) -> frozenset[str]:
 
 
 def spec_axes(spec: PartitionSpec) -> set[Any]:
-    """Return the axes along which arrays with this spec differ, also partial sums."""
+    """Return the axes along which arrays with this spec differ."""
     found = set(spec.unreduced)
     for entry in spec.partitions:
         found.update(entry if isinstance(entry, tuple) else (entry,))
@@ -28,7 +28,7 @@ def spec_axes(spec: PartitionSpec) -> set[Any]:
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """Return a collective's axes: mesh axis names, or dims under a vmap."""
+    """Return mesh axis names, or dims under a vmap."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
@@ -40,7 +40,7 @@ def axis_groups(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def named_axes(eqn: Any) -> set[str]:
-    """Return all strings in an equation's parameters that may name an axis."""
+    """Return all parameter strings that may name an axis."""
     return _strings_in(value for key, value in eqn.params.items() if key != "name")
 
 
@@ -56,8 +56,8 @@ def _strings_in(values: Any) -> set[str]:
     return found
 
 
-# Operations of a kernel on its own device; Refs and bodies are joined. jdp assumes that kernels
-# read only written memory, and order their writes.
+# Operations of a kernel on its own device. jdp assumes that kernels read only written memory, and
+# order their writes.
 JOINED = frozenset(
     """
     all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem async_copy_smem_to_tmem
@@ -81,7 +81,7 @@ JOINED = frozenset(
     """.split()
 )
 
-# Memory that other devices or programs write, hidden states, and opaque kernels.
+# Externally written memory, hidden states, and opaque kernels.
 SOURCES = frozenset(
     """
     atomic_cas atomic_rmw get_barrier_semaphore get_global mosaic_gpu_p multimem_load_reduce
@@ -95,7 +95,7 @@ SOURCES = frozenset(
 )
 
 
-# Primitives that run one body once on their operands, and the parameters that hold the body.
+# Primitives that run one body once on their operands.
 CALLS = frozenset(
     "call closed_call compute_on composite custom_jvp_call custom_partitioning custom_vjp_call "
     "custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call".split()
@@ -113,12 +113,12 @@ def is_jaxpr(value: Any) -> bool:
 def bodies(eqn: Any) -> list[Any]:
     """Return all jaxprs in an equation's parameters."""
     values = eqn.params.values()
-    # C builds the set of types: a step has thousands of equations, few with a body.
+    # C builds the set: a step has thousands of equations, few with a body.
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
 def remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
-    """Cache results for the lifetime of the jaxpr, which a result must not reference."""
+    """Cache results as long as the jaxpr, which they must not reference."""
     known: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fn)
@@ -137,7 +137,7 @@ def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
-    """Return the bodies of each equation by its id, also inside bodies."""
+    """Return the bodies of each equation by id, also in bodies."""
     return _nested(opened(jaxpr))[1]
 
 
@@ -157,7 +157,7 @@ def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
 
 
 def primitive_names(jaxpr: Any) -> frozenset[str]:
-    """Return the names of all primitives in a jaxpr and its bodies."""
+    """Return the names of all primitives, also in bodies."""
     return _primitive_names(opened(jaxpr))
 
 
@@ -167,7 +167,7 @@ def _primitive_names(jaxpr: Any) -> frozenset[str]:
 
 
 def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
-    """Return the equations of a jaxpr and its bodies, in order, each body once."""
+    """Return all equations in order, each body once."""
 
     def enter(place: bool, eqn: Any) -> bool | None:
         return place if mapped or eqn.primitive.name != "shard_map" else None
@@ -178,10 +178,10 @@ def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
 def placed_equations(
     jaxpr: Any, place: _Place, enter: Callable[[_Place, Any], _Place | None]
 ) -> list[tuple[Any, _Place]]:
-    """Return `equations`, each with its place; a body occurs once for each place.
+    """Return `equations` with places; a body occurs once for each place.
 
     Args:
-      enter: returns the place of an equation's bodies from its own; None skips them.
+      enter: maps an equation's place to its bodies'; None skips them.
     """
     found: list[tuple[Any, _Place]] = []
     _add_placed(found, opened(jaxpr), place, enter, set())
@@ -200,7 +200,7 @@ def _add_placed(found: list[Any], jaxpr: Any, place: Any, enter: Any, seen: set[
                 _add_placed(found, body, inside, enter, seen)
 
 
-# Types whose values hold no jaxpr, such as int.
+# Types of values without jaxprs, such as int.
 _PLAIN: set[type] = set()
 
 
@@ -214,7 +214,7 @@ def _jaxprs_in(values: Collection[Any]) -> list[Any]:
         elif is_jaxpr(value):
             found.append(opened(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            # The dataclass by which a Pallas kernel chooses its blocks.
+            # a Pallas kernel's choice of blocks
             fields = dataclasses.fields(value)
             found += _jaxprs_in([getattr(value, each.name, None) for each in fields])
         elif not hasattr(value, "jaxpr"):  # the attribute may be None here, and a jaxpr elsewhere
@@ -223,7 +223,7 @@ def _jaxprs_in(values: Collection[Any]) -> list[Any]:
 
 
 def called(eqn: Any) -> Any | None:
-    """Return the program of a call with its constants, None as for `called_body`."""
+    """Return the program of a call with its constants, or None."""
     for name in _CALLED:
         program = eqn.params.get(name)
         if program is not None and is_jaxpr(program):
@@ -240,7 +240,7 @@ def called_body(eqn: Any) -> Any | None:
 
 
 def constants(program: Any) -> list[tuple[Any, Any]]:
-    """Return the variables of a program's constants, each with its value."""
+    """Return the variables and values of a program's constants."""
     return list(zip(opened(program).constvars, getattr(program, "consts", ()), strict=True))
 
 
@@ -250,10 +250,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def number(atom: Any) -> float | None:
-    """Return a literal's number, 0 or invertible; otherwise None.
-
-    None stands for variables, arrays, infinities, NaN and denormals with an infinite reciprocal.
-    """
+    """Return a literal's number if it is 0 or invertible, else None."""
     if type(atom) is not Literal or getattr(atom.val, "shape", ()):
         return None
     try:
@@ -265,10 +262,10 @@ def number(atom: Any) -> float | None:
 
 
 def captured_numbers(jaxpr: Any) -> dict[Any, float]:
-    """Return the scalars that a program captured as arrays, by variable."""
+    """Return the scalars that a program captured as arrays."""
     found = {}
     for variable, value in constants(jaxpr):
-        # A process cannot read arrays with shards in other processes.
+        # Other processes may have the shards.
         if not variable.aval.shape and getattr(value, "is_fully_addressable", True):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # traced, or deleted
                 found[variable] = float(value)
@@ -276,7 +273,7 @@ def captured_numbers(jaxpr: Any) -> dict[Any, float]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation computes a cotangent, by the names of JAX's traces."""
+    """Whether an equation computes a cotangent, by its JAX name."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
@@ -286,18 +283,18 @@ def is_ref(variable: Any) -> bool:
 
 
 def acts(eqn: Any) -> bool:
-    """Whether an equation has an effect other than naming an axis."""
+    """Whether an equation has more effects than naming an axis."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
-    """Return a while loop's condition, body, and the number of constants of each."""
+    """Return a while loop's condition, body, and their constant counts."""
     p = eqn.params
     return opened(p["cond_jaxpr"]), opened(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"]
 
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
-    """Return a scan's body, and its numbers of constants and of carried values."""
+    """Return a scan's body, and its counts of constants and carries."""
     return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 
@@ -307,7 +304,7 @@ def branches(eqn: Any) -> list[Any]:
 
 
 def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
-    """Return `solve` and `matvec` with the positions of their constants, and that of the rhs."""
+    """Return `solve` and `matvec` with constant positions, and that of the rhs."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     before_solve = lengths.matvec + lengths.vecmat
     return (opened(jaxprs.solve), before_solve), (opened(jaxprs.matvec), 0), sum(lengths)
@@ -319,5 +316,5 @@ def mapped_body(eqn: Any) -> Any:
 
 
 def hides_a_function(eqn: Any) -> bool:
-    """Whether an equation holds a Python function in place of a jaxpr."""
+    """Whether an equation holds a Python function, not a jaxpr."""
     return any(callable(value) and not isinstance(value, type) for value in eqn.params.values())

@@ -1,4 +1,4 @@
-"""The lattice of classes, and the operations on it."""
+"""The lattice of classes."""
 
 import functools
 import itertools
@@ -11,28 +11,24 @@ class AbstractValue(NamedTuple):
     """The facts about one value in a program that every rank runs.
 
     The one-rank value is what one rank would compute from the whole batch. Over n ranks, a *mean*
-    is the one-rank value; another mean over the same ranks does not change it. A *total* is n times
-    the one-rank value, as `psum` of the ranks' means is.
-
-    The analysis looks for the division by n: after the sum (`pmean`, jdp's reductions), or before
-    it, by a rank's share of the total weight. With any other division the value is *unclear*:
-    `psum(losses) / psum(counts)` is a mean, `psum(gradient) / 2` is not.
+    is the one-rank value, and a *total* n times it, as `psum` of the ranks' means is. The division
+    by n is after the sum, or before it by a rank's share of the total weight. After another
+    division the value is *unclear*: `psum(losses) / psum(counts)` is a mean,
+    `psum(gradient) / 2` is not.
 
     Attributes:
       axes: mesh axes along which ranks may hold different values. Empty: uniform.
       reduced: mesh axes along which it is a sum or mean of values that differed, or consists of
-        several of these. Afterwards it was only scaled by a uniform value, negated, cast, reshaped,
-        sliced or copied.
+        several of these, then only scaled by a uniform value, negated, cast, reshaped, sliced or
+        copied.
       zero: whether it is known to be zero everywhere.
       total: the axes in `reduced` along which it is a total.
-      unclear: the axes in `reduced` along which it may be a total or a mean. Along the other axes
-        in `reduced` it is a mean.
-      repeated: mesh axes along which it is a sum of values equal on every rank, n times too large.
-      even: mesh axes along which it depends on means that count all ranks the same, and on no
-        other exchange between ranks.
-      undivided: mesh axes along which it may depend, through any operations, on a total that no
-        number has scaled since.
-      duplicated: mesh axes along which it may depend in this way on a sum of equal values.
+      unclear: the axes in `reduced` along which it may be a total or a mean; along the others it
+        is a mean.
+      repeated: mesh axes along which it is a sum of equal values, n times too large.
+      even: mesh axes along which it depends on means of equal weights, and on no other exchange.
+      undivided: mesh axes along which it may depend on a total that no number has scaled since.
+      duplicated: the same for a sum of equal values.
     """
 
     axes: frozenset[str]
@@ -46,7 +42,7 @@ class AbstractValue(NamedTuple):
     duplicated: frozenset[str] = frozenset()
 
     def either(self, other: "AbstractValue") -> "AbstractValue":
-        """Return the facts about a value of a function called in several places."""
+        """Join with the facts of another call."""
         pairs: Any = zip(self, other, strict=True)  # sets, except for zero
         joined = AbstractValue._make(mine | its for mine, its in pairs)
         return joined._replace(zero=self.zero and other.zero)
@@ -60,26 +56,24 @@ _KINDS = (
 class Bits:
     """Classes encoded as integers. `|` joins two classes: a set bit is the weaker claim.
 
-    Each axis has eleven bits, and the value as a whole has six. Here n is the number of ranks
-    along the axis, and the one-rank value is as in `AbstractValue`:
+    Each axis has eleven bits, and the value as a whole has six. n is the number of ranks along the
+    axis; for the one-rank value see `AbstractValue`.
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it may be something else than a scaled sum over the axis;
-    - unrepeated: it may be something else than a sum of values that were equal along the axis;
-    - single: it may be the one-rank value or, where it varies, a rank's part whose mean over the
-      ranks is the one-rank value;
-    - total: it may be n times the one-rank value or, where it varies, computed from such a value;
-    - divided: it may be the one-rank value divided by n, so that the sum over the ranks is a mean;
-    - even: it may depend on a mean with equal weights: a sum that was divided by n;
+    - unrepeated: it may be something else than a sum of equal values;
+    - single: it may be the one-rank value or, if varying, a part whose mean is that value;
+    - total: it may be n times the one-rank value or, if varying, computed from such a value;
+    - divided: it may be the one-rank value divided by n, so that its sum is a mean;
+    - even: it may depend on a mean with equal weights;
     - uneven: it may depend on another exchange between ranks, such as a weighted mean;
-    - averaging: it is a constant that was divided by n, or by a number of elements that equals n;
-    - undivided: it may depend on a total that no number has scaled since, also through nonlinear
-      operations, which end the claim of being a sum;
-    - duplicated: it may depend in this way on a sum of values that were equal along the axis;
-    - data: the value depends on data and is not a constant of the program;
-    - nonzero: it may differ from zero. This takes two bits: the constants 1 and -1 have only one;
+    - averaging: it is a constant divided by n, or by a number of elements that equals n;
+    - undivided: it may depend, also through nonlinear operations, on an unscaled total;
+    - duplicated: it may depend in this way on a sum of equal values;
+    - data: it is not a constant of the program;
+    - nonzero: it may differ from zero (two bits, of which the constants 1 and -1 have one);
     - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or a
-      sum over groups of ranks. Then a factor other than 1/n corrects a repeated sum;
+      sum over groups of ranks: a factor other than 1/n corrects a repeated sum;
     - by_ranks: it may have been multiplied by a number of ranks;
     - capped: it may be a constant that replaces the computed value, as in `max(x, 1)`.
 
@@ -101,17 +95,17 @@ class Bits:
         self.averaging = self.over("averaging", self.varying)
         self.scale = self.over("undivided", self.varying) | self.over("duplicated", self.varying)
         self.data = 1 << len(_KINDS) * k
-        # The constants 1 and -1 have only the first of these two bits.
+        # The constants 1 and -1 have only the first bit.
         self.nonzero = 6 * self.data
         self.other = 4 * self.data
         self.bent = 8 * self.data
         self.by_ranks = 16 * self.data
         self.capped = 32 * self.data
-        # The bits that an operation adds to data if it invalidates every claim.
+        # Added to data if an operation invalidates every claim.
         self.mixed = self.unsummed | self.unrepeated | self.single | self.data | self.nonzero
-        # The same where a sum n times too large stays wrong.
+        # A sum n times too large stays wrong.
         self.imaged = self.mixed & ~self.unrepeated
-        # An unknown value that is equal on all ranks.
+        # An unknown value, equal on all ranks.
         self.anything = self.mixed | self.total | self.divided | self.uneven
         self._products = [
             (self.axes(chosen), math.prod(sizes[name] for name in chosen))
@@ -120,7 +114,7 @@ class Bits:
         ]
 
     def axes(self, names: Iterable[Any]) -> int:
-        """Return the varying bits of axes; names that are not mesh axes add none."""
+        """Return the varying bits of axes; unknown names add none."""
         bits = 0
         for name in names:
             bits |= self._bit.get(name, 0)
@@ -131,7 +125,7 @@ class Bits:
         return frozenset(name for name, bit in self._bit.items() if value & bit)
 
     def over(self, kind: str, axes: int) -> int:
-        """Return the bits of one kind for some axes."""
+        """Return the bits of one kind."""
         return axes << self._shift[kind]
 
     def at(self, value: int, kind: str) -> int:
@@ -139,13 +133,13 @@ class Bits:
         return value >> self._shift[kind] & self.varying
 
     def sums(self, single: int, total: int, divided: int) -> int:
-        """Return the bits of three kinds, each for axes as varying bits."""
+        """Return the bits of three kinds."""
         return (
             self.over("single", single) | self.over("total", total) | self.over("divided", divided)
         )
 
     def is_constant(self, value: int) -> bool:
-        """Whether a value is a constant of the program, equal on every rank."""
+        """Whether a value is a constant of the program."""
         return not value & (self.data | self.varying)
 
     def is_data(self, value: int) -> bool:
@@ -171,10 +165,7 @@ class Bits:
         )
 
     def axes_of_size(self, size: float, among: int) -> int:
-        """Return the axes with `size` ranks in all.
-
-        These are all of `among` if they fit, else the axes of every subset that fits.
-        """
+        """Return the axes with `size` ranks: all of `among`, else every subset that fits."""
         # In bfloat16, 1 / 3 is 0.2 % too large. A sum over one rank is already a mean.
         found = 0
         for axes, product in self._products:
@@ -186,17 +177,17 @@ class Bits:
         return found
 
 
-# The most frequent operations, with few different classes.
+# Frequent, with few different classes.
 _REMEMBERED = (
     "add all_reduce contract decode divisions names product quotient scale_by_number".split()
 )
 
 
 class Lattice(Bits):
-    """Operations on encoded classes (`value`, `a`, `b`, see `Bits`); `axes` are varying bits.
+    """Operations on encoded classes, see `Bits`; `axes` are varying bits.
 
-    A constant has no bits of sums, so a join with a sum keeps the claim. This occurs in a loop
-    that starts with a constant, and in a choice by a uniform predicate.
+    A constant has no bits of sums, so a join with a sum keeps the claim, as in a loop that starts
+    with a constant.
 
     >>> lattice = Lattice({"data": 4})
     >>> rows = lattice.mixed | lattice.axes(["data"])
@@ -213,23 +204,20 @@ class Lattice(Bits):
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def rescaled(self, value: int, axes: int) -> int:
-        """Return the class of `value` divided by the number of ranks along `axes`."""
+        """Divide by the number of ranks along `axes`."""
         return value & ~(self.over("undivided", axes) | self.over("duplicated", axes))
 
     def without_scale(self, value: int) -> int:
-        """Return the class of a boolean, sign or position, which a factor n does not change."""
+        """Convert to a boolean, sign or position, which n does not scale."""
         return value & ~self.scale
 
     def _met(self, a: int, b: int) -> int:
-        """Return the bits of means of a product or ratio.
-
-        A ratio of two means is no mean: `pmean(w * x) / pmean(w)` is a weighted mean.
-        """
+        """Return the bits of means: `pmean(w * x) / pmean(w)` is a weighted mean."""
         met = self.over("even", self.at(a | b, "even")) | (a | b) & self.uneven
         return met | self.over("uneven", self.at(a, "even") & self.at(b, "even"))
 
     def mix(self, value: int) -> int:
-        """Return the class of a result of operands with the join `value`, without claims."""
+        """Drop the claims of the joined operands `value`."""
         return value | (self.mixed if value & self.data else self.nonzero)
 
     def invert(self, value: int) -> int:
@@ -238,19 +226,18 @@ class Lattice(Bits):
         return self.without_scale(value) & ~self.capped | self.bent | divided
 
     def all_reduce(self, value: int, axes: int) -> int:
-        """Return the class of the sum of `value` over `axes`."""
+        """Sum over `axes`."""
         differed = value & axes
         value &= ~differed
         if not value & self.nonzero:
             return value
         if not value & self.data:
             if not differed:
-                # n times a constant. The sum undoes an earlier division by n, as in the transpose
-                # of pmean.
+                # The sum undoes a constant's division by n, as in the transpose of pmean.
                 undone = self.at(value, "divided") & axes
                 value &= ~self.over("divided", undone)
                 return value | self.nonzero | self.over("divided", axes & ~undone)
-            # A constant chosen by a varying predicate is a sum only over the predicate's axes.
+            # A constant chosen by a varying predicate is a sum only over its axes.
             value |= self.mixed
         single, total, divided = (each & axes for each in self._parts(value))
         shares = divided & ~single & ~total
@@ -261,12 +248,12 @@ class Lattice(Bits):
         value |= self.over("uneven", self.at(value, "even") & differed | total & ~differed)
         repeats = axes & ~differed & ~divided
         if repeats:
-            value &= ~self.bent  # that bit was about the operand
+            value &= ~self.bent  # it was about the operand
         value = value & ~self.over("unrepeated", repeats) | self.over("unrepeated", differed)
         return value & ~self.over("unsummed", differed)
 
     def sum_in_groups(self, value: int, axes: int) -> int:
-        """Return the class of sums over groups of ranks along `axes`."""
+        """Sum over groups of ranks along `axes`."""
         if not value & self.data:
             return value | self.nonzero if value & self.nonzero else value
         same = axes & ~value
@@ -274,14 +261,14 @@ class Lattice(Bits):
         return value & ~self.over("unrepeated", same)
 
     def mean(self, value: int, axes: int) -> int:
-        """Return the class of the sum `value` divided by n, a mean over `axes`."""
+        """Divide a sum by n."""
         value = self.rescaled(value, axes)
         axes &= ~value
         value &= ~self.sums(0, axes, axes)
         return value | self.sums(axes, 0, 0) | self.over("unrepeated", axes)
 
     def agree(self, value: int, axes: int) -> int:
-        """Return the class of `value` after an exchange made it equal along `axes`."""
+        """Exchange, so that `value` is equal along `axes`."""
         differed = value & axes
         if differed:
             value = value & ~differed | self.data | self.sums(0, axes, axes)
@@ -289,7 +276,7 @@ class Lattice(Bits):
         return self.mix(value)
 
     def scale_by(self, value: int, by: int) -> int:
-        """Return the class of `value * by` for a constant of class `by`."""
+        """Multiply by a constant of class `by`."""
         if not by & (self.other | self.divided | self.averaging):  # by is 1
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
@@ -302,7 +289,7 @@ class Lattice(Bits):
         return value | self.unrepeated * bool(divided or value & self.bent)
 
     def scale_by_number(self, value: int, number: float) -> int:
-        """Return the class of `value * number`, a mean if this divides a sum by n."""
+        """Multiply by a number; 1 / n makes a sum a mean."""
         if not value & self.nonzero or not number:
             return value & self.varying
         if value & self.bent and abs(number) != 1:
@@ -315,7 +302,7 @@ class Lattice(Bits):
         if value & self.data and total:
             matched = self.axes_of_size(1 / number, total)
             if matched:
-                # Axes along which the value is surely a sum of values that differed.
+                # Axes along which it is surely a sum of values that differed.
                 sums = matched & ~self.at(value, "unsummed") & ~self.at(value, "single")
                 return self.mean(value, matched) | self.over("even", sums)
             return value if abs(number) == 1 else value | self.sums(total, 0, 0)
@@ -324,24 +311,24 @@ class Lattice(Bits):
         return value | self.over("divided", self.axes_of_size(1 / number, self.varying))
 
     def divisions(self, divisor: float) -> int:
-        """Return 1 if `divisor` is a number of ranks, -1 if 1 over one, else 0."""
+        """Return 1 for a number of ranks, -1 for 1 over one, else 0."""
         if divisor and self.axes_of_size(divisor, self.varying):
             return 1
         return -1 if divisor and self.axes_of_size(1 / divisor, self.varying) else 0
 
     def add(self, a: int, b: int) -> int:
-        """Return the class of `a + b` or `a - b`: two sums over ranks make one."""
+        """Add or subtract: two sums over ranks make one."""
         for term in (a, b):
             if not term & self.nonzero:
                 return a | b
             if not term & self.data:
                 return self.mix(a | b)
-        # The result is an n times too large sum if either term is.
+        # The result is n times too large if either term is.
         value = (a | b) & ~self.unrepeated | a & b & self.unrepeated
         return value | self.unrepeated * bool(value & self.bent)
 
     def product(self, a: int, b: int) -> int:
-        """Return the class of the elementwise product `a * b`."""
+        """Multiply elementwise."""
         if not (a & self.nonzero and b & self.nonzero):
             return (a | b) & self.varying
         if not a & self.data:
@@ -359,11 +346,11 @@ class Lattice(Bits):
         return value | self._met(a, b) | self.over("uneven", total_a & total_b)
 
     def _scaled_by(self, value: int, factor: int) -> int:
-        """Return the class of `value` times `factor`, which may be 1 over a sum."""
+        """Multiply by `factor`, which may be 1 over a sum."""
         return value if factor & self.capped else self.rescaled(value, self.at(factor, "divided"))
 
     def quotient(self, a: int, b: int) -> int:
-        """Return the class of the elementwise quotient `a / b`."""
+        """Divide elementwise."""
         b = self.without_scale(b) & ~self.capped
         if a & self.nonzero and not a & self.data:
             value = self.mix(a | b)
@@ -380,7 +367,7 @@ class Lattice(Bits):
         return value | self.unrepeated * bool(is_lost) | self._met(a, b)
 
     def _over_constant(self, value: int, by: int) -> int:
-        """Return the class of `value / by` for a constant. A 1 may be the number of ranks."""
+        """Divide by a constant; a 1 may be the number of ranks."""
         quotient = self.scale_by(value, by)
         if by & self.other:
             return quotient
@@ -388,7 +375,7 @@ class Lattice(Bits):
         return self.rescaled(quotient, ranks) | self.sums(self.at(value, "total") & ranks, 0, 0)
 
     def contract(self, a: int, b: int) -> int:
-        """Return the class of a contraction of `a` and `b`: sums of products."""
+        """Contract `a` and `b`: sums of products."""
         if not (a & b & self.nonzero):
             return (a | b) & self.varying
         if not a & b & self.data:  # the elements of a constant array are unknown

@@ -1,4 +1,4 @@
-"""Findings about uniform steps that may still not be what the author means."""
+"""Findings about uniform but suspicious steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jdp.error_codes import with_code
 
 
 def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
-    """Return the author's lines that draw numbers for rows from a shared key."""
+    """Return the lines that draw numbers for rows from a shared key."""
     step = find_shard_maps(jaxpr)[0]
     lines: dict[str, None] = {}
 
@@ -35,7 +35,6 @@ def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
             return [name == "axis_index"] * len(eqn.outvars)
         return None
 
-    # Whether they may differ from rank to rank.
     ins = [bool(jaxprs.spec_axes(spec)) for spec in step.params["in_specs"]]
     if num_rows > 1:
         Forward(any, visit, line).outputs(step.params["jaxpr"], ins, "")
@@ -43,7 +42,7 @@ def equal_draws(jaxpr: Any, num_rows: int) -> list[str]:
 
 
 class _Gradient(NamedTuple):
-    """Facts about a value that may be such a gradient.
+    """Facts about gradients of losses with wide parameters.
 
     Attributes:
       of_rows: whether it depends on the batch, apart from gradients of narrow losses.
@@ -57,12 +56,7 @@ class _Gradient(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """The context of an equation.
-
-    Attributes:
-      is_transposed: whether it computes a cotangent.
-      is_narrow: whether its loss saw narrow parameters.
-    """
+    """Whether an equation computes a cotangent, and is of a loss with narrow parameters."""
 
     is_transposed: bool = False
     is_narrow: bool = False
@@ -77,8 +71,8 @@ class _Context(NamedTuple):
 def require_narrow(jaxpr: Any, traced: Traced) -> None:
     """Refuse an update by the gradient of a loss that saw full-precision parameters.
 
-    Such a gradient comes from the batch by a derivative outside `jdp.value_and_grad`. A final cast
-    to more bits excludes it, as the derivative of a cast in the loss.
+    Such a gradient comes from the batch, outside `jdp.value_and_grad`, without a final cast to more
+    bits as in the derivative of a cast.
     """
     dtype = traced.found.gather_dtype
     if not dtype:
@@ -99,7 +93,7 @@ def require_narrow(jaxpr: Any, traced: Traced) -> None:
 
 
 def _wide_gradients(body: Any, traced: Traced) -> dict[str, str]:
-    """Return the paths of gradients of wide losses, each with the loss's line."""
+    """Return the paths of wide gradients, with the loss's line."""
     found: dict[str, str] = {}
 
     def visit(eqn: Any, operands: list[_Gradient], around: _Context) -> list[_Gradient] | None:
@@ -139,12 +133,11 @@ def _join(values: Sequence[_Gradient]) -> _Gradient:
     )
 
 
-# Warn of nonlinear functions of one rank's gradients before the mean over ranks.
-# Linear functions commute with that mean. A function counts as linear if its other operands, such
-# as factors and masks, do not depend on gradients.
+# Nonlinear functions of one rank's gradients before the mean over ranks. A linear one commutes
+# with the mean; its factors and masks do not depend on gradients.
 
 
-# Linear in all operands together. Comparisons are reported, so logic of booleans is included.
+# Linear in all operands together. Comparisons are reported, so logic is included.
 _LINEAR = frozenset(
     "add add_any and broadcast_in_dim complex concatenate conj cumsum dynamic_slice "
     "dynamic_update_slice fft gather imag jdp_mark jdp_weigh not or pad real reduce_and reduce_or "
@@ -162,7 +155,7 @@ _MOVES_EACH = frozenset(
 )
 _SUMS = frozenset("dot_general reduce_sum".split())
 _LOOPS = frozenset("scan while".split())
-# Exchanges between ranks, and functions with content unknown to jdp.
+# Exchanges between ranks, and unknown functions.
 _UNKNOWN = (
     frozenset(collectives.RULES) - {"jdp_mark"}
     | control_flow.SOURCES
@@ -170,15 +163,14 @@ _UNKNOWN = (
     | jaxprs.SOURCES
     | frozenset("buffer_callback call_exported debug_callback ffi_call pure_callback".split())
 )
-# Marks a warning about a change of gradients, not about a metric.
+# Distinguishes warnings of gradients from those of metrics.
 NONLINEAR = "is not linear in the gradient of this rank's rows"
-# With more values, calls of a body count as one; beyond the second bound the rest counts as linear.
-# Functions that each call the next one twice have 2^depth values.
+# Bounds for 2^depth values: first equal calls count as one, then the rest as linear.
 _MANY_NODES, _MOST_NODES = 10_000, 200_000
 
 
 def clip_warnings(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for nonlinear changes of gradients before their mean."""
+    """Warn of nonlinear changes of gradients before their mean."""
     axes = frozenset(traced.spec.axis_name)
     local = [each for each in report.marks if each.kind == LOCAL and each.value.axes & axes]
     if not local:
@@ -219,7 +211,7 @@ def _changed(updates: _Linearity, gradients: Iterable[tuple[str, Node | None]]) 
 
 
 class _Bend(NamedTuple):
-    """An operation nonlinear in gradients, and its place in the step."""
+    """A nonlinear operation, and its place in the step."""
 
     position: int
     frame: Frame
@@ -231,7 +223,7 @@ class _Dependence(NamedTuple):
 
     Attributes:
       bend: the first nonlinear operation, or None.
-      of_rows: whether it depends on gradients of single rows, which may be added up later.
+      of_rows: whether it depends on gradients of single rows.
     """
 
     depends: bool = False
@@ -251,7 +243,7 @@ class _Linearity:
         self, back: Provenance, shapes: set[tuple[int, ...]], among: set[Any] | None = None
     ):
         self._back, self.shapes, self._among = back, shapes, among
-        self.gradients: set[Any] = set()  # keys of gradients on the way
+        self.gradients: set[Any] = set()
         self._found: dict[Any, _Dependence] = {}
         self._operands: dict[Any, list[Node]] = {}
         self._place = {v: i for i, eqn in enumerate(back.body.eqns) for v in eqn.outvars}
@@ -259,7 +251,7 @@ class _Linearity:
         self._first = next(derived, len(back.body.eqns))
 
     def bend(self, node: Node) -> _Bend | None:
-        """Return the first nonlinear operation before a value, or None."""
+        """Return the first nonlinear operation, or None."""
         waiting, key = [node], None
         while waiting:
             each = waiting[-1]
@@ -269,7 +261,7 @@ class _Linearity:
             elif key in self._operands or len(self._found) > _MOST_NODES:
                 waiting.pop()
                 self._found[key] = self._combined(each, self._operands.get(key, []))
-            else:  # values of a loop that are met again while they wait count as constants
+            else:  # loop values met again while they wait count as constants
                 self._operands[key] = self._before(each)
                 waiting += [x for x in self._operands[key] if self._key(x) not in self._operands]
         return self._found[key].bend
@@ -282,7 +274,7 @@ class _Linearity:
         return node.key() if len(self._found) < _MANY_NODES else node.shared_key()
 
     def _before(self, node: Node) -> list[Node]:
-        """Return the operands of a value that may depend on gradients."""
+        """Return the operands that may depend on gradients."""
         eqn = self._back.maker(node)
         if self._position(node) < self._first or eqn is not None and self._ends(eqn):
             return []
@@ -292,7 +284,6 @@ class _Linearity:
         return list(self._back.varying_before(node))
 
     def _ends(self, eqn: Any) -> bool:
-        """Whether the search ends at the equation of a value."""
         name = eqn.primitive.name
         return jaxprs.is_transposed(eqn) or name in _UNKNOWN or _tests_for_finite(eqn)
 
@@ -325,7 +316,7 @@ class _Linearity:
         return node.variable.aval.shape in self.shapes
 
     def _bends(self, frame: Frame, eqn: Any) -> bool:
-        """Whether an operation is nonlinear in operands that depend on gradients."""
+        """Whether an operation is nonlinear in gradients."""
         name = eqn.primitive.name
         nodes = [Node(frame, atom) for atom in eqn.invars]
         depending = [
@@ -344,7 +335,7 @@ class _Linearity:
         return name not in _LINEAR | _MOVES_EACH and rule is not None and rule is not move
 
     def _position(self, node: Node) -> int:
-        """Return the position of the step's equation that computes or contains a value."""
+        """Return the position in the step of a value or its caller."""
         frame: Frame | None = node.frame
         eqn = None
         while frame is not None and frame.around is not None:
@@ -366,7 +357,6 @@ def _body_is_derived(body: Any) -> bool:
 
 
 def _tests_for_finite(eqn: Any) -> bool:
-    """Whether an equation tests for NaN or infinities."""
     if eqn.primitive.name == "is_finite":
         return True
     if eqn.primitive.name not in ("eq", "ne"):

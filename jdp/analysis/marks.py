@@ -1,4 +1,4 @@
-"""Marks: identity operations that the uniformity analysis reads in a traced program."""
+"""Marks: identity operations for the uniformity analysis."""
 
 from typing import Any
 
@@ -9,36 +9,33 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
-# A gradient that is about to be reduced.
+# A gradient before its reduction.
 LOCAL = "local"
 # The result of a collective, see `mark`.
 ALL_REDUCED = "all_reduced"
-# An input of a step's weight, which does not count as a use.
+# An input of a step's weight, which does not count as used.
 WEIGHED = "weighed"
-# A gradient with a weight other than that of its step.
+# A gradient with another weight than the step's.
 OWN_WEIGHT = "own_weight"
-# `jdp.scan_layers`: a value that must be equal on every rank, and a gradient that is a mean over
-# ranks and may be averaged again.
+# `jdp.scan_layers`: a value that must be equal on every rank; a mean that may be averaged again.
 SHARED = "shared"
 AVERAGED = "averaged"
-# Parameters of `jdp.scan_layers`: it reduces in the backward loop here; only on other platforms;
-# only on more ranks.
+# `jdp.scan_layers` reduces in the backward loop here; only on other platforms; only on more ranks.
 LATE_HERE = "late_here"
 LATE_ELSEWHERE = "late_elsewhere"
 LATE_ON_MORE_RANKS = "late_on_more_ranks"
-# Facts that a program does not show: a reduction was divided by the number of ranks; a rank's share
-# of the total weight 1; a sum that the user wants.
+# Hidden facts: a sum divided by the number of ranks; a rank's share of the total weight; a wanted
+# sum.
 MEAN = "mean"
 SHARE = "share"
 SUMMED = "summed"
-# A sum over the rounds of a loop, of terms already divided by the number of rounds.
+# A sum over rounds, of terms already divided by their number.
 ROUNDS = "rounds"
-# A gradient that the user has declared as reduced.
+# A gradient declared as reduced.
 SYNCED = "synced"
-# A gradient for parameters that losses see in fewer bits; its result is not used.
+# A gradient for parameters that losses see in fewer bits.
 OF_MASTERS = "of_masters"
-# A shard of a value that is equal on all ranks; a value that must be equal on all ranks because
-# their shards of it are combined; and the combined value.
+# A shard of a uniform value; a shard that must be one; and the combined value.
 SHARD = "shard"
 PART = "part"
 WHOLE = "whole"
@@ -48,22 +45,21 @@ SOURCE = "source"
 # A value whose type has lost the mesh.
 MESHLESS = "meshless"
 
-# The scope of jdp's weighted sum. JAX keeps it in the transposed sum, and so distinguishes it from
-# a user's collective.
+# The scope of jdp's weighted sum, which JAX keeps in its transpose.
 WEIGHTED_SUM = "jdp_weighted_sum"
-# The scope in which `jdp.value_and_grad` computes a loss of narrow parameters.
+# The scope of losses with narrow parameters.
 NARROW_LOSS = "jdp_narrow_loss"
-# The name of the jitted function of a micro-batch and its gradient.
+# The jitted function of a micro-batch and its gradient.
 MICRO_BATCH = "jdp_micro_batch"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
     """Return `x` unchanged, with a mark in the traced program.
 
-    The mark survives grad, vmap, jvp, scan, jit and rematerialization. No policy of
-    `jax.checkpoint` saves it by name. No lowering emits it, except for a barrier on CPU, see
-    `_unfolded`. Cotangents are not marked, and tangents only for `"all_reduced"`. A `vmap` over one
-    of `axes` removes that axis: the operation then runs over rows, not ranks.
+    The mark survives grad, vmap, jvp, scan, jit and rematerialization, is not saved by name by
+    `jax.checkpoint`, and lowers to nothing, except for a barrier on CPU, see `_unfolded`.
+    Cotangents are not marked, and tangents only for `"all_reduced"`. A `vmap` over one of `axes`
+    removes that axis, since the operation then runs over rows.
 
     >>> import jax
     >>> noted = lambda x: mark(x, kind="local", path="['w']", axes=("data",)) ** 2
@@ -75,7 +71,7 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
 
 
 def without_mesh(x: jax.Array) -> jax.Array:
-    """Return `x` with a type that has no mesh, marked as `MESHLESS`."""
+    """Return `x` with a type without mesh, marked as `MESHLESS`."""
     return _mark_p.bind(x, kind=MESHLESS, path="", axes=())
 
 
@@ -84,7 +80,7 @@ _mark_p = jax.extend.core.Primitive("jdp_mark")
 
 def _jvp(primals: tuple, tangents: tuple, **note: Any) -> tuple[Any, Any]:
     (slope,) = tangents
-    # The tangent of a sum over ranks is also a sum over ranks.
+    # The tangent of a sum over ranks is such a sum.
     if note["kind"] == ALL_REDUCED and type(slope) is not ad.Zero:
         slope = _mark_p.bind(slope, **note)
     return _mark_p.bind(*primals, **note), slope
@@ -108,7 +104,7 @@ _mark_p.def_abstract_eval(_type)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
-# Every mark is different, so JAX's cache of lowerings would emit a function for each.
+# JAX's cache of lowerings would emit a function for each different mark.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,
@@ -117,16 +113,15 @@ mlir.register_lowering(
     cacheable=False,
 )
 
-# Moves or casts of single elements between product and gradient.
+# Between product and gradient.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
 
 
 def _unfolded(x: Any) -> Any:
     """Keep XLA from folding the transpose of a weight's gradient into the product before it.
 
-    JAX computes the gradient of `x @ w` as a transposed product. On XLA:CPU a step of a transformer
-    takes 6 to 15 % longer if the product writes the transpose. Without jdp the all-reduce
-    separates both operations; here a barrier does.
+    On XLA:CPU a transformer step takes 6 to 15 % longer if the product writes the transpose.
+    Without jdp the all-reduce separates both.
     """
     moves = []
     product = x
@@ -145,8 +140,8 @@ def _unfolded(x: Any) -> Any:
 
 
 def _sums_over_dims(op: Any) -> bool:
-    # Such as rows and positions. A product over rows alone writes the transpose at full speed, and
-    # a separate transpose takes a fifth longer.
+    # Such as rows and positions. After a product over rows alone, a separate transpose takes a
+    # fifth longer.
     if op.name != "stablehlo.dot_general":
         return False
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])

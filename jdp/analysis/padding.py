@@ -1,4 +1,4 @@
-"""Refusals of steps that ignore the padding mask, warnings of means that it does not weight."""
+"""Checks that steps weight rows by the padding mask."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -23,7 +23,7 @@ _SUMS = frozenset(("reduce_sum", "dot_general"))
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield an error for a step that averages over rows without the mask."""
+    """Refuse a step that averages over rows without the mask."""
     averages = any(
         out.kind in ("state", "metric") and out.tree.name != WEIGHT for out in traced.outputs
     )
@@ -41,7 +41,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for means of ranks that the mask does not weight."""
+    """Warn of means of ranks that the mask does not weight."""
     if traced.mask is None:
         return
     body, place = jaxprs.mapped_body(step), _place(report, traced)
@@ -63,7 +63,7 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _place(report: Report, traced: Traced) -> int:
-    """Return the mask's position among the inputs of the shard_map's body."""
+    """Return the mask's position among the shard_map's inputs."""
     assert traced.mask is not None
     return report.num_inputs - len(traced.inputs) + traced.mask
 
@@ -78,9 +78,9 @@ def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
 
 
 def local_means(body: Any, mask: int) -> list[str]:
-    """Return the author's lines that divide by the number of a rank's unpadded rows.
+    """Return the lines that divide by a rank's number of unpadded rows.
 
-    Empty if the user reduces that number or the mask over ranks, and so weights by hand.
+    Empty if the user weights by hand, by a reduction of that number or the mask.
     """
     walk, inputs = _Walk(), [_Kind.OTHER] * len(body.invars)
     inputs[mask] = _Kind.MASK
@@ -94,7 +94,7 @@ class _Walk:
         self.is_weighed = False
 
     def follow(self, jaxpr: Any, inputs: Sequence[_Kind]) -> list[_Kind]:
-        """Return the kinds of a jaxpr's outputs for the kinds of its inputs."""
+        """Return the kinds of the outputs for those of the inputs."""
         kinds = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def kind_of(atom: Any) -> _Kind:

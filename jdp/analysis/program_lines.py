@@ -1,7 +1,6 @@
 """A traced program as lines that are equal in every process and trace.
 
-The lines leave out the order of operations, names, addresses, meshes and jdp's own numbers. They
-are equal even if the author loops over a set.
+They leave out order, names, addresses, meshes and jdp's own numbers.
 """
 
 import enum
@@ -25,7 +24,7 @@ from jdp.pytrees import is_deleted, without_key
 
 _ARRAYS = bool, int, np.ndarray, np.generic, jax.Array
 _MOST_ELEMENTS = 1 << 16  # elements read of an array
-# Parameters that do not change the result.
+# Without effect on the result.
 _LEFT_OUT = frozenset("name mesh weak_type out_sharding sharding debug_info ctx_mesh".split())
 
 
@@ -57,12 +56,7 @@ class ProgramLines(NamedTuple):
 
 
 def lines_of(jaxpr: Any) -> ProgramLines:
-    """Return the lines of a program.
-
-    >>> program = lines_of(jax.make_jaxpr(lambda x: x * 0.5)(jnp.ones(3)))
-    >>> [text for text, _ in program.texts.values()]
-    ['mul float32[3] 0.5 -> float32[3]']
-    """
+    """Return the lines of a program."""
     texts: dict[str, tuple[str, str]] = {}
     known: dict[int, Counter[str]] = {}
     counts = _counts(jaxpr, texts, known)
@@ -73,7 +67,7 @@ def _times(number: int) -> str:
     return {0: "nowhere", 1: "once"}.get(number, f"{number} times")
 
 
-# A body counts for each call. `known`: counts by the id of a body.
+# A body counts for each call; `known` is by the id of a body.
 def _counts(
     jaxpr: Any, texts: dict[str, tuple[str, str]], known: dict[int, Counter[str]]
 ) -> Counter[str]:
@@ -101,10 +95,10 @@ def _line(eqn: Any) -> str:
     name, params = eqn.primitive.name, sorted(eqn.params.items())
     operands, results = [*map(_operand, eqn.invars)], [_type(x.aval) for x in eqn.outvars]
     if bodies(eqn):
-        # A body captures and returns arrays in the order of its trace.
+        # Bodies capture and return arrays in the order of their trace.
         operands, results = sorted(operands), sorted(results)
         params = [(key, value) for key, value in params if not isinstance(value, (tuple, list))]
-    # Callbacks have texts and functions as parameters, jdp's primitives numbers of calls.
+    # Parameters such as texts, functions, or jdp's call numbers.
     if name.startswith("jdp_") or "callback" in name or "debug" in name:
         params = []
     shown = ((key, _param(value)) for key, value in params if key not in _LEFT_OUT)
@@ -123,14 +117,13 @@ def _type(aval: Any) -> str:
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
 
-# A scalar's value, or digits of an array. Devices may compute different last bits in each run, so
-# floats have few digits.
+# Devices may compute other last bits in each run, so floats have few digits.
 def _described(value: Any) -> str:
     if isinstance(value, (float, complex)):
         return f"{value:.6g}"
     if (
         isinstance(value, jax.core.Tracer) or not isinstance(value, _ARRAYS) or is_deleted(value)
-    ):  # the script may have donated it since
+    ):  # the script may have donated it
         return _type(jax.typeof(value))
     x = without_key(value)
     x = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)

@@ -23,7 +23,7 @@ class Origin(NamedTuple):
     Attributes:
       line: the author's line that combines a varying value with a reduced one, or empty.
       primitive: the operation of that line, such as "mul".
-      sources: origins of the varying value: positions of shard_map inputs, and descriptions.
+      sources: of the varying value: positions of shard_map inputs, and descriptions.
       is_reduced: whether any value on the way was reduced.
       is_of_gradient: whether the reduced value depends on a gradient.
     """
@@ -35,7 +35,6 @@ class Origin(NamedTuple):
     is_of_gradient: bool = False
 
 
-# Descriptions of sources that are not inputs.
 _SOURCES = {
     "axis_index": "`axis_index` (the number of this rank)",
     "empty": "`jnp.empty` (memory that nobody has written)",
@@ -57,7 +56,7 @@ class Provenance(WayBack):
     """A backward slice that finds origins and reductions."""
 
     def of_output(self, i: int) -> Node:
-        """Return an output of the shard_map, or the value that it casts or copies."""
+        """Return an output of the shard_map before casts and copies."""
         return self._computed(Node(self.top, self.body.outvars[i]))
 
     def of_input(self, i: int) -> Node:
@@ -80,7 +79,7 @@ class Provenance(WayBack):
         return None
 
     def origin(self, node: Node) -> Origin:
-        """Return why a value differs: the nearest operation that combines it with a reduced one."""
+        """Return the nearest operation that combines a value with a reduced one."""
         is_reduced = any(map(self._is_collective, self.back([node], everything=True)))
         sources: dict[int | str, None] = {}
         for each in self.back([node]):
@@ -90,7 +89,7 @@ class Provenance(WayBack):
                 continue
             operands = [Node(each.frame, atom) for atom in eqn.invars]
             differing = [operand for operand in operands if self.differs(operand)]
-            # A choice that is equal on all ranks does not combine its cases.
+            # A uniform choice does not combine its cases.
             first = 1 if eqn.primitive.name == "select_n" else 0
             same = [operand for operand in operands[first:] if not self.differs(operand)]
             if not differing:
@@ -102,12 +101,12 @@ class Provenance(WayBack):
         return Origin("", "", tuple(sources), is_reduced)
 
     def reduction(self, node: Node) -> str:
-        """Return the author's line of the nearest reduction before a value."""
+        """Return the author's line of the nearest reduction."""
         lines = (self.line(each.frame, eqn) for each, eqn in self._reductions(node))
         return next(filter(None, lines), "")
 
     def nearest_line(self, node: Node) -> str:
-        """Return the author's line of the nearest equation that makes a value differ."""
+        """Return the nearest author's line that makes a value differ."""
         lines = (self.line(each.frame, self.maker(each)) for each in self.back([node]))
         return next(filter(None, lines), "")
 
@@ -119,7 +118,7 @@ class Provenance(WayBack):
     def sums(
         self, node: Node, names: Collection[str] = _ADDING, *, everything: bool = False
     ) -> Iterator[tuple[Any, str, Node]]:
-        """Yield the sums over ranks that leave a value undivided, nearest first."""
+        """Yield the undivided sums over ranks, nearest first."""
         for each in self.back([node], everything=everything):
             eqn = self.maker(each)
             if eqn is not None and eqn.primitive.name in names:
@@ -130,7 +129,7 @@ class Provenance(WayBack):
                     yield eqn, self.line(each.frame, eqn), operand
 
     def is_of_cotangent(self, node: Node) -> bool:
-        """Whether a number depends on a differing cotangent, as a gradient does."""
+        """Whether a number depends on a differing cotangent."""
         seen, waiting = set(), [node]
         while waiting:
             each = waiting.pop()
@@ -145,7 +144,7 @@ class Provenance(WayBack):
         return False
 
     def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
-        """Whether a value differs only because the values `causes` differ."""
+        """Whether a value differs only because `causes` do."""
         keys = {cause.key() for cause in causes} - {node.key()}
         met = False
         for each in self.back([node], until=keys):
@@ -235,15 +234,13 @@ class Report:
 
     Attributes:
       outputs: class of each output of the body, before `out_specs` combines shards.
-      output_sources: the author's lines of outputs that vary along an axis missing in `out_specs`;
-        empty for the others.
-      deadlocks: collectives under control flow that may differ between ranks.
-      opaque: primitives whose body jdp could not open.
-      unknown: primitives without a rule, each with the author's line.
-      num_inputs: number of inputs of the body, captured arrays first.
-      refs: position and final class of each input that is a `jax.Ref`.
-      back: returns the backward slice of values that vary along some axes, or that are
-        "undivided" or "duplicated", see `AbstractValue`.
+      output_sources: lines of outputs that vary along an axis missing in `out_specs`, else empty.
+      deadlocks: collectives under diverging control flow.
+      opaque: primitives with a body that jdp could not open.
+      unknown: primitives without a rule, with the author's line.
+      num_inputs: of the body, captured arrays first.
+      refs: position and final class of each input `jax.Ref`.
+      back: the backward slice for axes, of varying, "undivided" or "duplicated" values.
     """
 
     outputs: tuple[AbstractValue, ...]
@@ -258,10 +255,9 @@ class Report:
 
 
 def decision(back: Provenance, node: Node) -> Node | None:
-    """Return the decision that makes a value differ, None for other causes.
+    """Return the farthest boolean that alone makes a value differ, or None.
 
-    The decision is the farthest boolean that alone makes the value differ. None if it is an input,
-    such as a mask, or if it is counted.
+    None if it is an input, such as a mask, or if it is counted.
     """
     found, seen = None, set()
     while node.key() not in seen:
@@ -286,12 +282,12 @@ _COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
 def without_skipped(
     back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
 ) -> dict[int, Node]:
-    """Return the values that differ for another reason than a skipped collective."""
+    """Drop values that differ only by a skipped collective."""
     skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
     return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}
 
 
-# The verb for the operation that combines a differing value {0} with an equal one {1}.
+# For a differing value {0} and an equal one {1}.
 _VERBS = {
     "add": "adds {} to {}",
     "add_any": "adds {} to {}",
@@ -310,17 +306,13 @@ def since(origin: Origin, inputs: Sequence[str]) -> str:
     """Return `why` for one value, as a clause after a comma.
 
     Args:
-      inputs: names of the inputs of the shard_map, in order.
+      inputs: names of the shard_map's inputs, in order.
     """
     return f", since {why([origin], inputs)}"
 
 
 def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that explains why values with one reason differ.
-
-    Args:
-      inputs: names of the inputs of the shard_map, in order.
-    """
+    """Return a clause that explains why values differ; `inputs` as in `since`."""
     origin = origins[0]
     sources = _named(origin.sources, inputs)
     if origin.line:

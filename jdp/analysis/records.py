@@ -1,4 +1,4 @@
-"""Records of marks, deadlocks, shifts and unknown primitives in analysed bodies."""
+"""Findings in analysed bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdp.analysis.lattice import AbstractValue, Lattice
 
 
 class Cell:
-    """A Ref's contents: the join of all written values, also of skipped writes."""
+    """A Ref's contents: the join of all written values."""
 
     __slots__ = ("value",)
 
@@ -31,7 +31,7 @@ class Deadlock:
     Attributes:
       axes: mesh axes along which it communicates.
       control: the control flow around it, "cond" or "while".
-      source: the author's line, such as "train.py:41", or empty.
+      source: the author's line, or empty.
       under: mesh axes along which ranks may skip it.
       is_compilers: whether XLA would add it, to split `primitive` over `axes`.
     """
@@ -50,10 +50,9 @@ class Marked:
     """A mark (`marks.mark`), once for each equation.
 
     Attributes:
-      kind, path, axes: as given to `mark`.
       value: class of the marked value, joined over calls and rounds of loops.
       under: mesh axes along which ranks may skip the mark.
-      source: the author's line, as in `Deadlock`.
+      source: the author's line, or empty.
     """
 
     kind: str
@@ -66,9 +65,9 @@ class Marked:
 
 
 class _Note(NamedTuple):
-    """A finding at an equation: "mark", "deadlock", "shift", "unknown" or "call".
+    """A "mark", "deadlock", "shift", "unknown" or "call" at an equation.
 
-    The facts of a call are the record of its body, otherwise those given to `add`.
+    The facts are those given to `add`, of a call the record of its body.
     """
 
     kind: str
@@ -77,11 +76,7 @@ class _Note(NamedTuple):
 
 
 class Record:
-    """A body with the class of every variable, shared by calls with equal input classes.
-
-    Args:
-      env: the class of each variable, which the interpreter fills in.
-    """
+    """A body with the class of every variable, for one set of input classes."""
 
     __slots__ = ("_bodies", "_cells", "_notes", "_outs", "env", "has_notes", "jaxpr")
 
@@ -89,10 +84,9 @@ class Record:
         self.jaxpr = jaxpr
         self.env = env
         self.has_notes = False
-        # In program order. A later note replaces an earlier one, because only a loop's last round
-        # counts; the first round is kept for its marks.
+        # In program order. Only a loop's last round counts; the first is kept for its marks.
         self._notes: dict[Any, _Note] = {}
-        # The last analysed bodies, by the ids of an equation and of its jaxpr.
+        # The last records, by the ids of an equation and of its jaxpr.
         self._bodies: dict[int, dict[int, Record]] = {}
         self._outs: list[Any] = []
         self._cells: list[int | None] = []
@@ -103,7 +97,7 @@ class Record:
         self.has_notes = True
 
     def add_call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
-        """Record `body` as the analysis of `jaxpr`, a body of `eqn`."""
+        """Record the analysis of `jaxpr`, a body of `eqn`."""
         key = id(eqn), id(jaxpr)
         before = self._notes.get(key)
         if before is not None and before.facts != (body,):
@@ -125,7 +119,7 @@ class Record:
         return (kind, id(eqn)) in self._notes
 
     def calls_with_notes(self) -> list[tuple[Any, Record]]:
-        """Return equations with findings in bodies, each with its body's record."""
+        """Return equations and records of bodies with findings."""
         calls = [(note.eqn, *note.facts) for note in self._notes.values() if note.kind == "call"]
         return [(eqn, body) for eqn, body in calls if body.has_notes]
 
@@ -167,14 +161,14 @@ class Record:
         return tuple(found.values())
 
     def unknown(self) -> tuple[tuple[str, str], ...]:
-        """Return the primitives without a rule, each with a line."""
+        """Return the primitives without a rule, with a line."""
         found: dict[str, str] = {}
         for note, line in self._found("unknown"):
             found.setdefault(note.eqn.primitive.name, line)
         return tuple(found.items())
 
     def marks(self, lattice: Lattice) -> tuple[Marked, ...]:
-        """Return the marks in all bodies below, one for each equation."""
+        """Return the marks in all bodies below, once for each equation."""
         found: dict[int, Marked] = {}
         for note, line in self._found("mark"):
             value, under = lattice.decode(note.facts[0]), lattice.names(note.facts[1])
@@ -187,9 +181,9 @@ class Record:
         return tuple(found.values())
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
-        """Return the findings with their lines, each once for every calling line."""
+        """Return the findings, once for every calling line."""
         seen: set[tuple[int, str]] = set()
-        # Skip the line of the outermost shard_map, which is not specific enough.
+        # The line of the outermost shard_map is not specific enough.
         bodies = [body for _, body in self.calls_with_notes()]
         return [each for body in bodies for each in body._below(kinds, "", seen)]
 
@@ -200,7 +194,7 @@ class Record:
             return
         seen.add((id(self), around))
         for note in self._notes.values():
-            # JAX cuts tracebacks where it traces a body, so the line may be that around the body.
+            # JAX cuts tracebacks at bodies, so use the line around the body.
             if note.kind in kinds:
                 line = source_of(note.facts[0]) if note.kind == "shift" else ""
                 yield note, line or source_of(note.eqn) or around

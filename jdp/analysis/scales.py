@@ -19,7 +19,7 @@ from jdp.error_codes import with_code
 
 
 def reduction_refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a refusal for each line that gets gradients with a wrong scale along `names`."""
+    """Refuse each line that gets gradients with a wrong scale."""
     grouped: dict[tuple[str, str], list[str]] = {}
     beside = _lines_of_varying(report)
     for found in report.marks:
@@ -30,7 +30,7 @@ def reduction_refusals(eqn: Any, report: Report, names: Collection[str]) -> Iter
 
 
 def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a refusal for each line that gets gradients averaged without the weights."""
+    """Refuse each line that gets gradients averaged without the weights."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for found in report.marks:
         axes = found.value.even & (frozenset(found.axes) | frozenset(names))
@@ -58,7 +58,7 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
 
 
 def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
-    """Yield a refusal for each line that weights the means of `jdp.value_and_grad` again."""
+    """Refuse each line that weights the means of `jdp.value_and_grad` again."""
     grouped: dict[str, list[str]] = {}
     for found in report.marks:
         if found.kind == OWN_WEIGHT and found.path in averaged and not _varies(found):
@@ -74,7 +74,7 @@ def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
 
 
 def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
-    """Return the gradients' paths of each line whose gradients are all means."""
+    """Return the gradients of each line that gets only means."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
         if found.kind == LOCAL and found.path not in averaged:
@@ -83,13 +83,13 @@ def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
         line: [found.path for found in marks]
         for line, marks in by_line.items()
         if all(_is_reduced(found) for found in marks)
-        # A parameter that multiplies a mean is mostly a scalar, which costs little to send.
+        # A parameter that multiplies a mean is mostly a scalar, cheap to send.
         and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
     }
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
-    """Return as text how many times too large a sum over some axes is."""
+    """Return how many times too large a sum over some axes is."""
     groups = None if collective is None else jaxprs.axis_groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
@@ -122,8 +122,8 @@ def _reason(
     if not total:
         if not (value.unclear | value.undivided) & axes:
             return ""
-        # A user who reduces by hand reduces a whole tree. A single reduced gradient is that of a
-        # parameter that multiplies a sum over ranks.
+        # By hand a user reduces a whole tree; a single reduced gradient is of a parameter that
+        # multiplies a sum over ranks.
         if found.kind == LOCAL and found.source in beside:
             return ""
         line = _undivided(report, found, value.undivided & axes)
@@ -153,7 +153,7 @@ def _synced_sum(line: str, too_large: str) -> str:
 
 
 def _local_sum(line: str, too_large: str) -> str:
-    """Return the text for the sum of a local gradient; too_large: "" if unclear."""
+    """Refuse a sum of local gradients; too_large: "" if unclear."""
     if too_large:
         return with_code(
             "JDP121",
@@ -173,9 +173,9 @@ def _local_sum(line: str, too_large: str) -> str:
 
 
 def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
-    """Return the line of the nearest sum of gradients that may make a gradient too large.
+    """Return the line of the nearest sum that may make a gradient too large.
 
-    Sums of other values, such as counts and statistics, may have any scale.
+    Sums of other values, such as counts, may have any scale.
     """
     if not axes:
         return ""
@@ -196,13 +196,11 @@ def _varies(found: Marked) -> bool:
 
 
 def _lines_of_varying(report: Report) -> set[str]:
-    """Return the lines that get unreduced gradients."""
     local = (each for each in report.marks if each.kind == LOCAL)
     return {each.source for each in local if not each.value.axes.isdisjoint(each.axes)}
 
 
-# A maximum has no cotangent, a mark does not communicate, and `jdp.sharded_embedding` weights the
-# cotangents that it adds.
+# They have no cotangent, do not communicate, or weight the cotangents that they add.
 _HARMLESS = frozenset(
     "axis_index jdp_add_rows jdp_add_rows_native jdp_mark jdp_take_rows jdp_take_rows_native pmax "
     "pmin unreduced_pmax unreduced_pmin".split()
@@ -223,7 +221,7 @@ class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
-      name: the author's collective before the transposition. `MICRO_BATCH` for jdp's weighted sum
+      name: the author's collective before the transposition; `MICRO_BATCH` for jdp's weighted sum
         in a micro-batch that was transposed from outside.
       source: the author's line, or empty.
     """
@@ -233,7 +231,7 @@ class _Differentiated(NamedTuple):
 
 
 def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a refusal for each transposed collective that adds up unweighted cotangents."""
+    """Refuse each transposed collective that adds up unweighted cotangents."""
     axes = frozenset(traced.spec.axis_name)
     if any(found.kind == OWN_WEIGHT for found in report.marks):
         for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
@@ -271,7 +269,7 @@ def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[st
 
 
 def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
-    """Return the transposed collectives over one of `axes` that do not weight ranks."""
+    """Return transposed collectives that do not weight ranks."""
     found: dict[_Differentiated, None] = {}
     for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
         here = around.within(eqn)
@@ -284,7 +282,7 @@ def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
 
 
 def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
-    """Return the transposed collectives over one of `axes` before a mark of `kind`."""
+    """Return transposed collectives before a mark of `kind`."""
     found: dict[_Differentiated, None] = {}
 
     def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:
@@ -309,7 +307,6 @@ class _Place(NamedTuple):
     """The context of an equation.
 
     Attributes:
-      is_transposed: whether JAX transposed another equation into it.
       is_ours: whether it belongs to jdp's weighted sum.
       in_micro_batch: whether its micro-batch was transposed as a whole.
     """
@@ -320,7 +317,7 @@ class _Place(NamedTuple):
     line: str = ""
 
     def within(self, eqn: Any) -> "_Place":
-        # The name stack shows a transposition, and recomputation by `jax.checkpoint`.
+        # It shows a transposition, and recomputation by `jax.checkpoint`.
         stack = eqn.source_info.name_stack.stack
         names = {part.name for part in stack if type(part).__name__ == "Scope"}
         transforms = {part.name for part in stack if type(part).__name__ == "Transform"}
@@ -347,7 +344,7 @@ def _communicates(eqn: Any, axes: frozenset[str]) -> bool:
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a refusal for gradients and states with a wrong scale."""
+    """Refuse gradients and states with a wrong scale."""
     yield from reduction_refusals(step, report, traced.spec.axis_name)
     yield from reweighed(report, traced.found.averaged)
     if _has_weight(traced):
@@ -358,7 +355,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for metrics and states of probably unintended scale."""
+    """Warn of metrics and states of probably unintended scale."""
     yield from _repeated(step, report, traced, metrics(traced))
     yield from _duplicated(step, report, traced)
     if _has_weight(traced):
@@ -375,7 +372,7 @@ def _states(traced: Traced) -> dict[int, Output]:
 
 
 def metrics(traced: Traced) -> dict[int, Output]:
-    """Return the metrics by the positions of their values before the mean."""
+    """Return the metrics by position before the mean."""
     own = (i for i, output in enumerate(traced.outputs) if output.kind == "own")
     reported = [
         (i, each)

@@ -29,7 +29,7 @@ from jdp.analysis.diagnostics import Traced
 from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.error_codes import with_code
 
-# The folders of jdp and of JAX, whose frames are between a warning and the author's code.
+# Their frames are between a warning and the author's code.
 _LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{Path(jax.__file__).parent}/")
 _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
@@ -38,9 +38,9 @@ class Proved(NamedTuple):
     """Properties of an accepted step.
 
     Attributes:
-      gradients: paths of the gradients equal on all ranks before the reduction, which the next
-        trace need not send. None if `scan_layers` averages no gradient.
-      own_metrics: whether each output of kind "own" is equal on every rank.
+      gradients: paths of the uniform gradients, which the next trace need not send. None if
+        `scan_layers` averages no gradient.
+      own_metrics: whether each output of kind "own" is uniform.
     """
 
     gradients: frozenset[str] | None
@@ -48,9 +48,9 @@ class Proved(NamedTuple):
 
 
 def check(jaxpr: Any, traced: Traced) -> Proved:
-    """Raise ValueError if the step could end with different states, or deadlock.
+    """Raise ValueError if ranks could deadlock or end with different states.
 
-    The step is the first `shard_map` in `jaxpr`; `traced` names its inputs and outputs.
+    The step is the first `shard_map` in `jaxpr`.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
@@ -79,7 +79,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
 
 
 def _stacklevel() -> int:
-    """Return the number of frames between the caller and the author's code."""
+    """Return the number of frames below the author's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
@@ -87,7 +87,7 @@ def _stacklevel() -> int:
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:
-    """Return the properties of the first shard_map in `jaxpr`, a step already checked."""
+    """Return the properties of a step that was already checked."""
     return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
 
 
@@ -127,8 +127,8 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
-    # An unused reduction leaves the program. A reduction inside an opaque primitive stays, and
-    # could happen twice.
+    # An unused reduction leaves the program. One inside an opaque primitive stays, and could happen
+    # twice.
     hidden = sorted(
         traced.found.marked - {each.path for each in report.marks if each.kind == LOCAL}
     )
@@ -151,7 +151,7 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _gathered_keys(step: Any) -> Iterator[str]:
-    """Yield a refusal for gathers of typed keys into a new dim, which JAX lowers wrongly."""
+    """Refuse gathers of typed keys into a new dim, which JAX lowers wrongly."""
     for eqn in jaxprs.equations(step.params["jaxpr"]) if "all_gather" in _primitives(step) else ():
         if eqn.primitive.name == "all_gather" and not eqn.params["tiled"]:
             aval = eqn.invars[0].aval
@@ -177,7 +177,7 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
 
 
 def forward_mode(line: str) -> str:
-    """Return the refusal of a forward-mode derivative through `scan_layers`."""
+    """Refuse a forward-mode derivative through `scan_layers`."""
     return with_code(
         "JDP111",
         "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
@@ -216,8 +216,8 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _unused(report: Report) -> Iterator[str]:
-    # Several losses may have different parameters (a GAN, branches). A leaf, by path and shape, is
-    # used if any loss depends on it.
+    # Losses may have different parameters (a GAN, branches), so a leaf, by path and shape, is used
+    # if any loss depends on it.
     local = [found for found in report.marks if found.kind == LOCAL]
     leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
     zero = [found.value.zero for found in local]
@@ -232,12 +232,12 @@ def _unused(report: Report) -> Iterator[str]:
 
 
 def _untouched(step: Any, traced: Traced) -> Iterator[str]:
-    """Yield a text if gradients change only optimizer state."""
+    """Warn if gradients change only optimizer state."""
     body = jaxprs.mapped_body(step)
     if not traced.found.marked or any(map(jaxprs.is_ref, [*body.invars, *body.constvars])):
         return  # a Ref may hold parameters
     moved: set[Any] = set()  # values that depend on gradients
-    same = {*body.invars}  # values that entered
+    same = {*body.invars}  # unchanged inputs
     for eqn in body.eqns:
         read = [v for v in eqn.invars if not jaxprs.is_literal(v)]
         if any(v in moved for v in read) or _marks_gradients(eqn):

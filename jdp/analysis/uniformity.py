@@ -1,4 +1,4 @@
-"""The analysis of functions with a hand-written training loop."""
+"""The analysis of hand-written training loops."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Return the outermost shard_map equations of a program, in order, each once."""
+    """Return the outermost shard_map equations, in order, each once."""
     equations = jaxprs.equations(jaxpr, mapped=False)
     return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
 
@@ -65,7 +65,7 @@ def find_shard_maps(jaxpr: Any) -> list[Any]:
 def analyse(
     eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
 ) -> Report:
-    """Compute which values may differ between ranks in the body of a shard_map.
+    """Compute which values may differ between ranks in a shard_map.
 
     An input varies along the axes by which its `in_specs` split it.
     """
@@ -116,7 +116,7 @@ def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _maker(variable: Any, makers: dict[Any, Any]) -> str:
-    # JAX often adds casts and copies, so return the line that computed the value.
+    # JAX often adds casts and copies.
     while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
         rule = RULES.get(eqn.primitive.name)
         if rule not in (move, cast) and eqn.primitive.name != "jdp_mark":
@@ -125,7 +125,7 @@ def _maker(variable: Any, makers: dict[Any, Any]) -> str:
     return ""
 
 
-# Refusals of mistakes in hand-written loops with shard_map.
+# Refusals of mistakes in hand-written loops.
 
 
 def loop_refusals(
@@ -135,7 +135,7 @@ def loop_refusals(
     paths: dict[int, str],
     inputs: Sequence[str],
 ) -> Iterator[str]:
-    """Yield a refusal for each mistake in a shard_map over the axes `names`.
+    """Refuse each mistake in a shard_map over the axes `names`.
 
     Args:
       inputs: names of its inputs in the enclosing function, in order.
@@ -208,7 +208,7 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
 
 
 def unknown_primitives(report: Report) -> Iterator[str]:
-    """Yield a text for every primitive without a rule."""
+    """Name every primitive without a rule."""
     for name, line in report.unknown:
         at = f" at {line}" if line else ""
         yield with_code(
@@ -334,7 +334,7 @@ def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _TracedFunction:
     named, out_tree = outputs[-1]
 
     def unflatten(classes: list[str]) -> Any:
-        # A leaf that is not an array is a constant of the program.
+        # Other leaves are constants of the program.
         each = iter(classes)
         found = [next(each) if is_array else "uniform" for _, is_array in named]
         return jax.tree.unflatten(out_tree, found)
@@ -367,13 +367,13 @@ def _is_array(leaf: Any) -> bool:
 
 
 class _Left(NamedTuple):
-    """The facts about a value outside of the shard_maps."""
+    """Facts about a value outside of the shard_maps."""
 
     varying: bool = False
-    # The shard_map that returned the value unchanged, by its id, and the output's position.
+    # The shard_map that returned it unchanged, by id, and the output.
     origin: int | None = None
     position: int = -1
-    # The name of the argument, if the value is one.
+    # Of an argument.
     name: str = ""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Rules: the class of each primitive's results for the classes of its operands."""
+"""The class of each primitive's results for its operands' classes."""
 
 from jdp.analysis.interpreter import Rule
 from jdp.analysis.rules import collectives, control_flow, local
@@ -10,5 +10,4 @@ RULES: dict[str, Rule] = {
     **control_flow.RULES,
     **control_flow.REF_RULES,
 }
-# The rule of primitives without a rule of their own.
 UNKNOWN = control_flow.unknown

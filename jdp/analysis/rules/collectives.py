@@ -12,7 +12,7 @@ from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARD, SHARE, SUMMED
 
 
 def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: int) -> int:
-    """Return the class of the sum over `axes` of one operand of a collective."""
+    """Sum an operand of a collective over `axes`."""
     atom = eqn.invars[position]
     if interp.lattice.is_constant(value):
         times = 0 if jaxprs.is_literal(atom) else interp.divisions.get(atom, 0)
@@ -25,9 +25,9 @@ def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: 
 def undivided(
     interp: Interpreter, eqn: Any, total: int, value: int, position: int, axes: int
 ) -> int:
-    """Return the class of a sum over `axes`, with the bits "undivided" and "duplicated".
+    """Add the bits "undivided" and "duplicated" to a sum.
 
-    Sums of integers (counts) and JAX's own sums of equal cotangents do not get the bits.
+    Sums of integers (counts) and JAX's own sums of equal cotangents do not get them.
     """
     lattice = interp.lattice
     is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)
@@ -48,13 +48,13 @@ def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> Non
 
 
 def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
-    """Return the class of a sum over gathered shards, None for other sums."""
+    """Sum over gathered shards; None for other sums."""
     (atom,) = eqn.invars
     gathered = None if jaxprs.is_literal(atom) else interp.gathered.get(atom)
     if gathered is None or gathered[2] not in eqn.params["axes"]:
         return None
     value, axes, _ = gathered
-    # Other terms may be divided by the number of terms, and the weights are unknown.
+    # Other terms may be divided by their number, and the weights are unknown.
     total = all_reduced(interp, eqn, value, 0, axes) | interp.lattice.bent
     return total | interp.lattice.over("uneven", axes & value)
 
@@ -96,7 +96,7 @@ def _native_scatter(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _native_scaled(interp: Interpreter, eqn: Any, by: int, totals: list[int]) -> list[int]:
-    """Return the classes of sums that a native call multiplies by its scale, of the class `by`."""
+    """Multiply sums by a native call's scale, of the class `by`."""
     scale = jaxprs.number(eqn.invars[2])
     if scale is None:
         return [interp.lattice.scale_by(x, by) for x in totals]
@@ -160,7 +160,7 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of a marked value; some kinds state facts that a program does not show."""
+    """Return a marked value's class, with facts that a program does not show."""
     (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
     interp.record.add("mark", eqn, value, interp.where)
     if kind == ALL_REDUCED:
@@ -184,10 +184,9 @@ def _own_slice(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
-    """Return a collective's axes, and record it if a rank that it needs may skip it.
+    """Return a collective's axes, and record it if a needed rank may skip it.
 
-    A collective in groups needs only the ranks along its axes; one that sends from rank to rank
-    needs all devices.
+    Groups need the ranks along their axes; a transfer from rank to rank needs all devices.
     """
     axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where

@@ -75,7 +75,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     outs = []
     for values, origins in zip(zip(*rows, strict=True), zip(*passed_on, strict=True), strict=True):
         value = values[0]
-        # If every branch returns the same operand, the index does not matter.
+        # The index does not matter if all branches return one operand.
         if origins[0] is None or len(set(origins)) > 1:
             value = index
             for each in values:
@@ -85,7 +85,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _passed_on(body: Any) -> list[int | None]:
-    """Return for each output the position of the input that it equals, or None."""
+    """Return the input that each output equals, or None."""
 
     def visit(eqn: Any, operands: list[Any], _: Any) -> list[None] | None:
         return None if eqn.primitive.name in jaxprs.CALLS else [None] * len(eqn.outvars)
@@ -130,7 +130,7 @@ def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     num_rhs = len(ins) - at_rhs
     rhs = ins[at_rhs:]
     outs = interp.body(solve, ins[at_solve : at_solve + len(solve.invars) - num_rhs] + rhs, eqn)
-    # The solver does not run matvec here; the analysis needs its collectives.
+    # The solver does not run matvec, but it may have collectives.
     constants = ins[at_matvec : at_matvec + len(matvec.invars) - num_rhs]
     interp.body(matvec, constants + outs[:num_rhs], eqn)
     return outs
@@ -176,7 +176,7 @@ def _name(eqn: Any) -> str:
 
 
 def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    """Analyse the bodies of a primitive without a rule; without bodies, its results may differ."""
+    """Analyse the bodies of a primitive without a rule; without bodies, results may differ."""
     if jaxprs.bodies(eqn) or interp.trusts_unknown:
         return joined(interp, eqn, ins)
     interp.record.add("unknown", eqn)
@@ -185,7 +185,7 @@ def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
 
 
 def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
-    """Return the class of an unknown value, and join it into all Refs."""
+    """Join an unknown value into all Refs, and return it."""
     for value in ins:
         if isinstance(value, Cell):
             value.value |= interp.anything()
@@ -193,16 +193,13 @@ def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 
 
 def _copy_by_dma(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    # The last parameter is the target device of a Pallas kernel's copy, None for its own.
+    # The target device of a Pallas kernel's copy, None for its own.
     *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
     return joined(interp, eqn, ins) if device is None else _source(interp, eqn, ins)
 
 
 def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    """Return the join of operands, results of bodies, and named axes, also written to Refs.
-
-    The inputs of each body have this join.
-    """
+    """Join operands, results of bodies, and named axes, for inputs of bodies, and Refs."""
     lattice = interp.lattice
     axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
     if axes and interp.where:
@@ -227,7 +224,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     return value
 
 
-# Primitives of JAX, equinox, lineax and jax_triton with bodies, Refs or hidden functions.
+# Of JAX, equinox, lineax and jax_triton, with bodies, Refs or hidden functions.
 _JOINED = frozenset(
     "announce_jaxpr custom_jvp_call_jaxpr linear_solve maybe_set noinline nonbatchable pin "
     "nondifferentiable_backward nontraceable reduce reduce_window run_state scatter "
@@ -235,7 +232,7 @@ _JOINED = frozenset(
     "unvmap_any unvmap_max".split()
 )
 
-# Primitives that read the device, its host or its memory.
+# They read the device, its host or its memory.
 SOURCES = frozenset(
     "box_get box_set create_linear custom_lin empty global_array_to_host_local_array "
     "host_local_array_to_global_array infeed io_callback log_extend log_read new_box new_log "

@@ -17,7 +17,7 @@ from jdp.analysis.rules import collectives
 
 
 def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Join the operands as image does, if a constant other than 1 / n may correct the result."""
+    """Join as image does, if a constant other than 1 / n may correct the result."""
     value = image(interp, eqn, ins)
     return value | interp.lattice.bent if value & interp.lattice.data else value
 
@@ -55,7 +55,7 @@ def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of a linear system's solution, the right-hand side over the matrix."""
+    """Return the class of the right-hand side over the matrix."""
     lattice, (*matrix, vector) = interp.lattice, ins
     ratio = lattice.quotient(vector, functools.reduce(operator.or_, matrix))
     return lattice.without_scale(mix(interp, eqn, ins)) | ratio & lattice.scale
@@ -68,7 +68,7 @@ def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A factor n becomes an added term; the exponential of the result may divide by it.
+    # A factor n becomes an added term; an exponential may divide by it.
     return interp.lattice.without_scale(bend(interp, eqn, ins))
 
 
@@ -81,16 +81,16 @@ def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     return [value, interp.lattice.without_scale(value)]
 
 
-# A constant other than 1 / n corrects these, for example by the number of elements.
+# Another constant than 1 / n corrects these, such as the number of elements.
 _BEND = "cbrt cumsum reduce_window_sum sqrt square"
 
-# Booleans, signs and positions, which a factor n does not change.
+# Booleans, signs and positions, which n does not scale.
 _DECIDE = """
     and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
     reduce_xor sign xor
 """
 
-# Decompositions into orthogonal bases, and the position of the result that a factor n changes.
+# Orthogonal decompositions, and the one result that n scales.
 _SCALED = {"eig": 0, "eigh": 1, "qr": 1, "svd": 0}
 
 NONLINEAR_RULES = {
@@ -107,14 +107,13 @@ NONLINEAR_RULES = {
 }
 
 
-# Distinguish means over a rank's elements from divisions by the number of ranks.
+# Means over a rank's elements, or divisions by the number of ranks.
 # A rank may have as many rows as there are ranks. `jnp.mean` sums before it divides, and its
-# gradient copies the quotient to as many elements. Without sum or copies, a number of that size is
-# the number of ranks.
+# gradient copies the quotient as often. Otherwise such a number is that of ranks.
 
 
 _ADD = frozenset({"add", "add_any"})
-# The most divisors remembered for one value; a longer chain restarts.
+# The most divisors of one value; a longer chain restarts.
 _MOST_DIVISORS = 8
 
 
@@ -129,7 +128,7 @@ def record_sum(interp: Interpreter, eqn: Any) -> None:
 
 
 def record_rounds(interp: Interpreter, eqn: Any) -> None:
-    """Record the number of terms that a scan adds up, such as micro-batches; not in a gradient."""
+    """Record the number of terms that a scan adds up, except in a gradient."""
     if eqn.params["reverse"]:
         return
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)
@@ -141,7 +140,7 @@ def record_rounds(interp: Interpreter, eqn: Any) -> None:
 
 
 def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
-    """Return the class of a quotient: a mean if a sum is divided by its number of terms."""
+    """Divide: a sum over its number of terms is a mean."""
     is_literal = jaxprs.is_literal(dividend)
     if interp.lattice.is_constant(value):
         times = 0 if is_literal else interp.divisions.get(dividend, 0)
@@ -159,7 +158,7 @@ def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: f
 
 
 def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of copies: of a mean's gradient if their number is the divisor."""
+    """Copy: as often as the divisor in a mean's gradient."""
     (value, *_), (atom, *_), (copies,) = ins, eqn.invars, eqn.outvars
     if jaxprs.is_literal(atom):
         return value
@@ -184,7 +183,7 @@ def _copied(eqn: Any) -> tuple[int, ...]:
 
 
 def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
-    """Return a quotient's class without a division by a number of elements, or None.
+    """Undo a division by a number of elements, or return None.
 
     The division of a sum over ranks is by the number of ranks.
     """
@@ -213,7 +212,7 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
 
 
 def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the operand's class. A cast to bool or integers has no scale."""
+    """Cast; a bool or integer has no scale."""
     (value,) = ins
     if jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
         return value
@@ -243,10 +242,9 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
-    """Whether the 1 that multiplies a value is the first cotangent of a backward pass.
+    """Whether a factor 1 is the first cotangent of a backward pass.
 
-    On a mesh of one rank a 1 may also be the number of ranks; then the other factor comes from the
-    same backward pass.
+    On one rank a 1 may also be the number of ranks; then the other factor comes from that pass.
     """
     lattice = interp.lattice
     if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
@@ -270,7 +268,7 @@ def _weigh(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mean(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
-    # The first half of the operands are the means, the second half their summands.
+    # The means, then their summands.
     return ins[: len(ins) // 2]
 
 
@@ -282,7 +280,7 @@ def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of a concatenation: several sums form one sum of more numbers."""
+    """Concatenate: several sums form one sum of more numbers."""
     value = 0
     for operand in ins:
         value |= operand
@@ -290,7 +288,7 @@ def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of elements of the first operand, which the others choose."""
+    """Select elements of the first operand by the others."""
     value = ins[0]
     for index in ins[1:]:
         value |= index & interp.lattice.varying
@@ -307,7 +305,7 @@ def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A value selected by the rank's number is not a rank's part of a one-rank value.
+    # A value selected by the rank's number is no part of a one-rank value.
     value = ins[0] & (
         interp.lattice.varying | interp.lattice.over("divided", interp.lattice.varying)
     )
@@ -326,18 +324,18 @@ def _sort(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _foreign(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # Without declared side effects a foreign call depends on operands alone.
+    # Without declared side effects it depends on operands alone.
     return interp.anything() if eqn.params["has_side_effect"] else mix(interp, eqn, ins)
 
 
 def _exported(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # An exported program for several devices may communicate.
+    # A program for several devices may communicate.
     program = eqn.params["exported"]
     effects = (*program.ordered_effects, *program.unordered_effects)
     return interp.anything() if effects or program.nr_devices > 1 else mix(interp, eqn, ins)
 
 
-# empty2 is a zero that replaces a residual of the branch that was not taken.
+# empty2 replaces a residual of the branch that was not taken.
 _MIX = """
     _copysign after_all atan2 bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
     bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
@@ -361,15 +359,14 @@ _MIX = """
     threefry4x32 to_edtype todense tridiagonal unpack_dtype zeros_like zeta
 """
 
-# Functions of one operand. Only a division by n where they are linear corrects a result with an n
-# times too large operand.
+# Only a division by n where the operand is linear corrects their result.
 _IMAGE = """
     abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
     exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
 """
 
-# These move, cast or negate elements of the first operand. JAX's casts between varying types change
-# no value, and a `done` returns what its collective started with.
+# Elements of the first operand, moved, cast or negated. JAX's casts between varying types change no
+# value, and a `done` returns its start's operand.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
     assert_consumed_value consume copy copy_p expand_dims
