@@ -1,1 +1,1 @@
-"""Reductions inside a step: gradients, metrics, and the time at which they are sent."""
+"""Reductions inside a step: gradients and metrics."""

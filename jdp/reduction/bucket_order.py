@@ -1,4 +1,4 @@
-"""The order in which a backward pass finishes gradients, and in which they are sent."""
+"""The order in which gradients are finished and sent."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,17 +8,14 @@ import jax
 from jdp.analysis import find_shard_maps, jaxprs
 from jdp.reduction.step_context import Scope
 
-# Operations that take time; the others count as done with their operands.
+# Operations that take time.
 _HEAVY = frozenset(
     "conv_general_dilated custom_linear_solve dot_general ffi_call scan while".split()
 )
 
 
 def order_of_gradients(jaxpr: Any) -> dict[str, int]:
-    """Number the gradients on their way to `sync_gradients` by when they are ready.
-
-    A value is ready with the last matmul or loop that it depends on, in program order.
-    """
+    """Number gradients by the last matmul or loop that they depend on."""
     body = _timed(jaxprs.mapped_body(find_shard_maps(jaxpr)[0]), {})
     return {path: ready.heavy for path, ready in body.marks.items()}
 
@@ -27,8 +24,8 @@ class _Ready(NamedTuple):
     """When a value is ready, as seen from its body.
 
     Attributes:
-      heavy: number of the body's last heavy operation that it depends on, or 0.
-      inputs: a bit for each body input that it depends on; 0 where `heavy` comes later.
+      heavy: number of the last heavy operation before it, or 0.
+      inputs: a bit for each body input before it; 0 where `heavy` comes later.
     """
 
     heavy: int = 0
@@ -36,7 +33,7 @@ class _Ready(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """When the results of a body are ready, in each of its calls.
+    """When the results of a body are ready.
 
     Attributes:
       marks: of each marked gradient, by path.
@@ -48,7 +45,7 @@ class _Timed(NamedTuple):
 
 
 def _timed(body: Any, known: dict[int, _Timed]) -> _Timed:
-    # Once for each body: functions that call each other twice each have 2^depth calls.
+    # Functions that call each other twice have 2^depth calls.
     if id(body) not in known:
         known[id(body)] = _walk(body, known)
     return known[id(body)]
@@ -108,10 +105,10 @@ def _is_heavy(eqn: Any) -> bool:
 def to_send(
     paths: Sequence[str], step: Scope | None, weight: jax.Array | None, mean: bool
 ) -> Sequence[int]:
-    """Return the positions of the gradients that `scan_layers` has not averaged.
+    """Return the positions of gradients without a mean of `scan_layers`.
 
     Args:
-      weight: `[]` float, of this rank's rows; None if all ranks count the same.
+      weight: `[]` float, of this rank's rows; None: equal weights.
     """
     if step is None or step.choices.uniform is None:
         return range(len(paths))
@@ -126,7 +123,7 @@ def to_send(
 
 
 def as_ready(paths: Sequence[str], positions: Sequence[int], step: Scope) -> Sequence[int]:
-    """Order gradients so that `buckets.plan`, which starts with the last, sends ready ones."""
+    """Order gradients for `buckets.plan`, which starts with the last."""
     step.split.update(paths)
     ready = step.choices.ready
     if ready is None:

@@ -1,8 +1,4 @@
-"""Statistics returned as gradients, which an operation combines over rows in place of a mean.
-
-A `custom_vjp` may return the next value of a statistic as its gradient, as Flax's fp8 layers do
-for maxima.
-"""
+"""Statistics returned as gradients, such as the maxima of Flax's fp8 layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +21,7 @@ _OVER_ROUNDS: dict[str, Callable[..., Any]] = {"max": jnp.max, "min": jnp.min, "
 
 
 def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str]:
-    """Return the operation of each leaf that has one, by position."""
+    """Return the operation of each statistic, by position."""
     declared = declared or {}
     for key, name in declared.items():
         if name not in _OVER_RANKS:
@@ -60,7 +56,7 @@ def require_none(params: Any, name: str) -> None:
 
 
 def over_ranks(grads: Any, chosen: Mapping[int, str], axis_name: AxisName) -> Any:
-    """Combine the statistics in a tree of gradients over the ranks."""
+    """Combine statistics over the ranks."""
     if not chosen:
         return grads
     named, tree = jax.tree_util.tree_flatten_with_path(grads)

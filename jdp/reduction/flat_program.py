@@ -1,4 +1,4 @@
-"""A traced program as a flat list of live operations, with opened calls."""
+"""A traced program as a flat list of live operations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,11 +15,7 @@ _OPENED = frozenset("jit closed_call".split())
 
 
 class FlatValue:
-    """An input, a constant, or the result of an operation.
-
-    Args:
-      constant: the value of a constant, otherwise None.
-    """
+    """An input, a constant, or the result of an operation."""
 
     __slots__ = ("aval", "constant")
 
@@ -34,7 +30,7 @@ class FlatValue:
 
 
 class FlatOperation(NamedTuple):
-    """An equation, its operands and results, and the calls around it, outermost first."""
+    """An equation with its values, and the calls around it, outermost first."""
 
     eqn: Any
     ins: tuple[FlatValue, ...]
@@ -69,7 +65,7 @@ def flatten(
     *,
     drops_dead: bool = True,
 ) -> FlatProgram:
-    """Flatten a program; `called` returns the program of a call to open."""
+    """Flatten a program; `called` returns the program of a call."""
     ins = [FlatValue(variable.aval) for variable in jaxprs.opened(program).invars]
     flat = FlatProgram([], ins, [], [])
     flat.outs.extend(_append(program, ins, calls, flat, called))
@@ -85,7 +81,7 @@ def flatten(
 
 
 def zeros_of(program: FlatProgram) -> set[FlatValue]:
-    """Return the values that are certainly zero, such as missing gradients."""
+    """Return the certain zeros, such as missing gradients."""
     found = {each for each in program.constants if _is_zero(each.constant)}
     for operation in program.operations:
         if operation.eqn.primitive.name == "broadcast_in_dim" and found.issuperset(operation.ins):

@@ -1,9 +1,8 @@
 """Run a program of sharded parameters, and gather each where it is used.
 
 At most two groups of parameters are in memory: a group is gathered while the group before it is
-used, because its shards wait for results of the group before that. The backward pass gathers
-parameters again, and recomputes values of parameters alone, so the forward pass keeps neither.
-Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
+used. The backward pass gathers again, and recomputes values of parameters alone. Source: Zhao et
+al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,9 +19,9 @@ from jdp.reduction.shard_registry import Shard
 
 
 def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[int, list[FlatValue]]:
-    """Return the groups to gather, in order, with two groups in memory at any time.
+    """Return the groups to gather, with at most two in memory.
 
-    A parameter used again after the next group has begun is gathered again.
+    A parameter used after the next group has begun is gathered again.
 
     Args:
       capacity: bytes of a group of whole parameters, > 0. One operation may need more.
@@ -36,7 +35,7 @@ def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[in
     found: dict[int, list[FlatValue]] = {}
     last: list[FlatValue] = []
     place: dict[FlatValue, int] = {}  # parameter -> its latest group
-    used = 0  # bytes of the group that is being filled
+    used = 0  # bytes of the current group
     for i, needed in enumerate(uses):
         missing = _missing(needed, place, len(found) - 1)
         if not missing:
@@ -56,14 +55,14 @@ def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[in
 def _missing(
     needed: Sequence[FlatValue], place: dict[FlatValue, int], group: int
 ) -> list[FlatValue]:
-    """Return the parameters that are not in memory while a group is used."""
+    """Return the parameters not in memory during a group."""
     return [value for value in needed if place.get(value, -3) < group - 1]
 
 
 def by_readiness(
     made_at: Sequence[int], sizes: Sequence[int], capacity: int
 ) -> dict[int, list[int]]:
-    """Group results in the order of readiness: operation -> results sent after it.
+    """Group results by readiness: operation -> results sent after it.
 
     Args:
       sizes: bytes of each.
@@ -86,17 +85,17 @@ def by_readiness(
     return sent
 
 
-# Keep results this much smaller than their operands, such as the norm of a matrix.
+# Keep results this much smaller than their operands.
 _REDUCTION = 16
-# Keep values of more parameters than these; a recomputation would gather all of them.
+# A recomputation would gather this many parameters or more.
 _MAX_SOURCES = 4
-# Operations that cost more than reading their operands, recomputed once, never in a chain.
+# Costlier than reading their operands: recomputed once, never in a chain.
 _HEAVY = frozenset(
     "cholesky conv_general_dilated dot_general eig eigh fft geqrf hessenberg householder_product "
     "lu lu_pivots_to_permutation qr ragged_dot ragged_dot_general schur sort svd triangular_solve "
     "tridiagonal tridiagonal_solve".split()
 )
-# The primitives of jdp that compute on this rank alone.
+# The primitives of jdp without communication.
 _LOCAL = frozenset("jdp_local jdp_mark jdp_tied jdp_together jdp_weigh".split())
 
 
@@ -116,9 +115,9 @@ class Derived(NamedTuple):
 def find_derived(
     program: FlatProgram, split: Collection[FlatValue], whole: Collection[FlatValue]
 ) -> dict[FlatValue, Derived]:
-    """Return the values to recompute where they are used, in program order."""
+    """Return the values to recompute at their uses, in program order."""
     derived: dict[FlatValue, Derived] = {}
-    # Values that depend on parameters alone, derived or kept.
+    # Values of parameters alone.
     known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
     pure = {*split, *whole, *known}
     results = {*program.outs}
@@ -135,7 +134,7 @@ def find_derived(
 def sources_of(
     values: Collection[FlatValue], derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> tuple[FlatValue, ...]:
-    """Return the sharded parameters that some values depend on, in order."""
+    """Return the sharded parameters that values depend on."""
     found: dict[FlatValue, None] = {}
     for value in values:
         if value in split:
@@ -148,7 +147,7 @@ def sources_of(
 def _derived(
     operation: FlatOperation, derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> Derived | None:
-    """Return how the results are computed, None if they are kept."""
+    """Return how the results are computed, None to keep them."""
     sources = sources_of(operation.ins, derived, split)
     if not 0 < len(sources) <= _MAX_SOURCES:
         return None
@@ -163,7 +162,7 @@ def _derived(
 
 
 def _is_local(eqn: Any) -> bool:
-    """Whether an equation can run twice: it only computes, on this rank."""
+    """Whether an equation only computes on this rank, and so may run twice."""
     inside = [inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body)]
     return not any(_acts(each) for each in (eqn, *inside))
 
@@ -175,7 +174,7 @@ def _acts(eqn: Any) -> bool:
 
 
 def first_floats(tree: Any) -> jax.Array | None:
-    """Return the first float array, to which a gather can be tied, or None."""
+    """Return the first float array, to tie a gather to, or None."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), None)
 
@@ -185,8 +184,8 @@ class ScheduledEvaluator:
 
     Args:
       arguments: one for each input; whole arrays for `shards`, used only as results.
-      shards: position of an input -> the shard from which it is gathered.
-      whole: positions of the other inputs that are parameters.
+      shards: position of an input -> its shard.
+      whole: positions of the other parameters.
       capacity: bytes of whole parameters gathered together, > 0.
       after: an array that exists before the first gather, or None.
       is_native: whether native calls gather and scatter shards.
@@ -216,19 +215,19 @@ class ScheduledEvaluator:
         self._uses = [sources_of(op.ins, self._derived, self._shards.keys()) for op in self._kept]
         self._members = gather_groups(self._uses, capacity)
         self._gathered: dict[FlatValue, jax.Array] = {}
-        # Derived values, each with the gathered arrays that it was computed from.
+        # Derived values, and the gathered arrays they were computed from.
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
-        # The last results that used a parameter, and the arrays that a gather waits for.
+        # The last results of parameters, and the arrays that a gather waits for.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
-        # Gradients sent since the last gather began, and in the group before.
+        # Gradients sent since the last gather, and in the group before.
         self._sent: list[jax.Array] = []
         self._sent_before: list[jax.Array] = []
 
     def run(
         self, to_send: Sequence[int], send: Callable[[list[int], list[Any]], list[Any]]
     ) -> list[Any]:
-        """Return the outputs, those to send as `send` returns them."""
+        """Return the outputs; `send` replaces those `to_send`."""
         outs = self._program.outs
         made_at = {v: i for i, op in enumerate(self._kept) for v in op.outs}
         ready = by_readiness(
@@ -239,14 +238,14 @@ class ScheduledEvaluator:
         sent: dict[int, Any] = {}
 
         def send_ready(operation: int) -> None:
-            # In the order of the tree: in the order of readiness steps took longer.
+            # In the order of readiness steps took longer.
             chosen = sorted(to_send[i] for i in ready.get(operation, ()))
             if not chosen:
                 return
             grads = [self._values[outs[i]] for i in chosen]
             if not self._shards:
                 if not self._is_native:
-                    # XLA would send them all together at the end, because no gather waits for them.
+                    # XLA would send them all together at the end.
                     grads = wait_order.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)
@@ -262,7 +261,7 @@ class ScheduledEvaluator:
         return [sent[i] if i in sent else self._values[out] for i, out in enumerate(outs)]
 
     def result(self, i: int) -> Any:
-        """Return an output of the program, None if not yet computed; for `send` of `run`."""
+        """Return an output, None if not yet computed; for `send` of `run`."""
         return self._values.get(self._program.outs[i])
 
     def _gather(self, members: Sequence[FlatValue]) -> None:
@@ -297,10 +296,7 @@ class ScheduledEvaluator:
             self._used_last = arrays[:1] or self._used_last
 
     def _after_sent(self, operands: list[Any]) -> list[Any]:
-        """Make operands wait until the group before the last one was sent.
-
-        At most two groups of whole gradients are then in memory.
-        """
+        """Make operands wait for sends, with at most two groups of whole gradients in memory."""
         floats = [
             (x.size, i)
             for i, x in enumerate(operands)
@@ -341,7 +337,7 @@ class ScheduledEvaluator:
         return self._gathered[value] if value in self._gathered else self._values[value]
 
     def _is_computed(self, value: FlatValue) -> bool:
-        """Whether a derived value was computed from the latest gathered arrays."""
+        """Whether a derived value is from the latest gathered arrays."""
         if value not in self._computed:
             return False
         now = (self._gathered[source] for source in self._derived[value].sources)
@@ -349,7 +345,7 @@ class ScheduledEvaluator:
 
 
 def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
-    """Return `function(state)`, with two groups of gathered arrays at any time."""
+    """Return `function(state)`, with at most two gathered groups in memory."""
     leaves, tree = jax.tree.flatten(state)
     found = {i: shard_registry.known(leaf) for i, leaf in enumerate(leaves)}
     shards = {i: part for i, part in found.items() if part is not None and not part.is_kept}
@@ -360,7 +356,7 @@ def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> An
     others: list[Any] = []  # leaves of the result that are not arrays
     trees: list[Any] = []
 
-    # JAX names this function and its argument where Python asks for a value: see `error_hints`.
+    # JAX names it and its argument in errors: see `error_hints`.
     def reading(wholes: dict[int, jax.Array], own: dict[int, jax.Array]) -> list[Any]:
         given = [*leaves]
         for i, part in shards.items():
@@ -387,6 +383,6 @@ def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> An
 
 
 def _capacity(found: list[Shard]) -> int:
-    """Return the bytes of a group: bucket_bytes= of the optimizers, or its default."""
+    """Return bucket_bytes= of the optimizers, or the default."""
     sizes = [part.owner.sharding.bucket_bytes for part in found if part.owner is not None]
     return min(sizes, default=gradients.BUCKET_BYTES)

@@ -1,4 +1,4 @@
-"""`global_mean`: a loss that is a mean over all ranks, with derivatives of every order."""
+"""`global_mean`: a loss that is a mean over all ranks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,15 +16,14 @@ from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
 
-# Two linear operations, each the transpose of the other, between a rank's values and their mean.
+# Two linear operations, each the transpose of the other, with derivatives of every order.
 # Each rank differentiates its loss l_r; the step's loss is sum(s_r l_r), with shares s_r of 1.
-# `as_local(p)` returns a uniform p for each rank alone: the mean of its cotangents is that of p.
-# `as_mean(l)` returns the mean, whose uniform cotangent is that of each l_r. Each operation is its
-# own derivative, so both have forward and backward derivatives of every order.
+# `as_local(p)` returns a uniform p, with the mean of the ranks' cotangents. `as_mean(l)` returns
+# the mean, whose uniform cotangent is that of each l_r.
 
 
 class Average(Protocol):
-    """Averages arrays over ranks. Part of a traced program, so it is hashable and comparable."""
+    """Averages arrays over ranks; hashable, as a part of traced programs."""
 
     def means(self, values: list[jax.Array]) -> list[jax.Array]:
         """Return the means; the algorithm may have no derivative."""
@@ -36,15 +35,15 @@ class Average(Protocol):
 
 
 def as_local(values: Sequence[Any], average: Average) -> list[jax.Array]:
-    """Return `values`, and average their cotangents together."""
+    """Return `values`, and average their cotangents."""
     if not values:
         return []
     return _local_p.bind(*map(jnp.asarray, values), average=average)
 
 
 def as_mean(values: Sequence[jax.Array], average: Average) -> list[jax.Array]:
-    """Return the means of `values`, and pass on their cotangents."""
-    # The operands carry the derivative; the means beside them have none.
+    """Return the means of `values`, and pass on cotangents."""
+    # The operands carry the derivative.
     means = average.means([lax.stop_gradient(x) for x in values])
     return _mean_p.bind(*means, *values, average=average)
 
@@ -116,9 +115,9 @@ def global_mean(
 ) -> Callable[..., jax.Array]:
     """Make a loss whose value and gradient are means over all ranks.
 
-    For library code that differentiates or compares losses itself: line searches (L-BFGS), opaque
-    SAM, Hessian products (Sophia, Hutchinson). `jax.lax.pmean(loss)` averages only the value there:
-    each rank keeps its own gradient, and ranks search in different directions.
+    For library code that differentiates or compares losses: line searches (L-BFGS), opaque SAM,
+    Hessian products (Sophia, Hutchinson). There `jax.lax.pmean(loss)` averages only the value, and
+    ranks search along their own gradients.
 
     Args:
       loss_fn: `loss_fn(params, *rest) -> loss`, the mean over this rank's rows.
@@ -158,7 +157,7 @@ def global_mean(
 
 
 class _Gradients(NamedTuple):
-    """Averages cotangents of the float leaves of a tree as gradients, in buckets."""
+    """Averages cotangents of float leaves as gradients, in buckets."""
 
     axis_name: AxisName
     treedef: Any

@@ -54,8 +54,7 @@ def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             )
 
 
-# No effect on `collectives.xla` on CPU, where XLA merges all psums. An unmeasured guess for GPUs,
-# where compute does not hide the last bucket.
+# No effect on `collectives.xla` on CPU, where XLA merges all psums; an unmeasured guess for GPUs.
 BUCKET_BYTES = 4 * buckets.MiB
 
 
@@ -72,24 +71,23 @@ def sync_gradients(
 ) -> Any:
     """Average a tree of gradients over ranks, in buckets, last leaf first.
 
-    `replicated(tx)` calls it. Call it yourself for a metric of the mean gradient, followed by
+    `replicated(tx)` calls it. Call it for a metric of the mean gradient, followed by
     `state.apply_gradients(grads, synced=True)`, or in your own `shard_map` or `pmap`.
 
     Args:
       grads: tree of complex arrays, or floats of at least 16 bits: each rank's own gradient of the
         mean loss over its rows.
-      weight: `[]`, >= 0, weight of this rank's rows, for instance `mask.sum()`; a rank of weight 0
-        contributes nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else
-        equal. Means and sums over ranks inside the loss have gradients for the default weight, so a
-        step with another one is refused.
+      weight: `[]`, >= 0, weight of this rank's rows, such as `mask.sum()`; weight 0 drops even NaN.
+        Default: that of the step (`train_step(weight=...)`), else equal. A step with another weight
+        is refused if its loss has means or sums over ranks, whose gradients use the default.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0. Leaves are not split.
       mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
-      mesh: the mesh of the axis, for your own `shard_map` on several processes: `collectives.auto`
-        then sees which processes share a host. A jdp step knows it.
-      reduce_dtype: float dtype in which gradients are sent, such as `jnp.bfloat16`; results keep
-        their own dtype. Default: their own, as for complex gradients.
+      mesh: the mesh, for your own `shard_map` on several processes: `collectives.auto` then knows
+        which processes share a host. A jdp step knows it.
+      reduce_dtype: float dtype of sent gradients, such as `jnp.bfloat16`; results keep their own.
+        Default: their own, as for complex gradients.
 
     Returns:
       A tree like `grads`, with equal bits on every rank. Means of `value_and_grad` stay unchanged,
@@ -108,7 +106,7 @@ def sync_gradients(
     Array([[2., 4.],
            [2., 4.]], dtype=float32)
     """
-    buckets.plan([], bucket_bytes)  # Refuses a wrong size, also where no axis is bound.
+    buckets.plan([], bucket_bytes)  # Refuses a wrong size, also without a bound axis.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     known = shard_registry.means() if weight is None and mean else {}
     left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
@@ -143,7 +141,7 @@ def reduced(
     mesh: Mesh | None = None,
     reduce_dtype: Any = None,
 ) -> list[jax.Array]:
-    """Return the means of gradients with these paths; see `sync_gradients`."""
+    """Return the means of gradients; see `sync_gradients`."""
     leaves = _checked(paths, leaves, axis_name, is_mean_of_step=weight is None and mean)
     bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
     weight = _valid_weight(weight, axis_name)
@@ -188,10 +186,9 @@ def _checked(
 
 
 def _is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
-    """Whether one rank needs no call of the algorithm.
+    """Whether one rank needs no call of a jdp algorithm.
 
-    XLA keeps a psum over one rank, and its copies took as long as the rest of a step. An author's
-    algorithm is called anyway, because its effect is unknown.
+    XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
     """
     return axis.size(axes) == 1 and all_reduce in collectives.ALGORITHMS
 
@@ -218,7 +215,7 @@ def _marked(
     weight: jax.Array | None,
     axis_name: AxisName,
 ) -> list[jax.Array]:
-    """Mark each gradient as local, and as differently weighted from the step."""
+    """Mark gradients as local, and as weighted unlike the step."""
     axes = axis.in_mesh_order(axis_name)
     named = zip(paths, leaves, strict=True)
     leaves = [mark(leaf, kind="local", path=path, axes=axes) for path, leaf in named]
@@ -243,7 +240,7 @@ def record(step: Scope | None, all_reduce: AllReduce, leaves: Sequence[jax.Array
 def _marked_total(
     leaves: list[jax.Array], weight: jax.Array | None, axes: tuple[str, ...], *, mean: bool
 ) -> list[jax.Array]:
-    """Mark reduced gradients if the analysis cannot see whether they are means."""
+    """Mark reduced gradients if the analysis cannot see that they are means."""
     if not mean:
         return [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
     if weight is None and axis.size(axes) == 1:  # no division shows it

@@ -1,4 +1,4 @@
-"""Identities around scanned layers; their backward passes reduce gradients one layer late."""
+"""Identities around scanned layers that reduce gradients one layer late."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from jdp.reduction import step_context, weighted_sum
 def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `same(*args, share, witness)` with a custom backward pass.
 
-    The hooks act together or not at all. Of nested derivatives one may differentiate the carry
-    alone. Its backward pass is a plain one, `is_ours=False`, and leaves the hooks to the derivative
-    of the parameters, and so of the witness from `enter`.
+    The hooks act together or not at all. A nested derivative of the carry alone gets
+    `is_ours=False`, and leaves the hooks to the derivative of the parameters, and so of the
+    witness.
     """
     hook = jax.custom_vjp(same)
 
@@ -47,7 +47,7 @@ def is_zero(cotangent: Any) -> bool:
 
 
 def instantiated(cotangents: Any) -> Any:
-    """Replace symbolic zeros in a tree of cotangents by arrays."""
+    """Replace symbolic zeros by arrays."""
     return jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, cotangents, is_leaf=is_zero
     )
@@ -56,8 +56,7 @@ def instantiated(cotangents: Any) -> Any:
 def mapped_together(values: Sequence[Any]) -> list[jax.Array]:
     """Return `values` unchanged. A `vmap` that maps one of them maps all.
 
-    Under `vmap` a `jax.custom_vjp` gets one cotangent for an unmapped output, the sum over all
-    rows, but its backward pass may need that of each row.
+    A `jax.custom_vjp` may need the cotangent of each row, but gets the sum for an unmapped output.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: mapped_together([x, jnp.float32(1)]))(jnp.arange(2.0))
@@ -71,7 +70,7 @@ _together_p.multiple_results = True
 
 
 def _jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    # Unchanged tangents, because symbolic zeros must stay symbolic.
+    # Symbolic zeros must stay symbolic.
     return _together_p.bind(*primals), list(tangents)
 
 
@@ -108,12 +107,12 @@ def with_floats(tree: Any, floats: Sequence[jax.Array]) -> Any:
 
 
 class Hooks:
-    """Identities around each layer and around the scan, with active backward passes.
+    """Identities around each layer and around the scan, for their backward passes.
 
-    The scan carries a *slot* of the size of one layer's gradient, unused in the forward pass. In
-    the backward pass it holds this rank's gradient of the layer before. Each layer returns the mean
-    of the slot as its own gradient, and stores its own in the slot. The means are therefore shifted
-    by one layer: the first one is zero, and the last one is computed after the loop.
+    The scan carries a *slot* of one layer's gradient. In the backward pass it holds this rank's
+    gradient of the layer before. Each layer returns the mean of the slot as its gradient, and
+    stores its own there. So the means are shifted by one layer: the first is zero, and the last is
+    computed after the loop.
 
     Args:
       floats: the stacked parameters.
@@ -141,8 +140,7 @@ class Hooks:
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
         self._weights, self._scale = weighted_sum.factors(weight, axes, mean=True)
         self._share = self._weights.forward
-        # A ring between GPUs starts before a layer's matmuls and is awaited after them; XLA places
-        # other algorithms. The last layer has its own call.
+        # A ring between GPUs starts before a layer's matmuls and is awaited after them.
         self._numbers: list[int] = []
         self._last_numbers: list[int] = []
         self._communicator = 0
@@ -158,8 +156,7 @@ class Hooks:
         """Return the stacked parameters and an empty slot."""
 
         def same(floats: list, _: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-            # A slot has the shape of a layer's gradient. From a constant, vmap would make one slot
-            # for all models.
+            # From a constant, vmap would make one slot for all models.
             slot = self._sent([lax.stop_gradient(x[0]) for x in floats])
             return floats, slot, jnp.float32(0)
 
@@ -170,13 +167,13 @@ class Hooks:
             for mean, others in zip(self._reduced(slot), shifted, strict=True):
                 mean = weights.total(mean)
                 parts = [others[1:], mean[None]] if self._reverse else [mean[None], others[:-1]]
-                # The analysis would refuse a sum over ranks that is averaged again.
+                # The analysis would refuse another mean of a sum over ranks.
                 mean = jnp.concatenate(parts)
                 means.append(mark(mean, kind=AVERAGED, path="", axes=self._axes))
             return means, jax.tree.map(jnp.zeros_like, share)
 
         hook = jax.custom_vjp(same)
-        # Not hook(floats): a second derivative would meet it again, without the others.
+        # Not hook(floats): a second derivative would meet it again.
         hook.defvjp(lambda floats, share: (same(floats, share), share), backward)
         floats, slot, self._witness = hook(mapped_together(floats), self._share)
         return floats, slot
@@ -197,7 +194,7 @@ class Hooks:
                 means = self._waited_for(slot, tokens, numbers)
             else:
                 sums = self._summed(slot)
-                # XLA waits for a sum at its first use, so keep it behind this layer's matmuls.
+                # XLA waits for a sum at its first use, so keep it behind the matmuls.
                 sums, gradient = lax.optimization_barrier((sums, gradient))
                 means = self._unpacked(sums)
             if share is not None:
@@ -217,7 +214,7 @@ class Hooks:
         return floats, with_floats(carry, moving) if numbers else carry, slot, tokens
 
     def end(self, carry: Any, slot: list, tokens: list) -> tuple[Any, list]:
-        """After a layer; in the backward pass before it, with another's gradient."""
+        """After a layer; in the backward pass before it."""
         if not self._numbers:
             return carry, slot
 
@@ -246,8 +243,8 @@ class Hooks:
         bucketed = [[slot[i] for i in bucket] for bucket in self._plan]
         return self._unplanned(self._all_reduced(bucketed, self._scale))
 
-    # One unscaled vector: XLA combines the sums of a loop's body, and would wait before the barrier
-    # for sums that are sliced or scaled after it.
+    # One unscaled vector: XLA would wait before the barrier for sums that are sliced or scaled
+    # after it.
     def _summed(self, slot: list[jax.Array]) -> list[jax.Array]:
         vectors = [buckets.pack([slot[i] for i in bucket]) for bucket in self._plan]
         vectors = [scaled(x, split_scale(self._scale, x.dtype)[0]) for x in vectors]
@@ -279,12 +276,12 @@ class Hooks:
         return self._unplanned(reduced)
 
     def _sent(self, gradient: list[jax.Array]) -> list[jax.Array]:
-        """Return a layer's gradient in the dtypes in which it is sent."""
+        """Return a layer's gradient in the sent dtypes."""
         pairs = zip(gradient, self._slot, strict=True)
         return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return a layer's reduced gradients in the order and dtypes of the parameters."""
+        """Return a layer's gradients in the order and dtypes of parameters."""
         by_position = {
             i: leaf
             for bucket, leaves in zip(self._plan, reduced, strict=True)

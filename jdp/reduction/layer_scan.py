@@ -27,7 +27,7 @@ class TracedLayer(NamedTuple):
 
     Attributes:
       jaxpr: of `(closed-over values, carry, layer, x) -> (carry, y)`, flat.
-      closed_over: the arrays that the author's function captures.
+      closed_over: the captured arrays.
       num_carry: number of leaves of a carry.
     """
 
@@ -71,7 +71,7 @@ def traced_layer(
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array has a gradient, unlike integers, bools and random keys."""
+    """Whether an array has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -113,7 +113,7 @@ class LayerShards:
 
     @property
     def share(self) -> jax.Array | None:
-        """This rank's share of the total weight, None if all ranks count the same."""
+        """This rank's share of the total weight; None: equal weights."""
         return None if self._weights.forward is None else lax.stop_gradient(self._weights.forward)
 
     def zeros(self) -> list[jax.Array]:
@@ -121,11 +121,7 @@ class LayerShards:
         return [jnp.zeros(*x) for x in zip(self._shapes, self._gather_dtypes, strict=True)]
 
     def gathered(self, stacked: Sequence[jax.Array], i: Any, share: Any) -> list[jax.Array]:
-        """Return the whole parameters of layer `i`; their gradient is the mean over ranks.
-
-        Args:
-          i: `[]` int, number of the layer.
-        """
+        """Return the whole layer `i`, `[]` int; its gradient is the mean over ranks."""
         own = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in stacked]
 
         # Of nested derivatives, JAX differentiates what is inside the inner one.
@@ -147,10 +143,7 @@ class LayerShards:
         return self.divided(self.sums(gradient, share), share)
 
     def sums(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return this rank's shards of the sum of a layer's gradient over ranks.
-
-        `divided` computes means after a loop, because XLA waits for a sum at its first use.
-        """
+        """Return this rank's shards of the sum; `divided` makes means after a loop."""
         weights = self._weights.by_share(share)
         local = []
         for x, dtype, sent in zip(gradient, self._dtypes, self._reduce_dtypes, strict=True):
@@ -163,7 +156,7 @@ class LayerShards:
         return list(map(cast, self._unplanned(sums), self._dtypes))
 
     def divided(self, sums: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return the means for the sums of one layer, or of stacked layers."""
+        """Return the means for sums of one layer, or of stacked layers."""
         weights = self._weights.by_share(share)
         scales = [split_scale(self._scale, dtype)[1] for dtype in self._reduce_dtypes]
         return [weights.total(scaled(x, by)) for x, by in zip(sums, scales, strict=True)]
@@ -189,8 +182,6 @@ class Operands(NamedTuple):
     """The operands of a loop over layers, or their gradients.
 
     Attributes:
-      closed_over: see `TracedLayer`.
-      carry: leaves of the first carry.
       shards: this rank's, of the sharded stacked parameters.
       wholes: the other stacked parameters.
       xs: further stacked arrays.
@@ -208,8 +199,6 @@ class LayerLoop(NamedTuple):
 
     Attributes:
       is_split: for each leaf of a layer whether it is gathered.
-      num_layers: number of rounds, >= 1.
-      is_reverse: whether the last layer is the first round.
       unroll: as in `lax.scan`.
     """
 
@@ -226,25 +215,21 @@ class LayerLoop(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Number of the layer of the first round."""
+        """The first layer."""
         return self.num_layers - 1 if self.is_reverse else 0
 
     def after(self, i: Any) -> Any:
-        """Return the number of the layer after layer `i`, or `i` for the last."""
+        """Return the layer after layer `i`, or `i` for the last."""
         return jnp.maximum(i - 1, 0) if self.is_reverse else jnp.minimum(i + 1, self.num_layers - 1)
 
     def before(self, i: Any) -> Any:
-        """Return the number of the layer before layer `i`, or `i` for the first."""
+        """Return the layer before layer `i`, or `i` for the first."""
         return self.turned().after(i)
 
     def gathered(
         self, stacked: Sequence[jax.Array], i: Any, share: Any, ready: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Return the whole parameters of the layer after layer `i`.
-
-        Args:
-          i: `[]` int, number of the layer that is computed meanwhile.
-        """
+        """Return the whole layer after layer `i`, `[]` int."""
         # Without a loop XLA would gather all layers before it computes the first.
         (following,) = wait_order.after([self.after(i)], ready if self.unroll != 1 else [])
         return self.shards.gathered(stacked, following, share)
@@ -264,7 +249,7 @@ class LayerLoop(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Perturbed:
-    """Positions of the differentiated operands, static because residuals must be arrays."""
+    """Positions of the differentiated operands, static for residuals."""
 
     closed_over: tuple[int, ...]
     carry: tuple[int, ...]
@@ -274,9 +259,9 @@ class Perturbed:
 
 
 def perturbed(given: Operands) -> Perturbed:
-    """Return the positions of the perturbed operands of a `jax.custom_vjp`.
+    """Return the perturbed operands of a `jax.custom_vjp`.
 
-    The carry of a round always counts, because it depends on the layers before.
+    The carry always counts, because it depends on the layers before.
     """
 
     def positions(operands: Sequence[Any], *, always: bool = False) -> tuple[int, ...]:
@@ -309,7 +294,7 @@ class _Backward:
         self._of = of
 
     def run(self, last: Sequence[Any], ys: Sequence[Any]) -> Operands:
-        """Return the gradients for the cotangents of the last carry and of the stacked y."""
+        """Return the gradients for the cotangents of the last carry and of y."""
         loop, operands, of = self._loop, self._operands, self._of
         # The nonzero cotangents, by position.
         own_ys = {i: y for i, y in enumerate(ys) if not is_zero(y)}
@@ -341,7 +326,7 @@ class _Backward:
         )
 
     def _round(self, state: Any, given: Any) -> Any:
-        """Differentiate a layer, gather the next one, and scatter the gradient of the last."""
+        """Differentiate a layer, gather the next, and scatter the last gradient."""
         cotangent, layer, late, means, sums = state
         i, carry, wholes, x, y = given
         operands, of = self._operands, self._of
@@ -349,7 +334,7 @@ class _Backward:
         new = self._loop.shards.sums(late, self._share) if late else []
         inputs = Operands(operands.closed_over, carry, layer, wholes, x)
         found = self._pulled_back(inputs, cotangent, y)
-        # XLA waits for a sent array at its first use, so keep it behind this layer's matmuls.
+        # XLA waits for a sent array at its first use, so keep it behind the matmuls.
         new, following, found = lax.optimization_barrier((new, following, found))
         (place,) = wait_order.after([self._loop.before(i)], found.shards)
         means = _put(means, new, place)
@@ -398,7 +383,7 @@ def _at(positions: Sequence[int], values: Sequence[Any], size: int) -> list[Any]
 def split_parts(params: Any, axes: tuple[str, ...]) -> list[Shard | None]:
     """Return the shard of each stacked parameter, or None to scan the whole.
 
-    A leaf split along the dim of the layers has all of a layer on one rank, and stays whole.
+    A leaf split along the dim of the layers stays whole.
     """
     found = [known(leaf) for leaf in jax.tree.leaves(params)]
     if step_context.current(axes) is None:
@@ -419,10 +404,9 @@ def scan_sharded(
 ) -> tuple[Any, Any]:
     """Run `lax.scan` over stacked parameters of which this rank has shards.
 
-    Each round computes with the layer in the carry, and gathers the next one meanwhile. The
-    backward loop does the same in reverse, recomputes each layer, and scatters the gradient of the
-    layer after it meanwhile. At most two layers are whole at once. The forward pass keeps only the
-    carries, as under `jax.checkpoint`; within a layer the author's `jax.checkpoint` applies.
+    Each round computes one layer, and gathers the next meanwhile. The backward loop recomputes each
+    layer in reverse, and scatters the gradient of the layer after it meanwhile. At most two layers
+    are whole at once. The forward pass keeps only the carries, as under `jax.checkpoint`.
 
     Source: Rajbhandari et al. 2020, ZeRO stage 3, https://arxiv.org/abs/1910.02054.
     """
@@ -476,7 +460,7 @@ def _differentiable(loop: LayerLoop, operands: Operands) -> tuple[list[jax.Array
 def _forward(
     loop: LayerLoop, operands: Operands, share: Any, *, is_kept: bool
 ) -> tuple[tuple[list, list], list]:
-    """Return `(last carry, stacked y)`, and the layers' input carries if kept."""
+    """Return `(last carry, stacked y)`, and the layers' carries if kept."""
 
     def body(state: Any, given: Any) -> Any:
         carry, layer = state
@@ -508,8 +492,8 @@ def scan_whole(
 ) -> tuple[Any, Any]:
     """Run `lax.scan` over whole stacked parameters with sharded gradients.
 
-    Each round of the backward loop scatters the gradient of the layer before, while it computes its
-    own, so at most two layers' gradients are whole at once.
+    Each round of the backward loop scatters the gradient of the layer before, so at most two
+    layers' gradients are whole at once.
 
     Args:
       parts: the shard of each leaf of `params`, None for local gradients.
@@ -540,10 +524,9 @@ def scan_whole(
 
 
 class _LateScatter:
-    """Identities around the scan and around each layer, with active backward passes.
+    """Identities around the scan and around each layer, for their backward passes.
 
-    As in `layer_hooks.Hooks`, the scan carries a slot with this rank's gradient of the layer
-    before. Each layer returns the shards of its sum, shifted by one layer.
+    As in `layer_hooks.Hooks`, but each layer returns the shards of its sum.
 
     Args:
       reverse: whether the scan runs the last layer first.
@@ -579,7 +562,7 @@ class _LateScatter:
     def begin(
         self, wholes: list[jax.Array], own: list[jax.Array], slot: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return a layer's parameters and the slot; in the backward pass after the layer."""
+        """Before a layer; in the backward pass after it."""
 
         def same(wholes: list, own: list, slot: list, share: Any) -> tuple[list, list]:
             return wholes, slot
@@ -598,7 +581,7 @@ class _LateScatter:
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
-            # XLA waits for a sum at its first use, so keep it behind this layer's matmuls.
+            # XLA waits for a sum at its first use, so keep it behind the matmuls.
             sums = self._shards.sums(slot, residuals[0])
             sums, gradient = lax.optimization_barrier((sums, gradient))
             return None, sums, gradient, nothing

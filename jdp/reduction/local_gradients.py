@@ -18,22 +18,20 @@ from jdp.reduction import (
     step_context,
 )
 
-# The means of unsharded gradients, of optimizers that shard other gradients.
-# They are means even if no gradient is large enough to be sharded, because a step must not depend
-# on sizes or on the number of ranks.
+# Unsharded gradients become means even if no gradient is large enough to be sharded, because a step
+# must not depend on sizes or on the number of ranks.
 
 
 class WholeMeans:
     """Unsharded gradients of a tree, and how they become means.
 
     Args:
-      axis_name: the data axis of the caller.
-      is_sent: whether gradients may be averaged over the ranks where they are computed.
+      is_sent: whether gradients may be averaged where they are computed.
       is_at_once: whether the gradients are those of all rows of this rank.
-      besides: positions of leaves whose gradients are not averaged.
+      besides: positions of leaves without averaged gradients.
 
     Attributes:
-      are_sent: whether gradients are averaged over the ranks where they are computed.
+      are_sent: whether gradients are averaged where they are computed.
       owners: position of an unsharded leaf -> its optimizer.
     """
 
@@ -47,7 +45,7 @@ class WholeMeans:
         besides: Container[int] = (),
     ):
         step = step_context.current(axis_name)
-        # Under an author's vmap, gradients are those of single rows, which are not averaged.
+        # Gradients under an author's vmap are of single rows.
         is_here = step is not None and step.trace == jax.extend.core.get_opaque_trace_state()
         self.are_sent, self.is_at_once = is_sent and is_here, is_at_once
         named = jax.tree_util.tree_leaves_with_path(params) if self.are_sent else []
@@ -63,7 +61,7 @@ class WholeMeans:
     def along(self) -> list[int]:
         """Return the positions of those reduced in the calls that scatter others.
 
-        Empty for micro-batches, which are reduced once, at the end, with the loss.
+        Micro-batches are reduced once, at the end, with the loss.
         """
         return [
             i
@@ -78,7 +76,7 @@ class WholeMeans:
         return [(it, [i for i in chosen if self.owners[i] is it]) for it in owners.values()]
 
     def means(self, local: Sequence[Any], reduced: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-        """Return the means over ranks of all these gradients, by position."""
+        """Return the means over ranks, by position."""
         found = {i: reduced[i] for i in self.owners if i in reduced}
         for owner, chosen in self._by_owner([i for i in self.owners if i not in found]):
             means = gradients.reduced(
@@ -100,7 +98,7 @@ class LeafGradients(NamedTuple):
     """The gradients of a tree of parameters.
 
     Attributes:
-      local: this rank's own gradients, a list of leaves; None for those in `means`.
+      local: this rank's own gradients; None for those in `means`.
       means: position of a leaf -> the mean over ranks, this rank's shard or all of it.
     """
 
@@ -111,13 +109,13 @@ class LeafGradients(NamedTuple):
 def local_value_and_grad(
     loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return `jax.value_and_grad(loss_fn)` of this rank's rows, typed or not."""
+    """Return `jax.value_and_grad(loss_fn)` of this rank's rows."""
     # A jdp step is never typed, and the question takes time.
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 
-    # JAX would sum gradients of parameters whose type does not vary. The gradient of a loss that
-    # does not vary, such as pmean(loss), would be n times smaller than without types.
+    # JAX would sum gradients of parameters whose type does not vary. With types, the gradient of a
+    # loss that does not vary is n times smaller.
     def varying_loss(params: Any, *rest: Any) -> Any:
         value = loss_fn(params, *rest)
         if not has_aux:
@@ -133,7 +131,7 @@ def local_value_and_grad(
 
 
 class WholeGradients:
-    """Gradients of losses in whole parameters, with the interface of `ShardGradients`.
+    """Gradients in whole parameters, with the interface of `ShardGradients`.
 
     Args:
       wholes: the gradients that are averaged over the ranks.

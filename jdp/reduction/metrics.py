@@ -19,20 +19,20 @@ from jdp.reduction.step_context import Scope
 
 
 def checking_step(axis_name: AxisName) -> Scope | None:
-    """Return the step that can report an overflow of sums over `axis_name`, or None."""
+    """Return the step that can report overflows, or None."""
     step = step_context.around(axis_name)
     return None if step is None or step.is_part or step.batch_trace is None else step
 
 
 def is_sum_checked(step: Scope, term: Any) -> bool:
-    """Whether a term may overflow, and belongs to the step's own trace, not a vmap or scan."""
+    """Whether a term may overflow, in the step's own trace."""
     dtype = jnp.result_type(term)
     is_integer = jnp.issubdtype(dtype, jnp.integer) and pytrees.num_bits(dtype) >= 32
     return is_integer and jax_compat.trace_of(term) is step.batch_trace
 
 
 def upper_half(term: jax.Array) -> jax.Array:
-    """Return the upper half of the bits of integers, whose sum over ranks has room."""
+    """Return the upper half of the bits, whose sum over ranks has room."""
     return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
 
 
@@ -45,7 +45,7 @@ def report_overflow(
     line = diagnostics.innermost_line(frames)
     for total, upper in zip(totals, uppers, strict=True):
         bits = pytrees.num_bits(total.dtype)
-        # Without an overflow the difference is the sum of the lower halves.
+        # Without an overflow this is the sum of the lower halves.
         difference = upper.astype(float) * 2.0 ** (bits // 2) - total.astype(float)
         overflows = jnp.any(jnp.abs(difference) > 2.0 ** (bits - 1))
         if others:  # ranks along other axes have other sums
@@ -72,11 +72,10 @@ def mean_over_ranks(
 
     Args:
       x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0.
-      weight: `[]`, >= 0, weight of this rank's value; a rank of weight 0 contributes nothing, even
-        NaN. Default: that of the step (`train_step(weight=...)`), else equal. A rank whose rows
-        have weight 0 in the step has no gradient, whatever its weight here. In your own `shard_map`
-        the gradient through this mean is that of equal ranks: jdp cannot know there that
-        `sync_gradients(weight=...)` follows.
+      weight: `[]`, >= 0, weight of this rank's value; weight 0 drops even NaN. Default: that of the
+        step (`train_step(weight=...)`), else equal. A rank whose rows have weight 0 in the step has
+        no gradient. In your own `shard_map` the gradient is that of equal ranks: jdp cannot know
+        there that `sync_gradients(weight=...)` follows.
       axis_name: the data axis.
 
     Returns:
@@ -102,7 +101,7 @@ def mean_over_ranks(
         return jax.tree.unflatten(treedef, leaves)
     if weight is None:
         weight = step_context.default_weight(axis_name, "jdp.mean_over_ranks")
-    # At least float32, because a float16 sum may pass 65504.
+    # A float16 sum may pass 65504.
     if weight is None:
         means = lax.pmean([*map(_wide, leaves)], axis.names(axis_name))
     else:
@@ -163,8 +162,8 @@ def _summed(leaves: list[Any], wide: list[jax.Array], axis_name: AxisName) -> li
 def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Return the elementwise maximum of a tree over ranks; NaN if any rank has NaN.
 
-    `lax.pmax` loses NaN on CPUs, and between processes its result depends on the rank of the NaN.
-    The gradient is exact, with the weights of the step; ranks that share the maximum share it.
+    `lax.pmax` loses NaN on CPUs, and gives different results between processes. The gradient is
+    exact, with the weights of the step; ranks that share the maximum share it.
 
     Args:
       x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
@@ -255,7 +254,7 @@ def _jvp_of_extremes(
 
 
 def _as_ordered_integers(x: jax.Array, is_max: bool) -> jax.Array:
-    """Return integers ordered like the values; NaN is greatest, or least for a minimum."""
+    """Return integers ordered like the values; NaN is the extreme."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _wide(x)
     wide = x if pytrees.num_bits(x.dtype) >= 32 else x.astype(jnp.float32)
@@ -426,12 +425,12 @@ def batch_norm_statistics(
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     weight = _weights(x, mask, found)
     dims = tuple(range(x.ndim - 1))
-    # A feature of a row that does not count may be NaN, and so may its gradient.
+    # A feature without weight may be NaN, and so may its gradient.
     x = jnp.where(weight == 0, 0, x)
     count = jnp.broadcast_to(weight, (*x.shape[:-1], 1)).sum()
     total, count = sum_over_ranks(((weight * x).sum(dims), count), axis_name=axis_name)
     divisor = row_weight.divisor(count)
-    # The mean loses digits where it is large beside the deviation; deviations from it correct that.
+    # Deviations correct a mean that lost digits.
     shift = lax.stop_gradient(total / divisor)
     deviations = weight * (x - shift)
     sums = deviations.sum(dims), (deviations * (x - shift)).sum(dims)

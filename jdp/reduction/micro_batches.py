@@ -38,10 +38,7 @@ from jdp.validation import int_at_least
 def left_out_integers(
     loss_fn: Callable[..., Any], value_and_grad: Callable[[Any], Callable[..., tuple[Any, Any]]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return `value_and_grad(loss_fn)` in the float leaves of the first argument.
-
-    Other leaves get float0 zeros, as from `jax.grad(allow_int=True)`.
-    """
+    """Return `value_and_grad(loss_fn)` in float leaves; others get float0 zeros."""
 
     @functools.wraps(loss_fn)
     def fn(params: Any, *rest: Any) -> tuple[Any, Any]:
@@ -66,17 +63,13 @@ def left_out_integers(
 
 
 def num_rows(batch: Any, dim: int = 0) -> int:
-    """Return the number of rows of a batch, along a dim of its first leaf."""
+    """Return the number of rows, along a dim of the first leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
 
 
 def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
-    """Return the number of micro-batches of a batch.
-
-    Args:
-      accumulate: the number, >= 1; None for 1.
-    """
+    """Return the number of micro-batches; `accumulate` is >= 1, None for 1."""
     rows_here = num_rows(batch)
     if micro_batch_rows is not None:
         k, option = max(1, -(-rows_here // micro_batch_rows)), f"{micro_batch_rows=}"
@@ -140,7 +133,7 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
 def require_typed_keys(
     part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
 ) -> None:
-    """Refuse raw random keys, which look like data and so are not split."""
+    """Refuse raw random keys, which look like data."""
     leaves = jax.tree_util.tree_leaves_with_path(rest)
     arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
     uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
@@ -226,7 +219,7 @@ def _require_equal_shapes(last: Any, others: Any) -> None:
             )
 
 
-# The share of a micro-batch in the step's loss is known only after the last one.
+# A micro-batch's share of the step is known only after the last one.
 _OWN_WEIGHT = (
     "jdp.value_and_grad(weight=...) is not the weight of the step, which weighs the ranks. Give "
     "the weight to jdp.train_step(weight=...) alone, which then also weighs the micro-batches."
@@ -251,12 +244,12 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
 
-    The result equals that of the whole batch, with a fraction of its activation memory, and is
-    reduced once, as with DDP's `no_sync`. On CPUs one `lax.scan` runs all micro-batches; elsewhere
-    the last one follows the scan, so that its backward pass can hide the reduction.
+    The result equals that of the whole batch, with less activation memory, and is reduced once, as
+    with DDP's `no_sync`. On CPUs one `lax.scan` runs all micro-batches; elsewhere the last one
+    follows the scan, so that its backward pass can hide the reduction.
 
-    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory: a run on fewer
-    ranks then uses more micro-batches, not more memory.
+    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory: fewer ranks
+    then use more micro-batches, not more memory.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters complete gradients at once, and adds up
     shards over micro-batches. Gradients of the state's trained parameters are then already means
@@ -273,14 +266,13 @@ def value_and_grad(
       accumulate: number k of micro-batches, >= 1, a divisor of this rank's rows. Give this or
         `micro_batch_rows`; default: one.
       micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as
-        possible, and only the last micro-batch may be smaller: 17 rows by at most 8 are 6, 6 and 5,
-        weighted by rows, and the loss is traced twice.
+        possible, and only the last may be smaller: 17 rows by at most 8 are 6, 6 and 5, weighted by
+        rows, and the loss is traced twice.
       has_aux: also return `aux`: float leaves averaged like the loss, `jdp.rows` joined.
       weight: `weight(batch)`, the weight of a micro-batch. Default: that of the step
         (`train_step(weight=...)`), else its rows. With another weight than the step's, a mean or
         sum over ranks inside the loss cannot be differentiated.
-      allow_int: allow integer parameters, with float0 zeros as gradients, as
-        `jax.value_and_grad` does.
+      allow_int: allow integer parameters, with float0 zeros as gradients.
       reductions: key in `params` -> "max", "min" or "sum": gradients of the leaves below it are
         statistics from a `jax.custom_vjp`, combined by that operation over micro-batches and ranks,
         without weights. Keep them from the optimizer. Flax's `_overwrite_with_gradient` is "max"
@@ -331,7 +323,7 @@ def value_and_grad(
 
 
 class _MicroBatchedLoss(NamedTuple):
-    """A loss differentiated in micro-batches, with fields as in `value_and_grad`.
+    """A loss in micro-batches, with fields as in `value_and_grad`.
 
     Attributes:
       statistics: position of a leaf whose gradient is a statistic -> its operation.
@@ -344,13 +336,13 @@ class _MicroBatchedLoss(NamedTuple):
     statistics: Mapping[int, str]
 
     def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
-        """Return the derivative with respect to parameters, for k micro-batches."""
+        """Return the derivative in parameters, for k micro-batches."""
         is_sent = k == 1 or not self._weights()[1]
         options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
         shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
         shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
-        # Only outside the jitted part does it show whether the values are typed.
+        # The jitted part does not show whether the values are typed.
         return shards or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes
         )
@@ -361,7 +353,7 @@ class _MicroBatchedLoss(NamedTuple):
         return declared_reductions.over_ranks(found, self.statistics, self.axis_name)
 
     def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:
-        """Return the weight of rows, and whether it is another one than the step's."""
+        """Return the weight of rows, and whether it is not the step's."""
         step = step_context.current(self.axis_name)
         of_step = None if step is None else step.weight_fn
         is_own = step is not None and self.weight is not None and self.weight is not of_step
@@ -429,7 +421,7 @@ class _MicroBatchedLoss(NamedTuple):
             return (own, of_all), ((means, grads.local), grads.means), rows
 
         part.__name__ = part.__qualname__ = MICRO_BATCH
-        # One trace for all uses: shapes, keys, the scan, the last one.
+        # One trace for shapes, keys, the scan, and the last one.
         return jax.jit(call_order.threaded(part))
 
 
@@ -445,7 +437,7 @@ def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> Non
 
 
 def _require_means(value: Any) -> Any:
-    """Refuse a loss or aux that has no mean over micro-batches."""
+    """Refuse a loss or aux without a mean over micro-batches."""
 
     def visit(path: Any, leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)

@@ -1,8 +1,8 @@
 """Dtypes of parameters in losses, and of sent gradients.
 
-A state's parameters, the masters, keep their dtype. `jdp.value_and_grad` alone casts them for a
-loss, and returns gradients in the masters' dtype. Source: Micikevicius et al. 2018, Mixed
-precision training, https://arxiv.org/abs/1710.03740.
+`jdp.value_and_grad` alone casts the parameters, the masters, for a loss, and returns gradients in
+their dtype. Source: Micikevicius et al. 2018, Mixed precision training,
+https://arxiv.org/abs/1710.03740.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def _dtype(option: str, given: Any) -> np.dtype:
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
-    """Return the dtype if a leaf is a float of more bits, otherwise None."""
+    """Return the dtype if a leaf is a float of more bits, else None."""
     own = jnp.result_type(leaf)
     if dtype is None or not jnp.issubdtype(own, jnp.floating):
         return None
@@ -85,13 +85,13 @@ def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
 
 
 def claim(params: Any, owner: Any) -> None:
-    """Record in the step the parameters that losses see in their optimizer's dtype."""
+    """Record the parameters that losses see in their optimizer's dtype."""
     scope = step_context.innermost()
     if scope is None:
         return
     for leaf in jax.tree.leaves(params):
         dtype = narrower(leaf, owner.sharding.gather_dtype)
-        if dtype is not None:  # The array is kept, so that its id stays its own.
+        if dtype is not None:  # kept, so that its id stays its own
             scope.loss_dtypes[id(leaf)] = leaf, dtype, owner
 
 
@@ -112,12 +112,12 @@ def for_loss(params: Any) -> Any:
 
 
 def like_masters(grads: Any, params: Any) -> Any:
-    """Return gradients with respect to `for_loss(params)` in the dtypes of the parameters."""
+    """Return gradients of `for_loss(params)` in the parameters' dtypes."""
     return jax.tree.map(lambda g, p: cast(g, jnp.result_type(p)), grads, params)
 
 
 def named_loss(params: Any) -> contextlib.AbstractContextManager:
-    """Return a scope for operations of a loss with narrow parameters."""
+    """Return a scope for a loss with narrow parameters."""
     scope = step_context.innermost()
     seen = {} if scope is None else scope.loss_dtypes
     is_narrow = any(id(leaf) in seen for leaf in jax.tree.leaves(params)) if seen else False
@@ -125,14 +125,14 @@ def named_loss(params: Any) -> contextlib.AbstractContextManager:
 
 
 def mark_gradients(grads: Any, owner: Any) -> None:
-    """Mark gradients of parameters with narrow losses, for `lints.require_narrow`."""
+    """Mark gradients of narrow losses, for `lints.require_narrow`."""
     scope = step_context.innermost()
     if scope is None or all(entry[2] != owner for entry in scope.loss_dtypes.values()):
         return
     dtype = owner.sharding.gather_dtype
     scope.updated.add(dtype.name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        # The result is dropped: a known shard belongs to the gradient itself.
+        # Without the result, since a known shard belongs to the gradient itself.
         if isinstance(leaf, jax.Array) and narrower(leaf, dtype) is not None:
             mark(leaf, kind=OF_MASTERS, path=jax.tree_util.keystr(path), axes=())
 

@@ -28,7 +28,7 @@ class Replicated(optax.GradientTransformationExtraArgs):
 
     @property
     def reduce_dtype(self) -> np.dtype | None:
-        """The dtype in which gradients are sent; None: their own."""
+        """The dtype of sent gradients; None: their own."""
         return self.update.reduce_dtype  # type: ignore[attr-defined]
 
     @property
@@ -50,8 +50,8 @@ def replicated(
 
     It must be outermost: wrapped transformations (clipping, schedules, `optax.MultiSteps`,
     `apply_if_finite`, masks) see mean gradients and count optimizer steps; an outer one would see
-    each rank's own gradients. Works in `train_step`, and in your own `shard_map` or `pmap`. Without
-    a bound axis there is one rank.
+    local gradients. Works in `train_step`, and in your own `shard_map` or `pmap`. Without a bound
+    axis there is one rank.
 
     Args:
       tx: the complete optimizer.
@@ -59,12 +59,11 @@ def replicated(
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
-      reduce_dtype: float dtype in which gradients are sent, such as `jnp.bfloat16`; results keep
-        their own. Default: their own.
+      reduce_dtype: float dtype of sent gradients, such as `jnp.bfloat16`; results keep their own.
+        Default: their own.
 
     Returns:
-      An optax transformation. `update(..., synced=True)` passes gradients that are already means
-      directly to `tx`.
+      An optax transformation. `update(..., synced=True)` passes means directly to `tx`.
 
     Raises:
       TypeError: if `tx` is not an optax transformation or is already wrapped, `all_reduce` is not a
@@ -184,7 +183,7 @@ def require_outermost(tx: Any) -> None:
 
 
 def _require_outermost_call(caller: str) -> None:
-    # By the caller, because nnx does not keep the type of the optimizer's state.
+    # nnx does not keep the type of the optimizer's state.
     if caller.split(".")[0] == "optax":
         raise ValueError(
             f"jdp.replicated(...) is inside another optax transformation ({caller} called it). "
@@ -234,21 +233,19 @@ def require_updates(updates: Any, params: Any) -> None:
             )
 
 
-# Splitting a smaller leaf saves less than the start of a transfer costs.
+# Splitting a smaller leaf saves less than a transfer's start costs.
 MIN_SIZE = 2**12
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The arrays that `sharded` splits, and the ranks.
+    """The options of `sharded`.
 
     Attributes:
       stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
       min_size: number of elements below which leaves stay whole.
       axes: the mesh axes of the shards; None: all axes of the optimizer.
       all_reduce: the algorithm for unsharded gradients.
-      bucket_bytes: capacity of one bucket in bytes.
-      mean: average gradients; False adds them up.
       keep_gathered: at stage 3 gather parameters once for each step, and keep them.
       gather_dtype: at stage 3, dtype of parameters in a loss; None: their own.
     """
@@ -270,10 +267,9 @@ class Sharding:
     def dim(self, leaf: Any, num_shards: int) -> int | None:
         """Return the dim along which a leaf is split, None if it stays whole.
 
-        It is the first of the largest that divide, which excludes small dims of stacked layers. If
-        it is the last dim, and the one before has whole tiles of rows for each rank, it is the one
-        before: XLA for TPUs scatters rows, but may sum a slice of columns whole (v5e:2x4, bfloat16
-        `[1024, 1024]`).
+        It is the largest that divides. If that is the last, and the one before has whole tiles of
+        rows for each rank, it is the one before: XLA for TPUs scatters rows, but may sum a slice of
+        columns whole (v5e:2x4, bfloat16 `[1024, 1024]`).
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:
@@ -294,7 +290,7 @@ class Sharded(Replicated):
 
     @property
     def sharding(self) -> Sharding:
-        """The split arrays, and the ranks."""
+        """The options of the sharding."""
         return self.update.sharding  # type: ignore[attr-defined]
 
     @property

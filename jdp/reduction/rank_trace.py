@@ -1,9 +1,8 @@
-"""Trace the program of a rank without the mesh in the types of its values.
+"""Trace the program of a rank without the mesh in types.
 
-Inside a `shard_map` JAX adds the mesh to types. Equinox, Lineax, Optimistix and Diffrax compare
-such types with types made elsewhere, and refuse them. So the program is traced without a mesh,
-and runs inside the `shard_map` on values whose types lose the mesh by a mark. A program that
-names its mesh by a bare `PartitionSpec` is traced with it.
+Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. So the
+program is traced without a mesh, and runs on values whose types lose it by a mark. A program with
+a bare `PartitionSpec` is traced with it.
 """
 
 import re
@@ -16,8 +15,8 @@ import jax.extend.core
 from jdp import axis
 from jdp.analysis import marks
 
-# Errors of JAX where a constraint, reshard or shard_map takes its mesh from the context, and of JAX
-# 0.10 where the result of an all_gather does not vary.
+# Errors of JAX where the context has no mesh, and of JAX 0.10 where the result of an all_gather
+# does not vary.
 _NEEDS_MESH = re.compile(
     r"requires a non-empty mesh|not under a mesh context|context mesh cannot be empty"
     r"|ManualAxisType\(varying="
@@ -25,7 +24,7 @@ _NEEDS_MESH = re.compile(
 
 
 def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the jaxpr of `fn(*args)`, and its result with shapes in place of arrays."""
+    """Return the jaxpr of `fn(*args)`, and its result as shapes."""
     loses_mesh = False
     try:
         with axis.without_mesh():
@@ -39,7 +38,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def leaves(args: Sequence[Any], closed: Any) -> list[Any]:
-    """Return the arrays with which `closed`, the jaxpr of `traced(fn, args)`, runs."""
+    """Return the operands of `closed`, the jaxpr of `traced(fn, args)`."""
     given = zip(jax.tree.leaves(args), closed.in_avals, strict=True)
     with axis.without_mesh():
         return [x if _has_mesh(aval) else _without_mesh(x) for x, aval in given]

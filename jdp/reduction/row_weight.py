@@ -1,4 +1,4 @@
-"""Weights of rows, their checks, and the rank of an invalid one."""
+"""Weights of rows, and their checks."""
 
 from typing import Any
 
@@ -35,20 +35,15 @@ def number(given: Any) -> jax.Array:
 def valid(given: Any) -> jax.Array:
     """Return a weight, NaN if it is invalid.
 
-    Negative weights would train silently, since the sum of all may be positive. NaN reaches every
-    rank through that sum, and `why_invalid` finds it.
+    NaN reaches every rank through the sum of weights, and `why_invalid` finds it.
     """
     weight = number(given)
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
 
 
 def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sum a weight over the ranks: `[]` float.
-
-    Args:
-      weight: `[]` float, of this rank's rows.
-    """
-    # float64 if enabled: float32 shares would cost float64 gradients their last digits.
+    """Sum a weight, `[]` float, over the ranks."""
+    # float64 if enabled, for float64 gradients.
     weight = jnp.asarray(weight, float)
     return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
 
@@ -70,11 +65,7 @@ def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def divisor(total: jax.Array) -> jax.Array:
-    """Return the divisor of means for a sum of weights.
-
-    1 if no row counts, since the dividend is then 0. NaN after an overflow, or every mean would be
-    0.
-    """
+    """Return the divisor of means: 1 if no row counts, NaN after an overflow."""
     return jnp.where(total == 0, 1, jnp.where(total < jnp.inf, total, jnp.nan))
 
 
@@ -83,13 +74,13 @@ def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
 
     Args:
       total: `[]`, the sum over ranks of the results of `valid`.
-      given: `[ranks]`, each rank's argument of `valid`; only those of this process are read.
+      given: `[ranks]`, the arguments of `valid`; only this process's are read.
     """
     sum_of_all = np.asarray(total.addressable_data(0))
     if np.isfinite(sum_of_all):
         return None
     values = {x.index[0].start or 0: np.asarray(x.data)[0] for x in given.addressable_shards}
-    if np.isinf(sum_of_all):  # a value that is not finite would become NaN
+    if np.isinf(sum_of_all):  # another invalid value would become NaN
         return (
             f"weight= gave {_shown(values)}. Each is a weight, but their sum over the ranks is "
             f"more than {sum_of_all.dtype} holds, and means are divided by it. Divide the weights "
@@ -105,7 +96,7 @@ def _shown(values: dict[int, Any]) -> str:
 
 
 def _not_a_number(given: Any) -> str | None:
-    """Describe a value that is not one real number; None if it is one."""
+    """Describe a value that is not one real number, or None."""
     if not pytrees.is_array(given):
         return "None" if given is None else f"a {type(given).__name__}"
     dtype = given.dtype if hasattr(given, "dtype") else jnp.result_type(given)

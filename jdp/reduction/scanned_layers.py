@@ -1,4 +1,4 @@
-"""`scan_layers`: `lax.scan` over stacked layers; the backward pass reduces their gradients."""
+"""`scan_layers`: `lax.scan` over layers with reduced gradients."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,7 +17,7 @@ from jdp.reduction.layer_hooks import Hooks, floats_of, is_float
 
 NAME = "jdp.scan_layers"
 
-# Whether another scan of layers, which reduces their gradients, is being traced.
+# Whether another scan of layers, which reduces gradients, is being traced.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
 
 
@@ -87,7 +87,7 @@ def scan_layers(
             return scan(_inner(f), init, params, xs, parts, **options)
     num_layers = max((x.shape[0] if x.ndim else 1 for x in floats_of(params)), default=0)
     is_late, note = _is_late(late, axis_name) if num_layers else (False, "")
-    if note:  # in the program: JAX may have traced the caller for another step
+    if note:  # JAX may have traced the caller for another step
         params = jax.tree.map(lambda leaf: mark(leaf, kind=note, path="", axes=()), params)
     if not is_late:
         stacked = params if xs is None else (params, xs)
@@ -104,7 +104,7 @@ def scan_layers(
 def _reduced_late(
     f: Callable[..., Any], init: Any, params: Any, xs: Any, hooks: Hooks, **options: Any
 ) -> tuple[Any, Any]:
-    """Scan over the layers; the hooks reduce their gradients in the backward loop."""
+    """Scan over the layers; the hooks reduce their gradients."""
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
     floats, slot = hooks.enter(floats_of(params))
@@ -122,22 +122,19 @@ def _reduced_late(
     return carry, ys
 
 
-# The choice by platform; None if layers would reduce late only on more ranks.
+# By platform; None: only on more ranks.
 _CHOICES = {LATE_HERE: True, LATE_ELSEWHERE: False, LATE_ON_MORE_RANKS: None}
 
 
 def late_choices(jaxpr: Any) -> set[bool | None]:
-    """Return the choices of `scan_layers` in a traced program that may differ elsewhere.
-
-    True or False: whether it reduces late, by platform. None: only on more ranks.
-    """
+    """Return the choices of `scan_layers` in a program: late or not, None: on more ranks."""
     eqns = (body.eqns for body in jaxprs.with_bodies(jaxpr))
     marks = [each for body in eqns for each in body if each.primitive.name == "jdp_mark"]
     return {_CHOICES[eqn.params["kind"]] for eqn in marks if eqn.params["kind"] in _CHOICES}
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
-    """Return whether to reduce late, and the kind of mark that records a different choice."""
+    """Return whether to reduce late, and the mark of a different choice."""
     step = step_context.innermost()
     if step is None and axis.size(axis_name) == 1:
         return False, ""
@@ -155,7 +152,7 @@ def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
 
 
 def _inner(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a layer, in which another `scan_layers` does not reduce."""
+    """Return a layer's function, in which another `scan_layers` does not reduce."""
 
     def layer(*args: Any) -> Any:
         token = _is_inside.set(True)
@@ -167,7 +164,7 @@ def _inner(f: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-# The analysis then refuses values other than parameters, whose gradients must not be means.
+# The analysis refuses other values than parameters: their gradients must not be means.
 def _shared(params: Any, axes: tuple[str, ...]) -> Any:
     def noted(path: Any, leaf: Any) -> jax.Array:
         return mark(leaf, kind=SHARED, path=jax.tree_util.keystr(path), axes=axes)

@@ -18,10 +18,9 @@ from jdp.reduction import (
 )
 from jdp.reduction.optimizer import Sharded
 
-# Algorithms that sum as a native reduce-scatter does.
+# They sum as a native reduce-scatter does.
 _AS_SCATTERED = (collectives.auto, collectives.native)
-# Of all whole leaves. A process reads all of them from each other process, and only its share in an
-# all-reduce.
+# A process reads all whole leaves from each other process, in an all-reduce only its share.
 _MAX_WHOLE_BYTES = 2**16
 
 
@@ -41,7 +40,7 @@ def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
 def scattered(
     paths: Sequence[str], leaves: Sequence[jax.Array], dims: Sequence[int | None], tx: Sharded
 ) -> list[jax.Array]:
-    """Return this rank's slice of the mean of each local gradient over all ranks."""
+    """Return this rank's slice of the mean of each local gradient."""
     sharding = tx.sharding
     every = axis.in_mesh_order(tx.axis_name)
     over = axis.in_mesh_order(sharding.axes or every)
@@ -105,6 +104,6 @@ def _summed(
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:
-    """Return a shard of a mean or sum over some axes, marked for the proof."""
+    """Return a shard of a mean or sum, marked for the proof."""
     part = mark(part, kind=SHARD, path="", axes=axes)
     return mark(part, kind=MEAN if mean else SUMMED, path="", axes=axes)

@@ -28,7 +28,7 @@ from jdp.reduction.shard_registry import Shard
 def shard_gradients(
     params: Any, axis_name: AxisName, wholes: WholeMeans, besides: Container[int] = ()
 ) -> "ShardGradients | None":
-    """Return the derivative in some parameters, None where `jax.value_and_grad` suffices."""
+    """Return the derivative, None if `jax.value_and_grad` suffices."""
     if step_context.current(axis_name) is None:
         return None
     shards: dict[int, Shard] = {}
@@ -97,7 +97,7 @@ class ShardGradients:
         own_shards = [self._shards[i].value for i in self._sent]
         with shard_registry.forgotten_after():
             program, first, restored = self._traced(loss_fn, has_aux, args)
-            # Not by reads in the loss: an author's rule may define an unread parameter's gradient.
+            # An author's rule may define an unread parameter's gradient.
             zeros = flat_program.zeros_of(program)
             has_gradient = [value not in zeros for value in program.outs[first:]]
             evaluation = ScheduledEvaluator(
@@ -144,9 +144,8 @@ class ShardGradients:
     ) -> tuple[FlatProgram, int, Callable[[Sequence[Any]], Any]]:
         """Return a loss with its gradients as one program.
 
-        Its inputs are the leaves of the parameters, and the sent shards. Its outputs are the arrays
-        of the value, then the gradients of all inputs. Also return the number of those arrays, and
-        a function that restores the value.
+        Its inputs are the parameters, and the sent shards. Its outputs are the arrays of the value,
+        whose number is returned, then the gradients of all inputs. The function restores the value.
         """
         others: list[Any] = []  # leaves of the value that are not arrays
         trees: list[Any] = []
@@ -178,10 +177,10 @@ class ShardGradients:
         return flat, others.count(None), restored
 
     def _nothing(self, i: int) -> jax.Array:
-        """Return the marked gradient of a parameter that the loss does not read."""
+        """Return the marked gradient of an unread parameter."""
         shard = self._shards.get(i)
         owner = self._owner(i)
-        # Of the whole shape: another loss may have a gradient of that path and shape.
+        # Another loss may have a whole gradient of that path.
         zeros = jnp.zeros(self._leaves[i].shape, self._dtypes[i])
         axes = axis.in_mesh_order(owner.axis_name)
         zeros = mark(zeros, kind=LOCAL, path=self._paths[i], axes=axes)
@@ -212,7 +211,7 @@ class ShardGradients:
         return [found[k] for k in range(len(chosen))]
 
     def whole(self, grads: LeafGradients) -> Any:
-        """Return the tree of gradients: means are whole arrays that know their shard."""
+        """Return the tree of gradients; means are whole arrays with known shards."""
         parts = []
         split = [i for i in grads.means if i in self._shards]
         for i in split:

@@ -1,8 +1,8 @@
-"""Whole arrays inside a step, and the shards of this rank from which they were gathered.
+"""Whole arrays inside a step, and this rank's shards of them.
 
-Sharded state is gathered before the author's function runs, so that it sees whole arrays. The
-step's scope maps each to its shard. jdp works on shards where it can; XLA drops unused gathers.
-For a whole array computed by the author the shard is this rank's slice.
+Sharded state is gathered before the author's function runs. The step's scope maps whole arrays to
+shards, on which jdp works where it can, and XLA drops unused gathers. For an array computed by
+the author the shard is this rank's slice.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, step_context
 
 # Shards of values that are equal on every rank.
-# To the proof a slice at the rank's position would differ from rank to rank. So the slice is a
-# primitive, whose result has the class of its operand, and combined shards are marked.
+# To the proof a slice at the rank's position would differ from rank to rank. So it is a primitive,
+# whose result has the class of its operand, and combined shards are marked.
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is equal on every rank."""
+    """Return this rank's slice along `dim` of an equal array."""
     return own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
 
 
 def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark this rank's shard of a value, as its computation ensures."""
+    """Mark this rank's shard, as its computation ensures."""
     return mark(part, kind=SHARD, path="", axes=tuple(axes))
 
 
 def checked_slice(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark this rank's shard of a value; the proof refuses a step if it may not be one."""
+    """Mark this rank's shard; the proof refuses a step if it may not be one."""
     return mark(part, kind=PART, path="", axes=tuple(axes))
 
 
@@ -47,11 +47,11 @@ def joined_slices(whole: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def combined_parts(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark the sum over ranks of sums over checked shards, which is the whole sum once."""
+    """Mark the sum over ranks of sums over checked shards."""
     return mark(total, kind=MEAN, path="", axes=tuple(axes))
 
 
-# The proof would take a slice of a uniform value at the rank's position for a varying one.
+# The proof would take a slice at the rank's position for a varying value.
 own_slice_p = Primitive("jdp_own_slice")
 
 
@@ -73,8 +73,8 @@ def _batch(args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, i
 
 
 def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> list[Any]:
-    # The step's cotangent is the mean of the ranks'. The slices together are the value once, but
-    # every rank has the whole value, so the result is 1 / n of the joined cotangents.
+    # The step's cotangent is the mean of the ranks'. Every rank has the whole value, so the result
+    # is 1 / n of the joined cotangents.
     return [lax.all_gather(cotangent, axes, axis=dim, tiled=True) / size]
 
 
@@ -92,13 +92,13 @@ class Shard(NamedTuple):
 
     Attributes:
       value: the slice `[..., size / n, ...]`.
-      dim: the dim that is split over the ranks.
+      dim: the split dim.
       axes: the mesh axes of the split.
       owner: from stage 2 on, the optimizer of a parameter with a split gradient.
       trains: whether that optimizer updates it.
-      is_kept: whether the whole array exists throughout the step, without a gather.
-      gather_dtype: dtype of the gathered array; None: its own.
-      reduce_dtype: dtype in which its gradient is sent; None: its own.
+      is_kept: whether the whole array exists throughout the step.
+      gather_dtype: of the gathered array; None: its own.
+      reduce_dtype: of its sent gradient; None: its own.
     """
 
     value: jax.Array
@@ -116,9 +116,9 @@ def gathered(
     bucket_bytes: int = 4 * buckets.MiB,
     overwrite: Sequence[jax.Array | None] = (),
 ) -> list[jax.Array]:
-    """Return the whole arrays, in buckets; the step remembers the shard of each.
+    """Return the whole arrays, in buckets; the step remembers the shards.
 
-    XLA drops gathers of arrays that the step does not read.
+    XLA drops gathers of unread arrays.
     """
     if not found:
         return []
@@ -139,7 +139,7 @@ def gathered(
 
 
 def are_native(found: Iterable[Shard]) -> bool:
-    """Whether native calls gather these shards here, and scatter gradients."""
+    """Whether native calls gather these shards, and scatter gradients."""
     scope = step_context.innermost()
     mesh = None if scope is None else scope.mesh
     return all(shards.is_native(axes, mesh) for axes in {part.axes for part in found})
@@ -150,7 +150,7 @@ def remember(whole: jax.Array, part: Shard) -> jax.Array:
     whole = mark(whole, kind=WHOLE, path="", axes=part.axes)
     scope = step_context.innermost()
     if scope is not None:
-        scope.shards[id(whole)] = whole, part  # The array is kept, so that its id stays its own.
+        scope.shards[id(whole)] = whole, part  # kept, so that its id stays its own
     if (record := _record.get()) is not None and whole.dtype == part.value.dtype:
         trace, found = record
         if trace == jax.extend.core.get_opaque_trace_state():
@@ -160,10 +160,7 @@ def remember(whole: jax.Array, part: Shard) -> jax.Array:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
-    """Record the arrays remembered in the `with`, with their shards, in this trace alone.
-
-    Arrays gathered in fewer bits than their shards are left out.
-    """
+    """Record the arrays remembered in the `with`, in this trace, except narrow gathers."""
     found: list[tuple[jax.Array, Shard]] = []
     token = _record.set((jax.extend.core.get_opaque_trace_state(), found))
     try:
@@ -174,7 +171,7 @@ def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
 
 @contextlib.contextmanager
 def forgotten_after() -> Iterator[None]:
-    """Forget at the end of the `with` the arrays remembered in it, whose trace may end."""
+    """Forget the arrays remembered in the `with`, whose trace may end."""
     scope = step_context.innermost()
     records = [] if scope is None else [scope.shards, scope.whole_owners, scope.means]
     before = [dict(record) for record in records]
@@ -187,7 +184,7 @@ def forgotten_after() -> Iterator[None]:
 
 
 def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
-    """Record the optimizer of parameters if it splits their gradients over the ranks.
+    """Record the optimizer of parameters if it splits their gradients.
 
     The shard of an unsharded parameter is a slice of it, if a dim divides.
     """
@@ -220,7 +217,7 @@ def owner_of_whole(leaf: Any) -> Any:
 
 
 def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
-    """Return a gradient, and remember it as the mean over all ranks."""
+    """Return a gradient, and remember it as a mean over ranks."""
     scope = step_context.innermost()
     if scope is not None:
         scope.means[id(gradient)] = gradient  # kept, so that its id stays its own
@@ -229,7 +226,7 @@ def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
 
 
 def means() -> Mapping[int, jax.Array]:
-    """Return the gradients remembered as means over all ranks, by id."""
+    """Return the gradients remembered as means over ranks, by id."""
     scope = step_context.innermost()
     return {} if scope is None else scope.means
 
@@ -250,7 +247,7 @@ def are_of(owner: Any) -> bool:
 
 
 def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is equal on every rank."""
+    """Return the shard along `dim`, or a slice of an equal array."""
     found = known(whole)
     if found is not None and found.dim == dim and found.axes == axes:
         return found.value

@@ -1,4 +1,4 @@
-"""`sharded`: optimizers whose state, gradients and parameters are split over the ranks."""
+"""`sharded`: optimizers with split state, gradients and parameters."""
 
 import logging
 from typing import Any
@@ -25,12 +25,12 @@ from jdp.validation import int_at_least, integer
 
 _log = logging.getLogger("jdp")
 _logged: set[str] = set()
-# The file whose updates are of a `TrainState`, see `sharded_update.updated`.
+# The file with the updates of a `TrainState`.
 UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
 def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
-    """Log once, to the logger "jdp", the arrays that `jdp.sharded` does not split."""
+    """Log once, to the logger "jdp", the arrays that are not split."""
     is_in_step = step_context.current(axis_name) is not None
     if caller == UPDATE_OF_STATE and is_in_step:
         return
@@ -69,7 +69,7 @@ def updated_by_others(
     synced: bool,
     **extra: Any,
 ) -> tuple[Any, Any] | None:
-    """Return the gathered updates and the new state, None if the state is not split here."""
+    """Return the gathered updates and the new state, None if it is not split here."""
     tx = Sharded(update.wrapped.init, update)
     axes = shard_axes(tx)
     if caller != UPDATE_OF_STATE:
@@ -104,7 +104,7 @@ def sharded(
 
     Model, loss, step and loop stay unchanged. Each rank updates its part of the parameters, exactly
     as one device would: values across elements (global norms, trust ratios, factored means) are
-    computed over all parts. Between steps every array has its logical shape, and a `NamedSharding`
+    computed over all parts. Between steps arrays have their logical shapes, and a `NamedSharding`
     over the data axis.
 
     Stage 1 splits the optimizer state, and the gradients after `jdp.value_and_grad`. Stage 2 splits
@@ -124,16 +124,16 @@ def sharded(
       over: the mesh axis, or axes, of the split, of those in `axis_name`; parts are replicated over
         the others. Default: all of `axis_name`.
       axis_name: the data axis: a name, or a tuple of names.
-      all_reduce: the algorithm for leaves that stay whole, from `jdp.collectives`.
+      all_reduce: the algorithm for whole leaves, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
       keep_gathered: at stage 3 gather the parameters once for each step, and keep them until it
         ends. Sends less, above all with micro-batches, and needs memory for all parameters.
       gather_dtype: at stage 3, dtype such as `jnp.bfloat16` in which `jdp.value_and_grad` gathers
-        float parameters of more bits for the loss. The rest of the step uses the state's dtype for
-        parameters and gradients. Default: the state's dtype.
-      reduce_dtype: float dtype in which gradients are sent; results keep their own. Default: their
-        own, which is that of the parameters in the state.
+        float parameters of more bits for the loss. Default, and for the rest of the step: the
+        state's dtype.
+      reduce_dtype: float dtype of sent gradients; results keep their own. Default: their own, which
+        is that of the parameters in the state.
 
     Returns:
       An optax transformation for `TrainState.create`.

@@ -69,8 +69,7 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
     if not num_rows or not ids.size:
         return fill
     inside = jnp.clip(ids, 0, num_rows - 1)
-    # Rows in the dtype of the state, in which their gradients are added up, also if the loss sees
-    # fewer bits.
+    # In the state's dtype, in which gradients are added up.
     rows = mixed_precision.cast(_rows(table, inside.astype(_index_dtype(num_rows))), dtype)
     if out_of_range == "clip":
         return rows
@@ -128,7 +127,7 @@ def _rows(table: Any, ids: jax.Array) -> jax.Array:
 
 
 def _weighting(part: Shard, scope: Scope) -> tuple[Weighting, float]:
-    """Return the factors of cotangents before they are summed, and of the sum."""
+    """Return the factors of cotangents before their sum, and of the sum."""
     weight = step_context.default_weight(scope.axis_name, "jdp.sharded_embedding")
     weights, scale = weighted_sum.factors(weight, scope.axis_name, mean=True)
     before, after = split_scale(scale, part.value.dtype)
@@ -164,7 +163,7 @@ class _TableMeans(NamedTuple):
 
 
 def _log_whole(table: Any, scope: Scope) -> None:
-    """Log once for each shape that a table is looked up as a whole."""
+    """Log once for each shape that a table is looked up whole."""
     shape, dtype, n = jnp.shape(table), jnp.result_type(table), lax.axis_size(scope.axis_name)
     name = f"{dtype}{list(shape)}"
     if name in _logged:

@@ -1,4 +1,4 @@
-"""The update of a sharded optimizer: each rank computes its part of the new state."""
+"""The update of a sharded optimizer on this rank."""
 
 import logging
 from collections import Counter
@@ -27,11 +27,7 @@ from jdp.reduction.shard_registry import Shard
 
 
 class TreeArrays:
-    """The arrays of a tree, whose other leaves stay unchanged.
-
-    Attributes:
-      places: positions of the arrays among all leaves.
-    """
+    """The arrays of a tree, whose other leaves stay unchanged."""
 
     def __init__(self, tree: Any):
         self._leaves, self._structure = jax.tree.flatten(tree)
@@ -39,7 +35,7 @@ class TreeArrays:
         self.arrays: list[jax.Array] = [self._leaves[i] for i in self.places]
 
     def like(self, other: "TreeArrays") -> list[jax.Array | None]:
-        """Return the array at the position of each of `other`, None if shape or dtype differ."""
+        """Return the arrays at `other`'s positions, None if shape or dtype differ."""
         here = dict(zip(self.places, self.arrays, strict=True))
         found = [here.get(i) for i in other.places]
         return [
@@ -60,7 +56,7 @@ _logged: set[str] = set()
 
 
 def log_whole_gradients(leaves: Sequence[Any]) -> None:
-    """Log once, to the logger "jdp", that whole gradients of split parameters cost memory."""
+    """Log once, to the logger "jdp", that whole gradients cost memory."""
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, leaves))
     if not num_bytes:
         return
@@ -139,7 +135,7 @@ class GradientPieces:
         return whole if scattered_gradients.takes_along(arrays, self._tx) else []
 
     def _scattered(self, chosen: Sequence[int]) -> dict[int, Piece]:
-        """Return this rank's parts of the means of gradients, by position."""
+        """Return this rank's parts of the means, by position."""
         if not chosen:
             return {}
         paths, dims = [self._paths[i] for i in chosen], [self._dims[i] for i in chosen]
@@ -173,7 +169,7 @@ class GradientPieces:
 def updated(
     tx: Replicated, grads: Any, opt_state: Any, params: Any, *, synced: bool, **extra: Any
 ) -> tuple[Any, Any]:
-    """Return the parameters and the state after one step of the optimizer."""
+    """Return the parameters and the state after an update."""
     mixed_precision.mark_gradients(grads, tx)
     axes = shard_axes(tx)
     if axes is None:
@@ -187,7 +183,7 @@ def updated(
 
 
 def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
-    """Return the axes of the split state of the step being traced, or None."""
+    """Return the axes of the split state of the traced step, or None."""
     if not isinstance(tx, Sharded) or not axis.is_bound(tx.axis_name):
         return None
     if step_context.current(tx.axis_name) is None:
@@ -201,7 +197,7 @@ class Update:
 
     Args:
       axes: the mesh axes of the split.
-      grad_tree: the structure of the gradients, that of the parameters for most optimizers.
+      grad_tree: the structure of the gradients.
       applies: whether `run` adds the updates to the parameters, or returns them.
     """
 
@@ -224,7 +220,7 @@ class Update:
     def run(
         self, pieces: Sequence[Piece], opt_state: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Return the new parameters and optimizer state, whole arrays that know their shards."""
+        """Return the new parameters and state, whole arrays with known shards."""
         given = [TreeArrays(tree) for tree in (opt_state, params, extra)]
         returned: list[TreeArrays] = []
 
@@ -274,7 +270,7 @@ class Update:
     def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Delay parts of old parameters until the last gradient was sent.
 
-        Until then the backward pass may need them, and XLA would copy the overwritten ones.
+        The backward pass may need them, and XLA would copy the overwritten ones.
         """
         token = call_order.token()
         chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
@@ -299,7 +295,7 @@ class Update:
 
 
 def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:
-    """Record the update's gathered arrays, and those that one rank computes."""
+    """Record the gathered arrays, and those that one rank computes."""
     step = step_context.innermost()
     if step is None:
         return

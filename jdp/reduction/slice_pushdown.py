@@ -1,8 +1,7 @@
 """Slice before elementwise operations, so that their operands are not gathered.
 
-`optax.apply_updates`, which Flax calls, adds whole updates to whole parameters, and the step keeps
-this rank's slice of each sum. Here the rank adds its slices from before the gather, and XLA drops
-the unused gathers.
+`optax.apply_updates`, which Flax calls, adds whole updates to whole parameters, of which the step
+keeps this rank's slice.
 """
 
 import inspect
@@ -25,14 +24,13 @@ class _Cut(NamedTuple):
 
 
 def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute slices of elementwise results from a rank's slices of the operands."""
+    """Compute slices of elementwise results from slices of the operands."""
 
     def run(*args: Any) -> Any:
         trees: list[Any] = []
         cuts: list[_Cut] = []
 
-        # JAX names this function, and the arguments of `fn`, where Python asks for a value: see
-        # `error_hints`.
+        # JAX names it and the arguments of `fn` in errors: see `error_hints`.
         def recording(*args: Any) -> list[list[Any]]:
             with shard_registry.recorded() as found:
                 leaves, tree = jax.tree.flatten(fn(*args))
@@ -42,7 +40,7 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         setattr(recording, "__signature__", inspect.signature(fn))  # noqa: B010
         closed, _ = rank_trace.traced(recording, args)
-        # Operations with unused results include marks for the proof.
+        # Unused results include marks for the proof.
         program = flat_program.flatten(closed, drops_dead=False)
         end = len(program.outs) - 2 * len(cuts)
         wholes, own = program.outs[end : end + len(cuts)], program.outs[end + len(cuts) :]
@@ -57,12 +55,12 @@ class _SlicedProgram:
     """A program that computes slices early.
 
     Args:
-      known: gathered arrays, and the slices that they were gathered from.
+      known: gathered arrays -> the slices that they were gathered from.
     """
 
     def __init__(self, program: FlatProgram, known: Mapping[FlatValue, _Cut]):
         self._program = program
-        # The slice of each value that is known, or elementwise computed from such values.
+        # Of values that are known, or elementwise computed from such.
         self._cuts = dict(known)
         for operation in program.operations:
             cut = next((self._cuts[v] for v in operation.ins if v in self._cuts), None)
@@ -111,7 +109,7 @@ class _SlicedProgram:
 
 
 def _is_elementwise(operation: FlatOperation, axes: Sequence[str]) -> bool:
-    """Whether slices of the operands give that of the result; not for marks of whole values."""
+    """Whether slices of the operands give that of the result; not for marks."""
     if len(operation.outs) != 1 or operation.eqn.primitive.name == "jdp_mark":
         return False
     shape = operation.outs[0].aval.shape

@@ -1,4 +1,4 @@
-"""The `Scope` of the step that is being traced: axis, rows, weight, and records of one trace."""
+"""The `Scope` of the step that is being traced."""
 
 import contextlib
 import itertools
@@ -23,14 +23,13 @@ class Choices(NamedTuple):
     """How one program of a step differs from its others.
 
     Attributes:
-      why_xla: why `collectives.auto` must leave its gradients to XLA; None: it may choose.
+      why_xla: why `collectives.auto` must leave its gradients to XLA, or None.
       uniform: paths of the gradients that the probe found equal on every rank; None in the probe.
-      ready: path of a gradient -> its position in the probe's order of readiness; None for any
-        order.
-      late: for a trace that only proves the step for another platform or more ranks: whether
-        `scan_layers` reduces late by default; None in a program that runs.
+      ready: path of a gradient -> its position in the probe's order of readiness, or None.
+      late: for a proof for another platform or more ranks: whether `scan_layers` reduces late by
+        default; None in a program that runs.
       beside_xla: whether collectives of XLA may run beside its native calls.
-      in_place: whether new parameters overwrite the old ones, which are not needed later.
+      in_place: whether new parameters overwrite the old ones.
     """
 
     why_xla: str | None = None
@@ -58,7 +57,7 @@ class Scope:
 
     Attributes:
       num_rows: rows of the batch on this rank, None for an empty batch.
-      weight_fn: returns the weight of a batch; None: all rows count the same.
+      weight_fn: returns the weight of a batch; None: equal weights.
       weight: `[]` float, of this rank's rows, NaN if invalid; None without `weight_fn`.
       raw_weight: `[]` float, the result of `weight_fn`.
       total: `[]` float, sum of `weight` over ranks; None if not yet computed.
@@ -68,22 +67,20 @@ class Scope:
       weighed: names of the jdp functions that weight ranks.
       trace: JAX's trace at the start of the step.
       batch_trace: JAX's trace of the batch; None without a tracer.
-      integer_sums: whether a sum of integers over ranks overflowed, and the author's line.
+      integer_sums: whether an integer sum over ranks overflowed, and the author's line.
       split: paths of the gradients of `collectives.split`.
       marked: paths of the gradients marked for reduction.
       gathers: texts of the arrays that a sharded update gathers whole.
-      owned: texts of the kinds of matrices that this update computes on one rank each.
-      losses: losses computed in this trace and not yet sent.
-      loss_means: id of a loss -> itself and its mean over the ranks, see `step_metrics`.
-      shards: id of a whole array -> itself and this rank's shard, see `shard_registry`.
-      whole_owners: id of an unsharded parameter -> itself and its optimizer, if that splits other
-        gradients.
+      owned: texts of the matrices that this update computes on one rank each.
+      losses: losses not yet sent.
+      loss_means: id of a loss -> itself and its mean over the ranks.
+      shards: id of a whole array -> itself and this rank's shard.
+      whole_owners: id of an unsharded parameter -> itself and its optimizer, if that splits others.
       means: id of a gradient that is the mean over ranks -> itself.
       averaged: paths of the gradients averaged where they were computed.
-      groups: bytes of parameters gathered together, see `fsdp_schedule`.
-      loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer, see
-        `mixed_precision`.
-      reduce_dtype: dtype in which the state's optimizers send gradients; None: their own.
+      groups: bytes of parameters gathered together.
+      loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer.
+      reduce_dtype: of the gradients that the state's optimizers send; None: their own.
       updated: the loss dtypes of updated parameters.
       reverse_only: jdp functions traced without a forward-mode derivative.
     """
@@ -137,20 +134,20 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
-# JAX keeps its traces of the author's jitted functions apart for each value of this.
+# JAX keeps its traces of jitted functions apart for each value.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
-    """Return the scope of the step being traced over these axes, in any order, or None."""
+    """Return the scope of the traced step over these axes, in any order, or None."""
     scope = _scope.get()
     wanted = set(axis.names(axis_name))
     return scope if scope is not None and set(scope.axis_name) == wanted else None
 
 
 def around(axis_name: AxisName) -> Scope | None:
-    """Return the scope of the step being traced, if it has one of these axes."""
+    """Return the scope of the traced step, if it has one of these axes."""
     scope = _scope.get()
     if scope is None or set(scope.axis_name).isdisjoint(axis.names(axis_name)):
         return None
@@ -158,7 +155,7 @@ def around(axis_name: AxisName) -> Scope | None:
 
 
 def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
-    """Return the weight of the step over these axes, None if all ranks count the same."""
+    """Return the weight of the step over these axes; None: equal weights."""
     step = around(axis_name)
     if step is None or step.weight is None:
         return None
@@ -174,12 +171,12 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
 
 
 def innermost() -> Scope | None:
-    """Return the scope of the step being traced, for any axis."""
+    """Return the scope of the traced step, for any axis."""
     return _scope.get()
 
 
 def platform() -> str:
-    """Return the platform of the step being traced, otherwise JAX's default."""
+    """Return the platform of the traced step, otherwise JAX's default."""
     step = innermost()
     return axis.platform(None if step is None else step.mesh)
 
@@ -213,7 +210,7 @@ def entered(
     choices: Choices = PLAIN,
     reduce_dtype: Any = None,
 ) -> Iterator[Scope]:
-    """Trace the body of the `with` as a step over `axis_name` on this rank's `batch`."""
+    """Trace the body of the `with` as a step on this rank's `batch`."""
     leaves = jax.tree.leaves(batch)
     # The marks distinguish a mask that only the weight reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
@@ -246,7 +243,7 @@ def entered(
 
 
 def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.Array:
-    """Return the weight of a batch. An error for a micro-batch, maybe another tree, gets a note."""
+    """Return the weight of a batch; an error for a micro-batch gets a note."""
     try:
         return row_weight.number(weight_fn(batch))
     except Exception as error:
@@ -263,14 +260,14 @@ def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.A
 def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:
     """Return a context that does not reuse functions JAX traced for another step.
 
-    Such a function could contain another trace's weight, or a late reduction of `scan_layers`.
+    They could contain another trace's weight, or a late reduction of `scan_layers`.
     """
     is_plain = scope.weight is None and scope.choices.late is None and scope.reduce_dtype is None
     return contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces))
 
 
 def _shared_with(around: Scope | None, mesh: Mesh | None) -> dict[str, Any]:
-    """Return the fields of a new scope that the surrounding one shares."""
+    """Return the fields that a new scope shares with the surrounding one."""
     if around is None:
         return {"mesh": mesh}
     names = (

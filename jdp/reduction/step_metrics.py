@@ -1,4 +1,4 @@
-"""The metrics that a step returns: averaged over the ranks, and joined row by row."""
+"""The metrics that a step returns."""
 
 import functools
 from collections.abc import Sequence
@@ -18,13 +18,12 @@ from jdp.reduction import row_weight, step_context
 from jdp.reduction.metrics import is_rows
 from jdp.reduction.step_context import Scope
 
-# Means of losses over the ranks, sent with the gradients.
-# A separate collective at the end of the step makes all ranks wait again: 1 to 3 % of a step of 9
-# ms with two ranks on CPU.
+# Losses are averaged with the gradients: another collective at the end of the step took 1 to 3 % of
+# 9 ms with two ranks on CPU.
 
 
 def offer_mean(step: Scope | None, value: Any) -> None:
-    """Record what a loss returned, once, for the next reduction of the step."""
+    """Record a loss, once, for the next reduction of the step."""
     if step is None or not _is_here(step):
         return
     for leaf in jax.tree.leaves(value):
@@ -42,7 +41,7 @@ def take_means(
     starts each bucket when complete, because aux may be ready late.
 
     Args:
-      weight: `[]` float, of this rank's gradients; None if all ranks count the same.
+      weight: `[]` float, of this rank's gradients; None: equal weights.
     """
     if step is None or not _is_here(step) or weight is not step.weight:
         return []
@@ -72,7 +71,7 @@ def packed_means(losses: Sequence[jax.Array]) -> list[jax.Array]:
 def record_means(
     step: Scope | None, losses: Sequence[jax.Array], means: Sequence[jax.Array]
 ) -> None:
-    """Record the means over ranks of losses, in the form of `packed_means`."""
+    """Record the means of losses, in the form of `packed_means`."""
     for mean in means:
         assert step is not None
         found = [mean] if len(losses) == 1 else mean
@@ -80,7 +79,7 @@ def record_means(
 
 
 def known_mean(step: Scope | None, leaf: Any) -> jax.Array | None:
-    """Return the mean of a metric over the ranks if it is a sent loss, or None."""
+    """Return the mean over ranks of a sent loss, or None."""
     if step is None or not _is_here(step):
         return None
     loss, mean = step.loss_means.get(id(leaf), (None, None))
@@ -98,7 +97,7 @@ def _is_loss(leaf: Any) -> bool:
 
 
 def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Split the values of `rows` from a tree; `pytrees.put_nodes` restores them."""
+    """Split `rows` from a tree; `pytrees.put_nodes` restores them."""
     for leaf in jax.tree.leaves(tree, is_leaf=is_rows):
         if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
             raise ValueError(
@@ -144,7 +143,7 @@ def float_scalars(tree: Any) -> list[jax.Array]:
 
 
 def with_uniform(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]) -> Any:
-    """Replace means of values that were equal on every rank by these values, to the bit.
+    """Replace means of equal values by these values, to the bit.
 
     Args:
       own: the `float_scalars` of the tree that it averaged.
@@ -167,9 +166,7 @@ def _is_float_scalar(leaf: Any) -> bool:
 def averaged(
     tree: Any, axis_name: AxisName, summed: jax.Array | None = None
 ) -> tuple[Any, jax.Array | None]:
-    """Average the float scalars of a tree over ranks and sum a vector, in one collective.
-
-    Losses sent with gradients already have their means.
+    """Average float scalars over ranks and sum a vector, in one collective.
 
     Args:
       summed: `[k]` float32, whole numbers whose sum float32 holds; None for no vector.
@@ -196,7 +193,7 @@ def _reduced(
     step, num = step_context.current(axis_name), len(scalars)
     widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
     wide = [x.astype(widest) for x in scalars]
-    is_single = num == 1 and summed is None  # most steps report a loss, and a stack traces slowly
+    is_single = num == 1 and summed is None  # a stack traces slowly
     terms = wide[0] if is_single else jnp.stack(wide) if wide else jnp.zeros(0, widest)
     is_weighed = step is not None and step.weight is not None
     if step is not None and step.weight is not None:
@@ -213,8 +210,8 @@ def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
     if step is not None and axis.size(axes) == 1:  # XLA keeps a sum over one rank
         return mark(x, kind=ALL_REDUCED, path="", axes=axis.in_mesh_order(axes))
-    # By the gradients' algorithm: on CPU another of XLA's collectives wakes all ranks again, and on
-    # GPU the first JAX delays all reductions to hide it.
+    # By the gradients' algorithm: on CPU another collective wakes all ranks again, and on GPU the
+    # first JAX delays all reductions to hide it.
     if step is not None and step.reductions:
         last = step.reductions[-1]
         is_here = last.trace == jax.extend.core.get_opaque_trace_state()

@@ -17,7 +17,7 @@ from jdp.reduction import rank_trace
 
 
 def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return values unchanged, but not before some others have been computed.
+    """Return values, but not before some others have been computed.
 
     XLA drops `lax.optimization_barrier` before it merges and schedules collectives on GPUs, and
     with JAX 0.10 before it merges equal operations on CPUs.
@@ -33,10 +33,7 @@ def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.
 
 
 def next_call_after(others: Sequence[jax.Array]) -> None:
-    """Let the next native call of this program wait for arrays, without copies.
-
-    Only its token waits; `after` would copy each operand of the call.
-    """
+    """Let the next native call wait for arrays, by its token, without copies."""
     token = call_order.first_token()
     if token is not None:
         call_order.passed(*after([token], others))
@@ -69,16 +66,15 @@ batching.primitive_batchers[_tied_p] = lambda values, dims, *, count: (
 mlir.register_lowering(_tied_p, mlir.lower_fun(_run, multiple_results=True))
 
 
-# The operand by which a waiting call takes the token of the call before.
+# The operand by which a waiting call takes the token before.
 _AFTER = 1
 
 
 def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Update parameters of a bucket before waiting for the ring of the next one.
 
-    XLA would wait for all rings before the first update, which would then hide none of them. Here
-    each wait depends on the parameters updated after the wait before. If every update needs all
-    gradients, as after clipping by their norm, the order stays.
+    XLA would wait for all rings before the first update. Here each wait depends on the parameters
+    updated after the wait before. If every update needs all gradients, the order stays.
     """
 
     def run(*args: Any) -> Any:
@@ -111,7 +107,7 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Group equations by the last wait that they need; each group but the first begins with it."""
+    """Group equations by the last wait that they need, which begins each group."""
     parts: defaultdict[int, list[Any]] = defaultdict(list)
     wait_of: dict[Any, int] = {}
     _sort(eqns, wait_of, parts)
@@ -122,7 +118,7 @@ def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[An
     for eqn in eqns:
         wait = max((wait_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
         if wait and not _is_wait(eqn) and (inner := _opened(eqn)) is not None:
-            # An optimizer's jitted function takes all leaves, so unopened it would need all waits.
+            # An optimizer's jitted function takes all leaves, and so needs all waits.
             _sort(inner, wait_of, parts)
             continue
         wait += _is_wait(eqn)

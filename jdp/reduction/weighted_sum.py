@@ -3,8 +3,8 @@
 Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The loss of the
 step is sum(s_r l_r). Each rank differentiates its own l_r, and multiplies only the complete
 gradient by s_r. If the ranks compute t = sum(z_r), and ct_q is the cotangent of t on rank q, then
-the cotangent of z_r must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q), which is
-right only for equal shares.
+that of z_r must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q), which is right only
+for equal shares.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ class Weighting(NamedTuple):
         if self.is_adjoint and not self.why_not and _is_float(x):
             if self.forward is None or self.before is None:
                 return _weigh(x, self.forward, self.before)
-            # The forward weight is not the step's, and may depend on differentiated values.
+            # It is not the step's weight, and may depend on differentiated values.
             return _weigh(weighed(x, self.forward).astype(x.dtype), None, self.before)
         return x if self.forward is None else weighed(x, self.forward).astype(x.dtype)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Return the sum of the terms, and multiply its cotangent by `after`."""
+        """Return the sum, and multiply its cotangent by `after`."""
         if not self.is_adjoint or not _is_float(x):
             return x
         return _weigh(x, None, self.after, why_not=self.why_not)
@@ -64,12 +64,12 @@ class Weighting(NamedTuple):
         return self._replace(forward=share, after=share)
 
     def named(self) -> contextlib.AbstractContextManager:
-        """Return a name scope for the collective, if this weighting transposes it."""
+        """Return a name scope for a transposed collective."""
         return jax.named_scope(WEIGHTED_SUM) if self.is_adjoint else contextlib.nullcontext()
 
 
 def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> Weighting:
-    """Return the weights of the terms of a sum over the ranks of `axis_name`.
+    """Return the weights of the terms of a sum over ranks.
 
     Args:
       weight: `[]`, of this rank; the step's own, another one, or None for a plain sum.
@@ -90,7 +90,7 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
     if weight is own:
         forward = share if mean else jnp.asarray(own, float)
         return Weighting(forward, after=forward, **options)
-    # A rank of weight 0 cannot pass on a cotangent: its gradient is multiplied by 0.
+    # The gradient of a rank of weight 0 is multiplied by 0.
     inverse = jnp.where(share == 0, 0, 1 / jnp.where(share == 0, 1, share))
     plain = Weighting(None, after=share, before=inverse, **options)
     if weight is None:
@@ -108,7 +108,7 @@ def factors(
     """Return the weights of gradients before their sum, and the factor of the sum.
 
     Args:
-      weight: `[]`, of this rank; None if all ranks count the same.
+      weight: `[]`, of this rank; None: equal weights.
     """
     if weight is not None:
         return weighting(weight, axis_name, mean=mean), 1.0

@@ -1,4 +1,4 @@
-"""Estimates of the operations and bytes of a traced program."""
+"""Estimates of operations and bytes of a traced program."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jdp.reduction.partition.values import ROUNDS_OF_WHILE
 
 # Operations in the time of one sent byte: 1e14/s at 500 GB/s, or 1e12/s at 5 GB/s.
 _FLOPS_PER_BYTE = 200
-# Operations for each m * n * min(m, n) of an (m, n) matrix: those of eigenvalues, the most.
+# For each m * n * min(m, n) of an (m, n) matrix: those of eigenvalues, the most.
 _FLOPS_OF_FACTORING = 10
 _FACTORINGS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve".split()
 )
-# How often a rank sends a collective's operand, besides the share (n - 1) / n.
+# How often a rank sends the operand, besides the share (n - 1) / n.
 _SENDINGS = {"all_to_all": 1, "pmax": 2, "pmin": 2, "psum": 2, "psum_invariant": 2}
 
 

@@ -1,7 +1,7 @@
 """Isomorphic parts of a program, such as the computation of each matrix of an optimizer.
 
-A part contains all operations on a way from one matrix product to another. Parts are independent,
-because a dependence would be a way between their products.
+A part contains all operations on a way from one matrix product to another, so parts are
+independent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jdp.reduction.partition.costs import multiplies_matrices
 
 
 def number_key(value: Any) -> Any:
-    """Return a key of a constant: equal for equal numbers, by identity for arrays."""
+    """Return a key of a number, or of an array by identity."""
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and not value.shape
     ):
@@ -74,7 +74,7 @@ def _program_key(program: Any) -> Any:
 
 
 class Subprogram(NamedTuple):
-    """Operations that run together, with their inputs and outputs."""
+    """Operations that run together."""
 
     operations: list[FlatOperation]
     ins: list[FlatValue]
@@ -104,7 +104,7 @@ class AlikeParts(NamedTuple):
 def with_alike_parts(
     program: FlatProgram, closed: Collection[FlatValue]
 ) -> list[FlatOperation | AlikeParts]:
-    """Return the operations of a program in order, with isomorphic parts grouped."""
+    """Return the operations of a program, with isomorphic parts grouped."""
     alike: dict[Any, list[Subprogram]] = defaultdict(list)
     uses = Counter(value for operation in program.operations for value in operation.ins)
     uses.update(program.outs)
@@ -120,7 +120,7 @@ def with_alike_parts(
 
 
 def _connected(program: FlatProgram, closed: Collection[FlatValue]) -> list[list[FlatOperation]]:
-    """Return the connected parts between matrix products, as operations in order."""
+    """Return the connected parts between matrix products."""
     operations = program.operations
     chosen = _between_products(operations)
     maker = {out: i for i in chosen for out in operations[i].outs}
@@ -166,8 +166,7 @@ def _with_operands(
     numbers: Collection[FlatValue],
     closed: Collection[FlatValue],
 ) -> list[FlatOperation]:
-    """Add the operations that derive one operand from another, such as `x.T`, to send a matrix
-    once."""
+    """Add operations that derive one operand from another, such as `x.T`."""
     made = {out for operation in operations for out in operation.outs}
     inside = Counter(value for operation in operations for value in operation.ins)
     ins = dict.fromkeys(value for value in inside if value not in made)

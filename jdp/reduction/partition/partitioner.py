@@ -1,4 +1,4 @@
-"""Run a function of whole arrays on this rank's slices, operation by operation."""
+"""Run a function of whole arrays on this rank's slices, by operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jdp.reduction.partition.values import (
 
 
 def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Choose for each result a dim that one of the branches returns; the others slice theirs."""
+    """Choose for each result a dim that a branch returns; the others slice theirs."""
     index, operands = ins[0].at(None), ins[1:]
     branches = eqn.params["branches"]
     avals = [atom.aval for atom in eqn.invars[1:]]
@@ -54,7 +54,7 @@ def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 class LoopDims(NamedTuple):
-    """The sliced dim of each input of a loop's body."""
+    """The sliced dims of the inputs of a loop's body."""
 
     constants: Sequence[Dim]
     carry: Sequence[Dim]
@@ -75,7 +75,7 @@ def _scan(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
     def probe(dims: LoopDims) -> Any:
         return partitioner.probe(program, avals, dims.flat())
 
-    # The dim of a row: rounds use rows, so the first dim cannot stay sliced.
+    # Rounds use rows, so the first dim cannot stay sliced.
     rows = [_moved(value.dim, -1) for value in xs]
     dims = _settled(probe, LoopDims(_dims(constants), _dims(carry), rows), num_carry)
     dims = _cheaper(probe, dims, ins, eqn.params["length"])
@@ -137,7 +137,7 @@ def _while(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 def _settled(probe: Callable[[LoopDims], Any], dims: LoopDims, num_carry: int) -> LoopDims:
-    """Slice the carry if the body slices it, and gather constants before the loop."""
+    """Slice the carry as the body does, and gather constants before the loop."""
     while True:
         found = probe(dims)
         gathered = found.gathered_inputs
@@ -154,7 +154,7 @@ def _settled(probe: Callable[[LoopDims], Any], dims: LoopDims, num_carry: int) -
 def _cheaper(
     probe: Callable[[LoopDims], Any], dims: LoopDims, ins: list[Value], rounds: int
 ) -> LoopDims:
-    """Use whole values in the loop if its rounds would gather more bytes."""
+    """Use whole values if the rounds would gather more bytes."""
     num_bytes = sum(value.num_bytes for value in ins if value.dim is not None)
     if probe(dims).num_bytes * rounds <= num_bytes:
         return dims
@@ -175,7 +175,7 @@ def _dims(values: Sequence[Value]) -> list[Dim]:
 
 
 def _at(values: Sequence[Value], dims: Sequence[Dim]) -> list[jax.Array]:
-    """Return this rank's slices without weak types, because branches and rounds must agree."""
+    """Return slices without weak types, since branches and rounds must agree."""
     return [_strong(value.at(dim)) for value, dim in zip(values, dims, strict=True)]
 
 
@@ -193,16 +193,16 @@ def _values(
 RULES = {"cond": _cond, "scan": _scan, "while": _while}
 
 
-# The most elements of partial results that wait for one common collective.
+# The most elements of partial results that wait for a common collective.
 _LARGEST_WAITING = 4096
 # Hints to the compiler about whole arrays.
 _IDENTITIES = frozenset("layout_constraint reshard sharding_constraint".split())
-# Calls that change where or how a body runs, and so stay closed.
+# They change where or how a body runs.
 _CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
 
 
 class Waiting(NamedTuple):
-    """A partial result, not yet combined with those of other ranks."""
+    """A partial result, not yet combined over ranks."""
 
     aval: Any
     part: jax.Array
@@ -214,8 +214,8 @@ class Probe(NamedTuple):
 
     Attributes:
       dims: of its outputs.
-      num_bytes: bytes that it gathers.
-      gathered_inputs: positions of the inputs that it gathers.
+      num_bytes: gathered bytes.
+      gathered_inputs: positions of the gathered inputs.
     """
 
     dims: list[Dim]
@@ -230,10 +230,7 @@ class Partitioner:
         self.ranks = ranks
 
     def outputs(self, program: Any, values: Sequence[Value]) -> list[Value]:
-        """Run a jaxpr. Operations that wait for a collective run last.
-
-        Independent operations, such as the norms of all leaves, then share one collective.
-        """
+        """Run a jaxpr. Independent operations share one collective, and its users run last."""
         around = self.ranks.stack
         flat = flat_program.flatten(program, _opened_call, around[::-1])
         whole = self.ranks.bound_to_whole(flat)
@@ -276,7 +273,7 @@ class Partitioner:
         return Probe(found, num_bytes, ranks.gathered_inputs)
 
     def inputs(self, avals: Any, held: Any, dims: Any) -> list[Value]:
-        """Return the inputs of a body: this rank's slices along `dims`."""
+        """Return this rank's slices of a body's inputs."""
         return [
             Computed(self.ranks, aval, x, dim, number)
             for number, (aval, x, dim) in enumerate(zip(avals, held, dims, strict=True))
@@ -288,7 +285,7 @@ class Partitioner:
         env: Any,
         whole: Set[FlatValue],
     ) -> list[FlatOperation | AlikeParts]:
-        """Run the operations that do not wait, then combine; return the others."""
+        """Run the operations that do not wait; return the others."""
         later: list[FlatOperation | AlikeParts] = []
         waiting: dict[FlatValue, Waiting] = {}
         blocked: set[FlatValue] = set()
@@ -382,7 +379,7 @@ class Partitioner:
 
 
 def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run an equation with its own line, or that of the update if it has none."""
+    """Run an equation with its own line, or the update's."""
     return jax_compat.bind(eqn, operands, at_caller=not diagnostics.source_of(eqn))
 
 
@@ -396,8 +393,8 @@ class Piece(NamedTuple):
 
     Attributes:
       value: this rank's slice, or the whole array.
-      dim: the dim of the ranks' slices, of equal size and in the order of `lax.axis_index`; None if
-        `value` is the whole array, with equal bits on every rank.
+      dim: the dim of the ranks' slices, of equal size and in the order of `lax.axis_index`; None
+        for the whole array, with equal bits on every rank.
     """
 
     value: jax.Array
@@ -426,12 +423,10 @@ def partitioned(
 ) -> Partitioned:
     """Run a function of whole arrays on the slices of each rank, with the same result.
 
-    The function is traced for whole arrays, and operations run on slices where possible; a
-    reduction over the sliced dim adds a collective. Arrays needed whole are gathered once and
-    reported. Matrices multiplied in the same way are computed by one rank each where that is
-    estimated to be faster. A change of the sliced dim is an all-to-all, which is not reported.
-    The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array.
-    Custom derivatives (`jax.custom_jvp`) of the function are lost.
+    The function is traced for whole arrays. Arrays needed whole are gathered once and reported;
+    other changes of the sliced dim are all-to-alls. Matrices multiplied in the same way are
+    computed by one rank each if that is estimated to be faster. The method is that of GSPMD (Xu et
+    al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives are lost.
     """
     size = axis.size(axes)
     if size > 1 and axis.is_typed(axes):

@@ -1,4 +1,4 @@
-"""How each primitive runs on slices, and the sliced dim of its results."""
+"""How each primitive runs on slices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Plan(NamedTuple):
       ins: the sliced dim of each operand, None for the whole.
       outs: the same for each result.
       run: computes this rank's results from its operands.
-      partial: "sum", "max", ...: how the ranks' results combine into the whole; empty if they are
-        as in `outs`.
+      partial: "sum", "max", ...: how the ranks' results combine into the whole, or empty.
     """
 
     ins: Sequence[Dim]
@@ -34,13 +33,12 @@ class Plan(NamedTuple):
     partial: str = ""
 
 
-# `rule(eqn, position, dim, ranks)`: how to run `eqn` if the operand at `position` is sliced along
-# `dim`, or None.
+# `rule(eqn, position, dim, ranks)`: how to run `eqn` with a sliced operand, or None.
 Rule = Callable[[Any, int, int, Ranks], Plan | None]
 
 
 def same(eqn: Any, ins: Sequence[Dim], outs: Sequence[Dim], **changes: Any) -> Plan:
-    """Return the plan to run the equation itself, with some parameters changed."""
+    """Return the plan to run the equation, with some parameters changed."""
     return Plan(ins, outs, lambda operands: jax_compat.bind(eqn, operands, **changes))
 
 
@@ -76,10 +74,7 @@ def _fit(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> bool:
 
 
 def is_elementwise(eqn: Any, num_dims: int) -> bool:
-    """Whether each element of the results depends only on the same element of the operands.
-
-    For a collective the answer holds only within one rank, because others have other elements.
-    """
+    """Whether results depend only on the same elements of operands, within one rank."""
     if eqn.primitive.name == "jdp_mark":
         return True
     try:
@@ -90,13 +85,12 @@ def is_elementwise(eqn: Any, num_dims: int) -> bool:
         return False
 
 
-# By primitive, not by equation: the answer does not depend on sizes.
+# The answer does not depend on sizes.
 @functools.lru_cache(maxsize=4096)
 def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -> bool:
     """Whether `vmap` over a new first dim, and over a new last one, keeps the primitive.
 
-    Then neither the rows nor the columns of a matrix depend on each other, so the primitive is
-    elementwise.
+    Then neither rows nor columns depend on each other.
     """
     settings = dict(params)
 
@@ -109,7 +103,7 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
         batched = jax.vmap(bind, in_axes=new, out_axes=new)
         try:
             jaxpr = jaxprs.opened(jax.make_jaxpr(batched)(*shapes))
-        except Exception:  # Treat a foreign primitive that raises as not elementwise.
+        except Exception:  # foreign code
             return False
         if not jaxpr.eqns and jaxpr.outvars == jaxpr.invars:
             continue  # A conversion to the same dtype is left out.
@@ -125,7 +119,7 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
 
 
 def _along_axis(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Keep slices along any dim but that of the accumulation or sort."""
+    """Keep slices along other dims than the accumulated or sorted one."""
     name = "dimension" if "dimension" in eqn.params else "axis"
     if dim == eqn.params[name]:
         return None
@@ -180,7 +174,7 @@ def _scatter(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
 
 
 def _place(num_dims: int, removed: tuple[int, ...], dim: int) -> int:
-    """Return the position of a dim among those that are not removed."""
+    """Return a dim's position among those not removed."""
     return [i for i in range(num_dims) if i not in removed].index(dim)
 
 
@@ -193,7 +187,7 @@ _INDEXING = {"gather": _gather, **dict.fromkeys(_SCATTERS, _scatter)}
 
 
 def _dot_general(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Slice the other operand in the same way if it has the dim, otherwise use the whole."""
+    """Slice the other operand in the same way if it has the dim."""
     contracted, batch = eqn.params["dimension_numbers"]
     ins: list[Dim] = [None, None]
     ins[position] = dim
@@ -224,7 +218,7 @@ _PRODUCTS = {"dot_general": _dot_general}
 # Reductions, and how partial results combine.
 
 
-# Not pmax: XLA does not guarantee that a NaN of one rank reaches all.
+# With pmax, a NaN of one rank might not reach all.
 _OVER_ROWS = {
     "and": lax.reduce_and,
     "max": lax.reduce_max,
@@ -238,7 +232,7 @@ _OVER_ROWS = {
 def combine(parts: Sequence[jax.Array], partial: str, ranks: Ranks) -> list[jax.Array]:
     """Combine the ranks' partial results, in one collective for each dtype."""
     outs: list[Any] = [None] * len(parts)
-    # XLA's CPU backend may abort on an all-reduce of bfloat16, and sums in float32 lose less.
+    # XLA:CPU may abort on an all-reduce of bfloat16, and float32 loses less.
     wide = [_widened(part) for part in parts] if partial == "sum" else parts
     for dtype in dict.fromkeys(part.dtype for part in wide):
         chosen = [i for i, part in enumerate(wide) if part.dtype == dtype]
@@ -325,10 +319,7 @@ def _expand_dims(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None
 
 
 def _reshape(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Keep slices that stay contiguous, with as many elements before the sliced dim.
-
-    In a vector they do not; each rank then keeps its elements.
-    """
+    """Keep slices that stay contiguous; in a vector each rank keeps its elements."""
     before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None:
         return None
@@ -429,7 +420,7 @@ RavelRule = Callable[[Any, int, Ravel, Ranks], Plan | None]
 def _as_slices(
     rule: Callable[[Any, int, int, Ranks], Plan | None],
 ) -> RavelRule:
-    """Return the rule for slices of a vector where the order of elements does not matter."""
+    """Return the rule for slices of vectors, in any order of elements."""
 
     def plan(eqn: Any, position: int, layout: Ravel, ranks: Ranks) -> Plan | None:
         if any(len(atom.aval.shape) > 1 for atom in eqn.invars):
@@ -474,7 +465,7 @@ _RULES: dict[str, Rule] = {
 
 
 def plan(eqn: Any, position: int, dim: Dim, ranks: Ranks) -> Plan | None:
-    """Return how to run an equation on slices of the operand at `position`, or None."""
+    """Return how to run an equation with a sliced operand, or None."""
     name = eqn.primitive.name
     if isinstance(dim, Ravel):
         return _RAVELED.get(name, _RAVELED_UNKNOWN)(eqn, position, dim, ranks)

@@ -1,4 +1,4 @@
-"""The values of a partitioned program, and the ranks that hold them."""
+"""The values of a partitioned program, and the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jdp.collectives import call_order, shards, xla_shards
 from jdp.reduction import shard_registry, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 
-# Collectives with equal results on all ranks of their axes.
+# Their results are equal on all ranks of their axes.
 _AGREEING = frozenset(
     "all_gather all_gather_invariant jdp_all_reduce pmax pmin psum psum_invariant".split()
 )
@@ -25,9 +25,8 @@ _AGREEING = frozenset(
 def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
     """Return the results of operations that must run on whole arrays.
 
-    A function may compute with data of its rank, such as a line search that evaluates the loss, and
-    then contains a collective that makes the result equal. Such data is whole and differs between
-    ranks, so its slices do not match. Without a collective, all captured values are equal.
+    A function may compute with data of its rank, such as a line search that evaluates the loss,
+    until a collective makes the result equal. Slices of such data do not match.
     """
     whole: set[FlatValue] = set()
     naming = [operation for operation in program.operations if names_axes(operation.eqn, axes)]
@@ -60,15 +59,14 @@ def _agrees(eqn: Any, axes: Sequence[str]) -> bool:
     return {*jaxprs.collective_axes(eqn)} >= {*axes}
 
 
-# The assumed number of rounds of a `while`, for costs.
+# Assumed for costs.
 ROUNDS_OF_WHILE = 10
 
 
 class Ravel(NamedTuple):
     """The layout of a vector reshaped from an array, of which each rank has its slice.
 
-    Its order of elements differs from that of slices of the vector. Sums and elementwise operations
-    do not depend on the order.
+    Sums and elementwise operations do not depend on its order of elements.
 
     Attributes:
       dim: the sliced dim of the array of `shape`.
@@ -87,8 +85,6 @@ class Gather(NamedTuple):
 
     Attributes:
       primitive: of the equation that needs it; "output" for an output.
-      shape: of the whole value.
-      num_bytes: of the whole value.
       line: the author's line, such as "train.py:41", or empty.
     """
 
@@ -114,20 +110,15 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and a record of the gathered values.
-
-    Args:
-      axes: names of the mesh axes.
-      size: the number of ranks.
-    """
+    """The ranks of one program, and a record of the gathered values."""
 
     def __init__(self, axes: tuple[str, ...], size: int):
         self._axes, self.size = axes, size
         self.gathers: list[Gather] = []
         self.owned: list[Owned] = []
-        # The gathered inputs, by the number in `Computed`.
+        # By the number in `Computed`.
         self.gathered_inputs: set[int] = set()
-        # The current equation and those around it, innermost first; empty for outputs.
+        # The current equation and those around it, innermost first.
         self.stack: tuple[Any, ...] = ()
 
     @property
@@ -156,7 +147,7 @@ class Ranks:
         return size > 0 and size % self.size == 0
 
     def local_shape(self, shape: Sequence[int], dim: Dim) -> tuple[int, ...]:
-        """Return the shape of a slice along `dim`; of the whole if it is None."""
+        """Return the shape of a slice along `dim`, or of the whole."""
         if isinstance(dim, Ravel):
             return (math.prod(dim.shape) // self.size,)
         return tuple(size // self.size if i == dim else size for i, size in enumerate(shape))
@@ -182,18 +173,18 @@ class Ranks:
         return next(filter(None, map(source_of, self.stack)), "")
 
     def joined(self, x: jax.Array, dim: int) -> jax.Array:
-        """Return the whole array of the ranks' slices along `dim`."""
+        """Return the whole array of the ranks' slices."""
         x = lax.all_gather(
             shard_registry.checked_slice(x, self.axes), self.axes, axis=dim, tiled=True
         )
         return shard_registry.joined_slices(x, self.axes)
 
     def exchange(self, x: jax.Array, dim: int, other: int) -> jax.Array:
-        """Return this rank's slice along `other` from the ranks' slices along `dim`."""
+        """Return this rank's slice along `other` from those along `dim`."""
         x = shard_registry.checked_slice(x, self.axes)
         scope = step_context.innermost()
         mesh = None if scope is None else scope.mesh
-        # In a loop, and for cost estimates, no token of the step would order native calls.
+        # In a loop, and for cost estimates, no token would order native calls.
         of = shards if call_order.is_in_step() else xla_shards
         [[x]] = of.all_to_all([[x]], [[(other, dim)]], self.axes, mesh=mesh)
         return shard_registry.part_of_whole(x, self.axes)
@@ -214,13 +205,13 @@ class Value:
         self._known: dict[Dim, Any] = {}
 
     def at(self, dim: Dim) -> Any:
-        """Return this rank's slice along `dim`, or the whole array; communicate if necessary."""
+        """Return this rank's slice along `dim`, or the whole; communicate if necessary."""
         if dim not in self._known:
             self._known[dim] = self._made(dim)
         return self._known[dim]
 
     def cost(self, dim: Dim) -> float:
-        """Estimate the bytes that `at(dim)` gathers or exchanges."""
+        """Estimate the bytes that `at(dim)` sends."""
         return 0 if dim in self._known else self._cost(dim)
 
     def _cost(self, dim: Dim) -> float:
@@ -234,7 +225,6 @@ class Computed(Value):
     """A computed value, whole or as a slice.
 
     Args:
-      aval: shape and dtype of the whole array.
       x: the array, or this rank's slice along `dim`.
       number: of the program's input, None for other values.
     """
@@ -264,8 +254,6 @@ class Computed(Value):
 
 class BroadcastValue(Value):
     """Copies of a value along new dims, made only in the needed shape.
-
-    A slice of copies costs at most as much as the value.
 
     Args:
       aval: shape and dtype of the copies.
@@ -301,7 +289,7 @@ class BroadcastValue(Value):
 
 
 class Count(Value):
-    """The positions along a dim (`lax.iota`), made only in the needed shape."""
+    """The positions along a dim, made only in the needed shape."""
 
     def __init__(self, ranks: Ranks, aval: Any, along: int):
         super().__init__(aval, None)

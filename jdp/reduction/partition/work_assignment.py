@@ -1,9 +1,8 @@
 """Matrices needed whole are computed by one rank each, their owner.
 
-If an optimizer multiplies matrices with themselves, as the Newton-Schulz iteration of Muon does,
-each rank would need all of them whole, or send partial products. Instead an all-to-all sends each
-matrix to its owner, and another one returns slices of the results. Source: Jordan et al. 2024,
-https://github.com/KellerJordan/modded-nanogpt.
+For products of matrices with themselves, as in Muon's Newton-Schulz iteration, each rank would
+need all matrices. Instead all-to-alls send each to its owner, and return slices of the results.
+Source: Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt.
 """
 
 from __future__ import annotations
@@ -27,18 +26,14 @@ class _NotARow(Exception):
 
 
 class _BatchRows(Ranks):
-    """The independent rows of a batch, in place of ranks.
-
-    Args:
-      size: the number of rows.
-    """
+    """The `size` independent rows of a batch, in place of ranks."""
 
     def __init__(self, size: int):
         super().__init__((), size)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        # Operations that communicate or depend on the rank's position read the axes.
+        # Communication and the rank's position read the axes.
         raise _NotARow
 
     def fresh(self) -> Ranks:
@@ -61,8 +56,7 @@ class Deal(NamedTuple):
       part: the first part.
       shared: positions of the operands that are equal for all parts.
       dims: the sliced dim of each operand.
-      batch: number of independent rows into which the other operands are cut along the first dim;
-        1: not cut.
+      batch: number of rows into which the other operands are cut; 1: not cut.
     """
 
     part: Subprogram
@@ -75,7 +69,7 @@ class Deal(NamedTuple):
         return [i for i in range(len(self.dims)) if i not in self.shared]
 
     def row_dims(self) -> list[int | None]:
-        """Return the row dim of each operand, None without rows."""
+        """Return the row dim of each operand, or None."""
         return [
             0 if self.batch > 1 and i not in self.shared and value.aval.shape else None
             for i, value in enumerate(self.part.ins)
@@ -83,7 +77,7 @@ class Deal(NamedTuple):
 
 
 def dealt(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> Deal | None:
-    """Return the assignment of isomorphic parts, None if all operands are shared."""
+    """Return the assignment, None if all operands are shared."""
     first = alike.parts[0]
     dims = tuple(env[value].dim for value in first.ins)
     columns = zip(*(part.ins for part in alike.parts), strict=True)
@@ -133,7 +127,7 @@ def _traced_row(partitioner: Any, deal: Deal) -> Any:
 
 
 def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bool:
-    """Whether owners take less time than slices, by `Cost.time`."""
+    """Whether owners are faster than slices, by `Cost.time`."""
     ranks: Ranks = partitioner.ranks
     part, size = deal.part, ranks.size
 
@@ -152,7 +146,7 @@ def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bo
     ]
     slices = cost_of(jax.make_jaxpr(on_slices)(*shapes), size).times(num_parts)
     row = cost_of(_traced_row(partitioner, deal), size)
-    # Bytes that all ranks send together, without those that stay on their rank.
+    # Bytes that leave their rank.
     moved = [part.ins[i] for i in deal.own() if deal.dims[i] is not None]
     sent = sum(value.num_bytes() for value in moved) / size
     for value in part.outs:
@@ -164,7 +158,7 @@ def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bo
 
 
 def out_dim(deal: Deal, aval: Any, ranks: Ranks) -> int | None:
-    """Return a result's sliced dim: that of an operand of its shape, if any."""
+    """Return a result's sliced dim, if possible that of an operand."""
     for i in deal.own():
         if deal.dims[i] is not None and deal.part.ins[i].aval.shape == aval.shape:
             return deal.dims[i]
@@ -174,7 +168,7 @@ def out_dim(deal: Deal, aval: Any, ranks: Ranks) -> int | None:
 
 
 def run(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> bool:
-    """Run isomorphic parts by their owners into `env`; False if slices are faster."""
+    """Run parts by their owners into `env`; False if slices are faster."""
     deal = dealt(partitioner, alike, env)
     if deal is None:
         return False
@@ -190,21 +184,17 @@ def run(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> bool:
 
 
 class _Owners:
-    """Each rank computes its share of the rows of isomorphic parts.
-
-    Args:
-      per_rank: the number of rows of each rank.
-    """
+    """Each rank computes `per_rank` rows of isomorphic parts."""
 
     def __init__(self, partitioner: Any, deal: Deal, num_parts: int, per_rank: int):
         self._partitioner, self._deal = partitioner, deal
         self._ranks: Ranks = partitioner.ranks
         self._num_parts, self._per_rank = num_parts, per_rank
-        # An operand that is not cut into rows gets a new first dim.
+        # An operand that is not cut gets a new first dim.
         self._new = 0 if deal.batch > 1 else 1
 
     def results(self, values: Sequence[Sequence[Any]]) -> list[list[Computed]]:
-        """Return the results of each part from the values of its operands."""
+        """Return the results of each part."""
         deal = self._deal
         self._ranks.stack = (deal.part.operations[0].eqn, *deal.part.operations[0].calls[::-1])
         self._record()
@@ -232,14 +222,14 @@ class _Owners:
         self._ranks.owned.append(Owned(count, self._per_rank, shape, line))
 
     def _to_owner(self, column: Sequence[Any], i: int) -> jax.Array:
-        """Return this rank's rows of an operand, whole, from the slices of all parts."""
+        """Return this rank's whole rows of an operand."""
         deal, dim = self._deal, self._deal.dims[i]
         held = [value.at(dim) for value in column]
         if deal.batch == 1:
             held = [jnp.expand_dims(x, 0) for x in held]
         elif not column[0].shape:
             held = [jnp.full(deal.batch, x) for x in held]
-        # Pad with the last row, which is certainly valid.
+        # Pad with a valid row.
         missing = self._per_rank * self._ranks.size - self._num_parts * deal.batch
         held += [held[-1][-1:]] * missing
         stack = lax.concatenate(held, 0)
@@ -252,7 +242,7 @@ class _Owners:
         return lax.slice_in_dim(stack, row, row + 1) if is_kept else stack[row]
 
     def _from_owner(self, column: Sequence[Any], aval: Any) -> list[Computed]:
-        """Return a result's slices for all parts, from this rank's rows."""
+        """Return a result's slices for all parts."""
         deal, dim = self._deal, out_dim(self._deal, aval, self._ranks)
         if deal.batch == 1:
             column = [jnp.expand_dims(x, 0) for x in column]
