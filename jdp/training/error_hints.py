@@ -41,25 +41,31 @@ def explained_value(
             "Write the function of jax.numpy in its place, and jax.random with state.key in place "
             "of np.random. Return what is printed as a metric.",
         )
-    return with_code(
-        "JDP127",
-        f"`{spec.name}` asks for a value that depends on {what}{f' at {line}' if line else ''}, as "
-        "an `if`, a `range`, a shape, int() or NumPy does.\nWrite jnp.where(flag, a, b) or "
-        "jax.lax.cond(flag, f, g, x) to choose as it runs, and return what is printed as a metric. "
-        "Arguments of a step have no values while it is traced: one program is compiled for all of "
-        "them. A flag or a number that chooses the program is closed over, with a step for each "
-        "value: jdp.train_step(lambda state, batch: undecorated(state, batch, True)). "
-        f"{_of_state(names, spec)}".rstrip(),
+    asks = (
+        f"`{spec.name}` asks for a value that depends on {what}{f' at {line}' if line else ''}, as"
     )
+    if type(error) is jax.errors.ConcretizationTypeError:
+        asks, advice = f"{asks} float(), int() or .item() does.", _READ + _CLOSED
+    else:
+        asks, advice = f"{asks} an `if`, a `range` or a shape does.", _CHOICE + _CLOSED
+    if len(names) == 1 and re.match(rf"`{re.escape(spec.argument(0))}\b", names[0]):
+        advice += _OF_MODULE
+    return with_code("JDP127", f"{asks}\n{advice}")
 
 
-def _of_state(names: Sequence[str], spec: StepSpec) -> str:
-    if not any(re.match(rf"`{re.escape(spec.argument(0))}\b", name) for name in names):
-        return ""
-    return (
-        "Numbers of a module, such as its number of heads, stay outside of the state: "
-        "arrays, static = eqx.partition(model, eqx.is_array), or a static field of a dataclass. "
-    )
+_READ = (
+    'Return it as a metric, {"x": x}, and write float(metrics["x"]) behind the call; to choose by '
+    "it, write jnp.where(flag, a, b)."
+)
+_CHOICE = "Write jnp.where(flag, a, b), or jax.lax.cond(flag, f, g, x)."
+_CLOSED = (
+    " A step has no values while it is traced. A flag or number that chooses the program is closed "
+    "over, with a step for each: jdp.train_step(lambda state, batch: undecorated(state, batch, 2))."
+)
+_OF_MODULE = (
+    " Keep numbers of a module, such as its number of heads, outside of the state: "
+    "arrays, static = eqx.partition(model, eqx.is_array), or a static field of a dataclass."
+)
 
 
 def _named(name: str, spec: StepSpec, paths: Mapping[str, Sequence[str]]) -> str:
