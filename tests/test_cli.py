@@ -96,10 +96,7 @@ def test_a_launcher_reads_a_switch_as_its_processes_do(monkeypatch, value, resum
 
 
 def test_a_wrong_variable_is_named():
-    with pytest.raises(
-        ValueError,
-        match="PET_NNODES='two': --nnodes",
-    ):
+    with pytest.raises(ValueError, match="PET_NNODES='two': --nnodes"):
         parsed("train.py", PET_NNODES="two")
 
 
@@ -172,8 +169,7 @@ def test_the_token_comes_from_a_file_or_a_variable(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "num"),
-    [("", 2), ("--standbys 0", 0), ("--standbys 5", 5), ("--max-restarts 0", 0)],
+    ("line", "num"), [("", 2), ("--standbys 0", 0), ("--standbys 5", 5), ("--max-restarts 0", 0)]
 )
 def test_as_many_stand_by_as_run_unless_nothing_is_restarted(line, num):
     assert parsed(f"--nproc-per-node 1:2 {line} train.py").num_standbys == num

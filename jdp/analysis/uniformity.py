@@ -129,11 +129,7 @@ def _maker(variable: Any, makers: dict[Any, Any]) -> str:
 
 
 def loop_refusals(
-    eqn: Any,
-    report: Report,
-    names: tuple[str, ...],
-    paths: dict[int, str],
-    inputs: Sequence[str],
+    eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str], inputs: Sequence[str]
 ) -> Iterator[str]:
     """Refuse each mistake in a shard_map over the axes `names`.
 
@@ -149,11 +145,7 @@ def loop_refusals(
 
 
 def _torn_outputs(
-    eqn: Any,
-    report: Report,
-    names: tuple[str, ...],
-    paths: dict[int, str],
-    inputs: Sequence[str],
+    eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str], inputs: Sequence[str]
 ) -> Iterator[str]:
     grouped: dict[tuple[str, ...], list[str]] = {}
     for i, spec in enumerate(eqn.params["out_specs"]):

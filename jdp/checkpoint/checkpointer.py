@@ -92,12 +92,7 @@ class Checkpointer:
         return 0 if self._session is None else self._session.steps
 
     def restore(
-        self,
-        state: Any,
-        batches: Any = None,
-        *,
-        missing: str = "error",
-        allow: str | None = None,
+        self, state: Any, batches: Any = None, *, missing: str = "error", allow: str | None = None
     ) -> Any:
         """Go on from the latest intact commit or checkpoint, if there is one.
 

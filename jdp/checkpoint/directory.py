@@ -235,12 +235,7 @@ class Folder:
         return path
 
     def finish(
-        self,
-        part: Path,
-        life: int,
-        step: int,
-        facts: dict[str, Any],
-        sums: dict[str, list[Any]],
+        self, part: Path, life: int, step: int, facts: dict[str, Any], sums: dict[str, list[Any]]
     ) -> None:
         """Make a checkpoint of the written folders, given the results of `sealed`."""
         manifest.write(part, facts, sums)

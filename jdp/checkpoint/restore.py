@@ -81,10 +81,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
     if found.lacking:
         is_source = me == found.source
         gathered = agree.all_gather(
-            group,
-            facts if is_source else None,
-            what="what to restore",
-            of=f" from {found.where}",
+            group, facts if is_source else None, what="what to restore", of=f" from {found.where}"
         )
         facts = gathered[found.source]
         leaves = leaves_of(facts)

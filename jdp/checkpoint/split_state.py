@@ -122,9 +122,6 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
 
     All processes call it, in the thread that writes checkpoints. Process 0 makes the folder, and
     the manifest when all have written.
-
-    Args:
-      number: of this call in this life of the run, from 0.
     """
     names = shards.names(facts)
     arrays = to_disk_named([names[n] for n in shards.stored(facts)], values)
@@ -292,10 +289,7 @@ class Readable(Protocol):
 
 
 def split_values(
-    facts: dict[str, Any],
-    readable: Readable,
-    state: Any = None,
-    group: tuple[int, ...] = (),
+    facts: dict[str, Any], readable: Readable, state: Any = None, group: tuple[int, ...] = ()
 ) -> list[shards.SplitValue]:
     """Return the leaves that were saved beside `facts`, which are fetched when they are placed."""
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))

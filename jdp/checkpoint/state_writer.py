@@ -136,10 +136,7 @@ class StateWriter:
         self._pool.shutdown()
 
     def _write_taken(
-        self,
-        facts: dict[str, Any],
-        taken: Snapshot | CommitSnapshot,
-        steps: in_flight.Unchecked,
+        self, facts: dict[str, Any], taken: Snapshot | CommitSnapshot, steps: in_flight.Unchecked
     ) -> None:
         try:
             values = taken.fetch()

@@ -390,11 +390,7 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
 # What this process writes: its parts of the split leaves and, if `here`, all other leaves but
 # those at the positions `without`.
 def _all_pieces(
-    arrays: list[Any],
-    parts: list[shards.LeafPart],
-    *,
-    here: bool,
-    without: Sequence[int] = (),
+    arrays: list[Any], parts: list[shards.LeafPart], *, here: bool, without: Sequence[int] = ()
 ) -> list[StatePiece]:
     split = {part.leaf for part in parts}
     left_out = split.union(without)

@@ -156,15 +156,7 @@ class Sampler(Iterator[np.ndarray]):
         return rows
 
     def indices(self, position: int, count: int) -> np.ndarray:
-        """The rows at [position, position + count) of the stream; changes nothing.
-
-        Args:
-          position: where to begin, at least 0.
-          count: how many rows, at least 0; may span epochs.
-
-        Returns:
-          Row numbers, [count] int32, or int64 above 2**31 rows.
-        """
+        """The rows at [position, position + count) of the stream; changes nothing."""
         return self.rows_at(position + np.arange(int_at_least("count", count, least=0)))
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:

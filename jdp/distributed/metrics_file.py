@@ -143,10 +143,6 @@ class MetricsFile:
         """Have the thread write a line, unless the file has it; raise its error of earlier ones.
 
         A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
-
-        Args:
-          scalars: values by name: numbers, or `[]` arrays that a step may still compute.
-          trackers: receive the values in a thread of their own, after the file.
         """
         self.raise_error()
         names = frozenset(scalars)

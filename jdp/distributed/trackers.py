@@ -407,11 +407,7 @@ class TrackerQueue:
 
 
 def tracker(
-    kind: str,
-    *,
-    name: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    **options: Any,
+    kind: str, *, name: str | None = None, config: Mapping[str, Any] | None = None, **options: Any
 ) -> NamedTracker:
     """Describe a tracker for `jdp.log(..., also=...)`.
 

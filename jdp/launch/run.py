@@ -163,11 +163,7 @@ def run(options: Options) -> int:
     return outcome.code
 
 
-async def _run(
-    options: Options,
-    resources: HostResources,
-    meeting: election.Rendezvous,
-) -> Outcome:
+async def _run(options: Options, resources: HostResources, meeting: election.Rendezvous) -> Outcome:
     loop = asyncio.get_running_loop()
     bug: asyncio.Future[Outcome] = loop.create_future()
     loop.set_exception_handler(lambda loop, context: _record_bug(bug, context))

@@ -366,10 +366,7 @@ _CAUSES_OF_METRICS: _Causes = [
         "It is a sum over rows, and float scalars are averaged over ranks: write "
         "jdp.sum_over_ranks(x).",
     ),
-    (
-        _are_n_times_larger,
-        "It is a mean that was summed over ranks: write jdp.mean_over_ranks(x).",
-    ),
+    (_are_n_times_larger, "It is a mean that was summed over ranks: write jdp.mean_over_ranks(x)."),
     (_have_few_digits, _FEW_DIGITS),
     (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
@@ -392,12 +389,7 @@ _CHANGING = (
 
 
 def check_step(
-    step: Step,
-    /,
-    *args: Any,
-    tolerance: float = 1e-5,
-    num_steps: int = 2,
-    **keywords: Any,
+    step: Step, /, *args: Any, tolerance: float = 1e-5, num_steps: int = 2, **keywords: Any
 ) -> StepDifference:
     """Run steps on one rank with the whole batch, and on all ranks, and compare what comes out.
 

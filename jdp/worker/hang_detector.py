@@ -166,9 +166,6 @@ class HangDetector:
 
         Call it a few times a second. Time without a call does not count: a signal that stopped the
         caller may have stopped the processes, too.
-
-        Args:
-          now: seconds, on the clock of `ProcessStatus`.
         """
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
         if all(it.phase in (BEFORE, STARTING) for it in begun.values()):

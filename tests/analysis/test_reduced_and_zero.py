@@ -60,11 +60,7 @@ REDUCED = {
         ref[...],
     )[2],
     "last of a scan": lambda w, x: in_scan(lambda _: psum(x), jnp.zeros(4)),
-    "out of a Ref": lambda w, x: (
-        ref := jax.new_ref(jnp.zeros(4)),
-        add(ref, psum(x)),
-        ref[...],
-    )[2],
+    "out of a Ref": lambda w, x: (ref := jax.new_ref(jnp.zeros(4)), add(ref, psum(x)), ref[...])[2],
     "by another collective": lambda w, x: mark(
         lax.ppermute(x, "data", [(0, 1)]), kind="all_reduced", path="", axes=("data",)
     ),

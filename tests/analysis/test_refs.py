@@ -90,14 +90,8 @@ REFS = {
         lambda r, w, x: r.__setitem__(x[0].astype(int), 2.0),
     ),
     "addupdate": (lambda r, w, x: add(r, psum(x)), lambda r, w, x: add(r, x)),
-    "swap": (
-        lambda r, w, x: jax.ref.swap(r, ..., w),
-        lambda r, w, x: jax.ref.swap(r, ..., x),
-    ),
-    "through jit": (
-        lambda r, w, x: jax.jit(store)(r, w),
-        lambda r, w, x: jax.jit(store)(r, x),
-    ),
+    "swap": (lambda r, w, x: jax.ref.swap(r, ..., w), lambda r, w, x: jax.ref.swap(r, ..., x)),
+    "through jit": (lambda r, w, x: jax.jit(store)(r, w), lambda r, w, x: jax.jit(store)(r, x)),
     "in a scan": (
         lambda r, w, x: in_scan(lambda c: (add(r, w), c)[1], w),
         lambda r, w, x: in_scan(lambda c: (add(r, c), c * x)[1], w),

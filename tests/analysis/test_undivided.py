@@ -4,18 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from support.analysed import (
-    AUTO,
-    UNIFORM,
-    VARYING,
-    W,
-    in_scan,
-    pmean,
-    psum,
-    rank,
-    report,
-    table,
-)
+from support.analysed import AUTO, UNIFORM, VARYING, W, in_scan, pmean, psum, rank, report, table
 from test_uniformity_scale import GROUPS, TOTALS, N, psum_in_groups, synced, weight
 
 import jdp

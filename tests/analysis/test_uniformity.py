@@ -356,14 +356,8 @@ TWO_AXES = {
     "psum_scatter over model": (lambda w, x, m: lax.psum_scatter(w, "model", tiled=True), MODEL),
     "ppermute over model": (lambda w, x, m: lax.ppermute(x, "model", [(0, 1)]), BOTH),
     "all_gather over model": (lambda w, x, m: lax.all_gather(m, "model"), UNIFORM),
-    "cond over model": (
-        lambda w, x, m: lax.cond(m[0] < 2, lambda: psum(x), lambda: w),
-        MODEL,
-    ),
-    "io_callback": (
-        lambda w, x, m: io_callback(np.asarray, shape_of(w), w),
-        BOTH,
-    ),
+    "cond over model": (lambda w, x, m: lax.cond(m[0] < 2, lambda: psum(x), lambda: w), MODEL),
+    "io_callback": (lambda w, x, m: io_callback(np.asarray, shape_of(w), w), BOTH),
 }
 
 
@@ -402,19 +396,14 @@ NESTED = {
         lambda w, x: nested(lambda x: lax.psum(x, "model"), P("model"), P())(x),
         VARYING,
     ),
-    "a part of it, said to be all": (
-        lambda w, x: nested(lambda w: w, P("model"), P())(w),
-        MODEL,
-    ),
+    "a part of it, said to be all": (lambda w, x: nested(lambda w: w, P("model"), P())(w), MODEL),
     "io_callback inside, said to agree": (
         lambda w, x: nested(lambda w: io_callback(np.asarray, shape_of(w), w), P(), P())(w),
         BOTH,
     ),
     "io_callback inside": (
         lambda w, x: nested(
-            lambda w: io_callback(np.asarray, shape_of(w), w),
-            P("model"),
-            P("model"),
+            lambda w: io_callback(np.asarray, shape_of(w), w), P("model"), P("model")
         )(w),
         VARYING,
     ),

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from support.analysed import (
-    gathered,
-    in_scan,
-    pmean,
-    rank,
-    report,
-)
+from support.analysed import gathered, in_scan, pmean, rank, report
 
 
 def random_program(seed, num_steps=80):

@@ -25,9 +25,7 @@ def line_of(function, text):
 
 def test_a_deadlock_and_a_mark_have_the_line_of_their_author():
     def program(w, x):
-        grads = jax.grad(
-            lambda w: (w @ x) ** 2,
-        )(w)
+        grads = jax.grad(lambda w: (w @ x) ** 2)(w)
         grads = local(grads)  # the mark
         return lax.cond(
             x[0] < 2,
@@ -43,12 +41,7 @@ def test_a_deadlock_and_a_mark_have_the_line_of_their_author():
 
 def test_what_a_library_traced_by_itself_has_the_line_that_called_it():
     def program(w, x):
-        return lax.cond(
-            x[0] < 2,
-            functools.partial(lax.psum, axis_name="data"),
-            lambda x: x,
-            x,
-        )
+        return lax.cond(x[0] < 2, functools.partial(lax.psum, axis_name="data"), lambda x: x, x)
 
     assert [found.source for found in report(program).deadlocks] == [line_of(program, "lax.cond")]
 
@@ -57,13 +50,7 @@ def test_an_output_has_the_line_that_computed_it():
     def program(w, x):
         first = w * x  # computed
         second = jnp.where(x > 0, w, x)  # chosen
-        return (
-            local(first.astype(jnp.bfloat16).reshape(2, 2)),
-            second,
-            x,
-            psum(x),
-            x + 1,
-        )
+        return (local(first.astype(jnp.bfloat16).reshape(2, 2)), second, x, psum(x), x + 1)
 
     got = report(program, out_specs=(P(), P(), P(), P(), P("data")))
     computed, chosen = line_of(program, "# computed"), line_of(program, "# chosen")

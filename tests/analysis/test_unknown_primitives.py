@@ -59,10 +59,7 @@ STRANGE = {
         lambda w, x: strange(w, bodies=(closed(lambda a, b: a @ b, w, w),)),
         lambda w, x: strange(w, bodies=(closed(lambda a, b: (a @ b) * rank(), w, w),)),
     ),
-    "Ref": (
-        with_ref(lambda r, w, x: strange(r, w)),
-        with_ref(lambda r, w, x: strange(r, x)),
-    ),
+    "Ref": (with_ref(lambda r, w, x: strange(r, w)), with_ref(lambda r, w, x: strange(r, x))),
     "Ref under control flow": (
         with_ref(lambda r, w, x: lax.cond(w[0] < 2, lambda: strange(r, w) * 0, lambda: w * 0)),
         with_ref(lambda r, w, x: lax.cond(x[0] < 2, lambda: strange(r, w) * 0, lambda: w * 0)),

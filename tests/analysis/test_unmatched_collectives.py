@@ -112,10 +112,9 @@ DEADLOCKS = {
         lambda w, x: lax.cond(x[0] < 2, lambda: root(lambda z: z - psum(x.sum())), lambda: 0.0),
     ),
     "a Ref decides": (
-        lambda w, x: (
-            ref := jax.new_ref(w[0]),
-            lax.cond(ref[...] < 2, lambda: psum(x), lambda: x),
-        )[1],
+        lambda w, x: (ref := jax.new_ref(w[0]), lax.cond(ref[...] < 2, lambda: psum(x), lambda: x))[
+            1
+        ],
         lambda w, x: (
             ref := jax.new_ref(w[0]),
             store(ref, x[0]),

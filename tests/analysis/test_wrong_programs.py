@@ -585,8 +585,7 @@ def test_names_rows_in_time_where_calls_nest():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["sum_handed_on_as_the_mean", "sum_of_the_mean_gradient", "sum_of_one_flat_vector"],
+    "name", ["sum_handed_on_as_the_mean", "sum_of_the_mean_gradient", "sum_of_one_flat_vector"]
 )
 def test_says_on_one_rank_what_would_be_wrong_on_n(name):
     jdp.init(devices=jax.devices()[:1])

@@ -64,11 +64,7 @@ def put(folder, content):
     (folder / "manifest").write_text(json.dumps(document))
 
 
-MORE = {
-    "run": "a",
-    "sources": {"train.py": ["0a", "0b"]},
-    "programs": {"step": {"0c": {"add": 2}}},
-}
+MORE = {"run": "a", "sources": {"train.py": ["0a", "0b"]}, "programs": {"step": {"0c": {"add": 2}}}}
 
 
 def test_any_value_in_any_place_is_damage_or_restored(path):

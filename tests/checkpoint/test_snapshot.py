@@ -6,12 +6,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import pytrees
 from jdp.checkpoint.load import fill
-from jdp.checkpoint.saved_leaves import (
-    describe,
-    pack,
-    packed_bytes,
-    unpack,
-)
+from jdp.checkpoint.saved_leaves import describe, pack, packed_bytes, unpack
 from jdp.checkpoint.snapshot import Snapshots
 
 
@@ -167,11 +162,7 @@ W, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)
         ),
         ({"w": W}, {"w": W, "b": B}, r"`\['b'\]` float32\[3\]"),
         ({"w": W, "b": B}, {"w": W}, r"`\['b'\]` float32\[3\]"),
-        (
-            {"k": jax.random.key(0)},
-            {"k": jax.random.PRNGKey(0)},
-            r"key<.*>\[2\] .*uint32\[2\]",
-        ),
+        ({"k": jax.random.key(0)}, {"k": jax.random.PRNGKey(0)}, r"key<.*>\[2\] .*uint32\[2\]"),
     ],
     ids=["shape", "dtype", "a leaf less", "a leaf more", "no key"],
 )

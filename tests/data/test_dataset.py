@@ -303,11 +303,7 @@ def test_rows_are_copies():
         ({"x": [1, 2, 3]}, TypeError, r"\['x'\] .*list.*np.asarray"),
         ((1, 2), TypeError, r"\[0\] .*int"),
         ((), ValueError, "dataset"),
-        (
-            iter([X]),
-            TypeError,
-            "list_iterator .*jdp.shard_batches",
-        ),
+        (iter([X]), TypeError, "list_iterator .*jdp.shard_batches"),
         (3, TypeError, "int .*row number"),
     ],
 )

@@ -200,11 +200,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize(
     "axis_name, num_rows, cause",
-    [
-        (None, 15, "axis_name="),
-        ("data", 15, "mask="),
-        ("data", 24, None),
-    ],
+    [(None, 15, "axis_name="), ("data", 15, "mask="), ("data", 24, None)],
 )
 def test_tells_statistics_of_one_rank_from_those_of_a_mask(axis_name, num_rows, cause):
     model = Masked(axis_name)

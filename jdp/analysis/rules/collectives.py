@@ -220,10 +220,7 @@ RULES = {
         ),
         _agree,
     ),
-    **dict.fromkeys(
-        [*_with_start("all_to_all ragged_all_to_all"), "jdp_take_rows"],
-        _exchange,
-    ),
+    **dict.fromkeys([*_with_start("all_to_all ragged_all_to_all"), "jdp_take_rows"], _exchange),
     **dict.fromkeys(
         [*_with_start("reduce_scatter unreduced_reduce_scatter"), "jdp_add_rows"], _scatter_sum
     ),

@@ -84,18 +84,12 @@ class Started(Protocol):
 
 
 def spawn(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    pass_fds: Iterable[int] = (),
+    command: Sequence[str], environment: Mapping[str, str], *, pass_fds: Iterable[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a program in a process group of its own, which Ctrl-C does not reach.
 
     It is killed when the thread that called `spawn` ends, so that must be the main thread. Its
     standard output and error are pipes, which `jdp.launch.host.output` reads.
-
-    The program is looked for on the PATH. It has these variables alone, and keeps `pass_fds` under
-    the same numbers. Its group has its pid as number.
     """
     return subprocess.Popen(
         ends_with_this(command),

@@ -37,9 +37,6 @@ def gpus_of_slots(
 ) -> list[list[int] | None]:
     """Divide the GPUs of a host among its slots.
 
-    Args:
-      num_slots: processes of this host, >= 1.
-
     >>> gpus_of_slots(4, 2)
     [[0, 1], [2, 3]]
     >>> gpus_of_slots(1, 2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})

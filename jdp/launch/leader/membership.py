@@ -87,10 +87,7 @@ class Admission:
         nonce = connection.make_nonce()
         addresses = stream.getsockname()[0], address[0]
         visitor = Channel(
-            stream,
-            max_line_bytes=VISITOR_BYTES,
-            addresses=addresses,
-            source=source_of(address),
+            stream, max_line_bytes=VISITOR_BYTES, addresses=addresses, source=source_of(address)
         )
         visitor.received = functools.partial(self._visited, visitor, nonce)
         visitor.closed = lambda why: self._dismiss(visitor)

@@ -177,11 +177,7 @@ class Recoveries:
     """
 
     def __init__(
-        self,
-        options: Options,
-        say: Callable[[str], None],
-        events: Events,
-        report: RunReport,
+        self, options: Options, say: Callable[[str], None], events: Events, report: RunReport
     ) -> None:
         self.stepped = False
         self.checkpoint_step: int | None = None

@@ -18,13 +18,7 @@ def over(axis_name):
     return lambda: state(tx=jdp.replicated(optax.sgd(0.1), axis_name=axis_name))
 
 
-add(
-    "an axis of another name",
-    plain,
-    over("batch"),
-    axes={"batch": 4},
-    axis_name="batch",
-)
+add("an axis of another name", plain, over("batch"), axes={"batch": 4}, axis_name="batch")
 add("two axes", plain, over(BOTH), axes=HOSTS, axis_name=BOTH, runs=True)
 
 

@@ -174,8 +174,7 @@ descends("sophia", contrib.sophia(1e-3), step=with_hessian)
 descends("split_real_and_imaginary", contrib.split_real_and_imaginary(optax.adam(1e-3)))
 
 descends(
-    "chain with clip_by_global_norm",
-    optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "chain with clip_by_global_norm", optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
 )
 descends("named_chain", optax.named_chain(("clip", optax.clip(0.1)), ("sgd", optax.sgd(0.1))))
 descends("adaptive_grad_clip", optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)))
@@ -209,10 +208,7 @@ descends(
     "skip_not_finite",
     every_second_step(optax.sgd(0.1), should_skip_update_fn=optax.skip_not_finite),
 )
-descends(
-    "skip_large_updates",
-    every_second_step(optax.sgd(0.1), should_skip_update_fn=skips_large),
-)
+descends("skip_large_updates", every_second_step(optax.sgd(0.1), should_skip_update_fn=skips_large))
 descends(
     "conditionally_transform",
     optax.chain(

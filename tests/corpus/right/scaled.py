@@ -80,10 +80,7 @@ def multiplier_of_a_regulariser(p, batch):
 
 
 def dual():
-    return {
-        "primal": state(),
-        "dual": jdp.TrainState.create({"v": np.float32(0.5)}, SGD),
-    }
+    return {"primal": state(), "dual": jdp.TrainState.create({"v": np.float32(0.5)}, SGD)}
 
 
 @right(dual, runs=True)

@@ -44,10 +44,7 @@ def branches_of_constants(state, batch):
 @decided("new state['a']")
 def only_one_leaf_differs_between_branches(state, batch):
     a, b = lax.cond(
-        local(batch) > 0,
-        lambda a, b: (a + 1, b),
-        lambda a, b: (a, b),
-        *(state["a"], state["b"]),
+        local(batch) > 0, lambda a, b: (a + 1, b), lambda a, b: (a, b), *(state["a"], state["b"])
     )
     return {**state, "a": a, "b": b}, {}
 
@@ -55,10 +52,7 @@ def only_one_leaf_differs_between_branches(state, batch):
 @right(make=numbers)
 def both_branches_return_the_same_operand(state, batch):
     a, b, _ = lax.cond(
-        local(batch) > 0,
-        lambda a, b: (a, b, 1),
-        lambda a, b: (a, b, 2),
-        *(state["a"], state["b"]),
+        local(batch) > 0, lambda a, b: (a, b, 1), lambda a, b: (a, b, 2), *(state["a"], state["b"])
     )
     return {**state, "a": a, "b": b}, {}
 

@@ -14,16 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 import jdp
 from corpus.wrong import corpus
-from corpus.wrong.corpus import (
-    gradients,
-    loss_fn,
-    masked_rows,
-    predict,
-    right,
-    rows,
-    sgd,
-    training,
-)
+from corpus.wrong.corpus import gradients, loss_fn, masked_rows, predict, right, rows, sgd, training
 
 W, B = "['w']", "['b']"
 wrong = functools.partial(corpus.wrong, "reduced twice")

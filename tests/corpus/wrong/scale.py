@@ -24,7 +24,4 @@ def clipped_by_the_own_norm_first(state, batch):
     return state.apply_gradients(jax.tree.map(lambda g: g * factor, grads)), {}
 
 
-PROGRAMS = [
-    sum_over_rows,
-    clipped_by_the_own_norm_first,
-]
+PROGRAMS = [sum_over_rows, clipped_by_the_own_norm_first]
