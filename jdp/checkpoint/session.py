@@ -157,7 +157,8 @@ class Session:
         base = self.steps + progress.own.closed_steps - progress.own.num_steps
         progress.own.restored = {"step": self.steps, "tier": tier, "base": base}
         if self._launcher is not None:
-            self._launcher.tell("restored", **progress.own.restored, s=seconds)
+            facts = {**progress.own.restored, "is_complete": progress.own.is_complete}
+            self._launcher.tell("restored", **facts, s=seconds)
 
     def _find(self, resume: bool | None) -> Found:
         """Return the states that all processes found, and begin a new life."""

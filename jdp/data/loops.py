@@ -264,6 +264,7 @@ class Batches:
         self._sampler, num_full = sampler, self._position // self._run.batch_size
         self._num_done = num_done if "num_batches" in state else num_full
         self._run = self._run.continued(self._position, self._num_done)
+        progress.own.is_complete = not self._run.num_left(self._position)
         if self._position and not jax.process_index():
             is_news = num_full != self._num_done or not self._run.num_left(self._position)
             _log.log(logging.WARNING if is_news else logging.INFO, "jdp: %s", self._what_is_left())

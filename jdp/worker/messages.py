@@ -12,7 +12,7 @@ From a process to its host:
                                 have no bytecode; why, and the command that writes it
   joined      s                 it found the others, which took s seconds
   restored    step, tier, s,    it has the state after `step` steps, from memory or disk; its calls
-              base              of steps are counted from `base`: with models trained before
+              base, is_complete of steps are counted from `base`; whether no step is left
   first_step  s, compile_s,     it finished its first step, s seconds after `go`; whether its
               is_uncached       program was kept out of JAX's compilation cache
   failed      code, traceback   its script raised, and it is about to exit with that code

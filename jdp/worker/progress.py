@@ -197,6 +197,7 @@ class OwnProgress:
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
       latest_kept: the newest step that this run could continue from, in words.
       restored: what a Checkpointer has restored, see `messages`; empty before.
+      is_complete: whether no batch is left after what was restored.
       closed_steps: steps of Checkpointers that were closed: of models that were trained before.
       line: the `ProgressLine` of this process; None if it has none.
       watch: the thread that watches this process.
@@ -215,6 +216,7 @@ class OwnProgress:
         self.longest_wait_s = math.inf
         self.latest_kept: str | None = None
         self.restored: dict[str, Any] = {}
+        self.is_complete = False
         self.closed_steps = 0
         self.line: Any = None
         self.watch: SelfWatch | None = None

@@ -724,7 +724,10 @@ def test_a_run_of_steps_has_as_many_with_another_batch_size(first, then, make_me
     after = batches(rows, then, num_steps=10, mesh=mesh)
     after.set_state(before.get_state())
     assert f"3 of 10 batches of {then} rows are left, after 7 with {7 * first} rows" in caplog.text
+    assert not progress.own.is_complete
     found = [batch.tolist() for batch in after]
+    after.set_state(after.get_state())
+    assert progress.own.is_complete
     stream = Sampler(40, 1).indices(7 * first, 3 * then).tolist()
     assert len(after) == 10 and sum(found, []) == stream
     # One that is over says so.

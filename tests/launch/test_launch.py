@@ -366,6 +366,18 @@ def test_processes_resume_only_what_this_run_may_have_kept(jdp_run):
     assert found == ["False", "False", "True"]
 
 
+@pytest.mark.parametrize(
+    "is_complete, words", [(True, "Step 30 was the last one"), (False, "continues from step 30")]
+)
+def test_a_failure_behind_the_last_step_promises_no_further_one(jdp_run, is_complete, words):
+    told = f"step=30, base=30, tier='checkpoint', s=0.0, is_complete={is_complete}"
+    restores = "from jdp.worker import launcher_client\nlauncher = launcher_client.current()\n"
+    restores += f"launcher.park()\nlauncher.tell('restored', {told})\nundefined"
+    run = jdp_run(script=restores)
+    assert run.wait() == 1
+    assert words in run.output.splitlines()[-1]
+
+
 def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",

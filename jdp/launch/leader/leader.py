@@ -49,10 +49,11 @@ class LastCommits:
       code: exit code of the run.
       why: for people.
       restored: step of the checkpoint from which the last generation continued, if any.
+      last: the last step of the run; None if it is not known.
     """
 
-    def __init__(self, code: int, why: str, restored: int | None) -> None:
-        self._code, self._why, self._restored = code, why, restored
+    def __init__(self, code: int, why: str, restored: int | None, last: int | None) -> None:
+        self._code, self._why, self._restored, self._last = code, why, restored, last
         self._answers: dict[RemoteHost, dict[str, Any]] = {}
 
     def ask(self, remotes: list[RemoteHost]) -> None:
@@ -71,18 +72,24 @@ class LastCommits:
     def outcome(self) -> tuple[int, str]:
         """Return the exit code, and a text for people: the reason, and how to continue."""
         saved = [facts for facts in self._answers.values() if "step" in facts]
-        go_on = "The same command with --resume continues from step"
         if saved:
             latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
-            return self._code, self._with(f"{go_on} {latest['step']}, in {latest['directory']}.")
+            return self._code, self._with(
+                self._go_on(latest["step"], f", in {latest['directory']}")
+            )
         lines = [
             f"The latest commit of {remote.name} could not be saved: {facts['error']}"
             for remote, facts in self._answers.items()
             if "error" in facts
         ]
         if self._restored:
-            lines.append(f"{go_on} {self._restored}.")
+            lines.append(self._go_on(self._restored))
         return self._code, self._with(*lines)
+
+    def _go_on(self, step: int, where: str = "") -> str:
+        if step == self._last:
+            return f"Step {step} was the last one{where}: --resume runs only the code behind it."
+        return f"The same command with --resume continues from step {step}{where}."
 
     def _with(self, *lines: str) -> str:
         return "\n".join([*([self._why] if self._why else []), *lines])
@@ -130,7 +137,9 @@ class RunEnd:
     def give_up(self, code: int, why: str) -> None:
         """End the run when its latest commit is on the disk."""
         self._members.is_ending = True
-        self._last_commits = LastCommits(code, why, self._recoveries.checkpoint_step)
+        found, recoveries = self._report.summary(), self._recoveries
+        last = recoveries.last_step or found and found.target
+        self._last_commits = LastCommits(code, why, recoveries.checkpoint_step, last)
         self._last_commits.ask(self._members.remotes)
 
     def record_saved(self, remote: RemoteHost, facts: dict[str, Any]) -> None:

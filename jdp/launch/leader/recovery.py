@@ -174,6 +174,7 @@ class Recoveries:
     Attributes:
       stepped: whether some generation has finished a step, so that the program works.
       checkpoint_step: step of the last checkpoint that was restored, None before the first.
+      last_step: the step after which a generation found none to make; None if none did.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class Recoveries:
     ) -> None:
         self.stepped = False
         self.checkpoint_step: int | None = None
+        self.last_step: int | None = None
         self._budget = RestartBudget(options.max_restarts, options.restart_window_s)
         self._outage: Outage | None = None
         self._say, self._events, self._report = say, events, report
@@ -234,6 +236,8 @@ class Recoveries:
         told = [*generation.told[what].values()]
         if what == "restored" and told[-1].get("tier") == "checkpoint":
             self.checkpoint_step = told[-1]["step"]
+        if told[-1].get("is_complete"):
+            self.last_step = told[-1]["step"]
         if self._outage is not None:
             self._outage.record_told_by_all(what, told)
         if what != "first_step":
