@@ -58,8 +58,9 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
       threads: number of threads that read from a dataset that returns one row at a time, >= 1.
 
     >>> num_rows, read = reader([{"x": 10, "y": [0, 1]}, {"x": 11, "y": [2, 3]}])
-    >>> read(np.array([1, 0, 1]))
-    {'x': array([11, 10, 11]), 'y': [array([2, 0, 2]), array([3, 1, 3])]}
+    >>> batch = read(np.array([1, 0, 1]))
+    >>> batch["x"].tolist(), batch["y"].tolist()
+    ([11, 10, 11], [[2, 3], [0, 1], [2, 3]])
     """
     if has_rows_of_objects(dataset):
         return len(dataset), lambda rows: _stack(rows, dataset, threads)
@@ -202,6 +203,14 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
+# JAX would treat each number of a list as a leaf of its own.
+def _is_of_numbers(value: Any) -> bool:
+    return type(value) is list and all(
+        isinstance(each, int | float | complex | np.number) or _is_of_numbers(each)
+        for each in value
+    )
+
+
 # Each row is copied before the thread reads the next, because a dataset may reuse its memory.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     numbers = rows.tolist()
@@ -215,7 +224,8 @@ def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
         if other != treedef:
             raise ValueError(
                 f"row {numbers[place]} has the leaves {other}, but row {numbers[0]} has {treedef}: "
-                "rows are stacked leaf by leaf. Return the same keys for every row in __getitem__."
+                "rows are stacked leaf by leaf. Return the same keys for every row in __getitem__, "
+                "and a list of numbers as np.asarray(numbers), padded to one length."
             )
         for i, ((name, values), column) in enumerate(zip(row, columns, strict=True)):
             if values.shape != column.shape[1:]:
@@ -248,7 +258,9 @@ def _row(dataset: Any, number: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
     except Exception as error:
         error.add_note(f"jdp: while row {number} of the dataset was read.")
         raise
-    found, treedef = host_arrays.flattened(row, f"row {number}")
+    found, treedef = host_arrays.flattened(
+        row, f"row {number}", lambda value: value is not row and _is_of_numbers(value)
+    )
     leaves = []
     for path, leaf in found:
         name = f"row {number}{jax.tree_util.keystr(path)}"

@@ -139,7 +139,7 @@ def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
         )
     raise TypeError(
         f"{name}{what} cannot be put on a device, which holds numbers. Leave it out of the batch, "
-        "or turn it into numbers in the dataset."
+        "or turn it into numbers in the dataset; pad rows of different lengths."
     )
 
 

@@ -1,5 +1,6 @@
 """Map the rows of a batch to processes, and place them on the devices."""
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -232,6 +233,11 @@ def _of_list_of_rows(batch: Any) -> str:
 
 
 def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[int, ...]) -> str:
+    if not shape and re.search(r"\]\[\d+\]`$", name):
+        return (
+            f"{name} is a single number: JAX takes a list as a tree of separate values. Give an "
+            "array, np.asarray(values), and pad lists of different lengths first."
+        )
     if not shape:
         return (
             f"{name} is a scalar, but a batch is split over ranks on its first dim, its rows. Give "

@@ -45,8 +45,10 @@ class Lines:
         ([(x, y) for x, y in zip(X, Y, strict=True)], (X[ROWS], Y[ROWS])),
         (Lines(lambda i: {"x": X[i], "y": int(Y[i])}), {"x": X[ROWS], "y": Y[ROWS]}),
         (Lines(lambda i: float(i)), np.array([3.0, 0.0, 3.0])),
+        (Lines(lambda i: (X[i].tolist(), [[i]])), (X[ROWS], np.array([[[3]], [[0]], [[3]]]))),
+        (Lines(lambda i: [X[i], i]), [X[ROWS], np.array([3, 0, 3])]),
     ],
-    ids=["array", "jax", "nested", "tuple", "namedtuple", "list", "pairs", "dicts", "scalars"],
+    ids="array jax nested tuple namedtuple list pairs dicts scalars lists pair".split(),
 )
 def test_gives_the_rows_asked_for_in_their_order(dataset, expected):
     num_rows, read = reader(dataset)
@@ -315,6 +317,12 @@ def test_refuses_a_dataset_without_rows(dataset, error, message):
 def test_rows_of_different_shapes_are_named():
     _, read = reader(Lines(lambda i: {"text": np.zeros(i + 1)}))
     with pytest.raises(ValueError, match=r"row 2\['text'\] .*\[3\].*row 1 .*\[2\]"):
+        read(np.array([1, 2]))
+    _, read = reader(Lines(lambda i: {"text": [0] * (i + 1)}))
+    with pytest.raises(ValueError, match=r"row 2\['text'\] .*\[3\].*row 1 .*\[2\].*Pad"):
+        read(np.array([1, 2]))
+    _, read = reader(Lines(lambda i: [0] * (i + 1)))
+    with pytest.raises(ValueError, match=r"row 2 .*row 1 .*np\.asarray.*padded"):
         read(np.array([1, 2]))
 
 
