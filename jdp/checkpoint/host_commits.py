@@ -269,11 +269,23 @@ class HostCommits:
                 self._end(
                     f"the process with local rank {self.share.number} has waited for "
                     f"{_PATIENCE_S:g} s for the shares of others, and could not train meanwhile."
+                    f"{self._who_is_missing()}"
                 )
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return True
+
+    def _who_is_missing(self) -> str:
+        """Return a sentence about a process without a commit in this life; "" if there is none."""
+        marks = [self._marks.read(number) for number in range(self.share.num_shares)]
+        for number, mark in enumerate(marks):
+            if number != self.share.number and (mark is None or mark.life != self._life):
+                return (
+                    f" The one with local rank {number} has begun none: call ckpt.step(state, "
+                    "batches) on every process, not below `if jax.process_index() == 0`."
+                )
+        return ""
 
 
 def _difference(number: int, mark: CommitMark, own: CommitMark) -> str:

@@ -217,7 +217,7 @@ class Session:
                 self._saves.wait()
             mine = [self.steps, can_compare]
             gathered = agree.all_gather(
-                self._group, mine, what="whether it is saved", of=f", step {self.steps},"
+                self._group, mine, what="whether ckpt.save has written", of=f", step {self.steps},"
             )
             self._saved_at = self.steps
         return all(each == [self.steps, True] for each in gathered.values())

@@ -262,6 +262,7 @@ def test_a_share_is_not_waited_for_for_long_while_the_training_thread_waits(
     processes.all[0].hurry()
     assert outcomes([job]) == ["False"]
     assert "local rank 0 has waited for 0.2 s for the shares of others" in warnings.text
+    assert "local rank 1 has begun none: call ckpt.step(state, batches) on every" in warnings.text
 
 
 @pytest.mark.parametrize("who", [0, 1])

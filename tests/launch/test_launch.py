@@ -378,20 +378,21 @@ def test_a_failure_behind_the_last_step_promises_no_further_one(jdp_run, is_comp
     assert words in run.output.splitlines()[-1]
 
 
-def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run):
+@pytest.mark.parametrize("phase, call", [("TRAIN_STEP", "a step"), ("WAITING", "ckpt.step")])
+def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run, phase, call):
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=1",
         "--shutdown-timeout-s=0.5",
         after=f"""{BEGINS}
 if a.process_id and not a.generation: sys.exit(0)
-progress.TRAIN_STEP.__enter__()
+progress.{phase}.__enter__()
 """,
     )
     run.pids(1, 2)
-    words = "process 0 has waited for it for 0.5 s"
+    words = "process 0 has waited for it for 0.5 s in a"
     run.until_true(lambda: words in run.output, words)
-    assert run.finish() == 0
+    assert run.finish() == 0 and call in run.output
 
 
 @pytest.mark.parametrize("begins", ["", BEGINS])

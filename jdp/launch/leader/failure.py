@@ -90,15 +90,18 @@ def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, rep
     return Cause(text, STALLED, full_text, "JDP303", stalled_s)
 
 
-def early_end(process_id: int, other: int, grace_s: float) -> Cause:
-    """Return the cause that a process has ended, and another one waits for it in a step."""
+def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> Cause:
+    """Return the cause that a process has ended, and another one waits for it."""
+    where = "a step or an evaluation that it did not call"
+    if not in_step:
+        where = "a call that all must make, as ckpt.step, ckpt.save and ckpt.close are"
     text = (
         f"process {process_id} came to the end of the script, and process {other} has waited for "
-        f"it for {grace_s:g} s in a step or an evaluation that it did not call"
+        f"it for {grace_s:g} s in {where}"
     )
     advice = (
-        "All processes must call the same steps and jdp.evaluate. Look for a break, or for an `if` "
-        "on the number of a process."
+        "All processes must call the same steps, saves and jdp.evaluate. Look for a break, or for "
+        "an `if` on the number of a process."
     )
     full_text = with_code("JDP304", f"the cause: {text}. {advice}")
     return Cause(text, 1, full_text, "JDP304", grace_s)

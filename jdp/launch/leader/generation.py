@@ -25,7 +25,7 @@ from jdp.launch.leader.run_report import Events, RunReport
 from jdp.launch.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Stall
-from jdp.worker.process_status import BETWEEN, ProcessStatus, waits
+from jdp.worker.process_status import BETWEEN, WAITING, ProcessStatus, waits
 
 
 def find(
@@ -43,7 +43,7 @@ def find(
             continue
         called = status.steps + (status.phase != BETWEEN)
         if missing := [other for other, steps in steps_of_ended.items() if steps < called]:
-            return failure.early_end(min(missing), i, grace_s)
+            return failure.early_end(min(missing), i, grace_s, in_step=status.phase != WAITING)
     return None
 
 
