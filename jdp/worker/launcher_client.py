@@ -7,7 +7,9 @@ environment, as under torchrun.
 import atexit
 import functools
 import json
+import logging
 import os
+import re
 import select
 import socket
 import stat
@@ -17,11 +19,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdp.worker import SWITCHED_ON, build_info, bytecode, fork_server
+from jdp.worker import SWITCHED_ON, build_info, bytecode, fork_server, source_files
 from jdp.worker.fork_server import ForkServer
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
 VARIABLE = "JDP_LAUNCHER"
+_log = logging.getLogger("jdp")
 
 
 class Assignment(NamedTuple):
@@ -131,6 +134,7 @@ class LauncherClient:
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
             self._tell_slow_imports(self.assignment)
+            _warn_of_local_rank(self.assignment)
             # JAX's exit handler waits for the other processes. It runs after this one if JAX was
             # imported before, so the launcher is informed of the end first.
             atexit.register(self.tell_end)
@@ -191,6 +195,22 @@ class LauncherClient:
                 self._connection.sendall(data)
             except OSError:
                 pass  # The launcher has ended, and the kernel is about to end this process, too.
+
+
+_LOCAL_RANK = (
+    "jdp: %s reads %s, which jdp run does not pass, so each process has its default. jdp.init() "
+    "chooses the devices; after it os.environ['LOCAL_RANK'] is the number."
+)
+
+
+# As `torch.distributed.launch` passed it, and torchrun does not.
+def _warn_of_local_rank(assignment: Assignment) -> None:
+    if assignment.generation or assignment.process_id or assignment.num_processes == 1:
+        return
+    found = source_files.find_executed(re.compile(rb"[\"'](--local[-_]rank)[\"']"))
+    is_known = "local_rank" in " ".join(sys.argv).replace("-", "_")
+    if found and not is_known and not source_files.find_executed(re.compile(rb"(LOCAL_RANK)")):
+        _log.warning(_LOCAL_RANK, *found)
 
 
 def invitation(**where: int) -> dict[str, str]:

@@ -378,6 +378,18 @@ def test_a_failure_behind_the_last_step_promises_no_further_one(jdp_run, is_comp
     assert words in run.output.splitlines()[-1]
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "option, num_told", [("'--local-rank'", 1), ("'--local-rank' LOCAL_RANK", 0)]
+)
+def test_an_option_that_no_launcher_passes_is_named_once(jdp_run, start_method, option, num_told):
+    script = SCRIPT.replace("exec(sys.argv[1])", f'text = "{option}"\nexec(sys.argv[1])')
+    run = jdp_run("--nproc-per-node=2", f"--start-method={start_method}", script=script)
+    run.pids(0, 2)
+    assert run.finish() == 0
+    assert run.output.count("reads --local-rank, which jdp run does not pass") == num_told
+
+
 @pytest.mark.parametrize("phase, call", [("TRAIN_STEP", "a step"), ("WAITING", "ckpt.step")])
 def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run, phase, call):
     run = jdp_run(
