@@ -86,7 +86,7 @@ def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
     """Return the author's line among frames, see `source_of`."""
     second_best = ""
     for file_name, number in frames:
-        whose = _whose(file_name)
+        whose = whose_file(file_name)
         if whose == "author":
             return f"{Path(file_name).name}:{number}"
         if whose == "installed" and not second_best:
@@ -95,7 +95,8 @@ def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
 
 
 @functools.cache
-def _whose(file_name: str) -> str:
+def whose_file(file_name: str) -> str:
+    """Return "author", "installed", or "library" for a file whose lines are never named."""
     path = Path(file_name)
     if path.is_relative_to(_JDP) or file_name.startswith("<frozen"):
         return "library"

@@ -1,20 +1,25 @@
-"""Constants of a step that differ from trace to trace: random numbers of NumPy, the time."""
+"""Constants of a step from Python: random numbers of NumPy, the time."""
 
 import contextlib
 import dis
 import functools
 import inspect
+import pickle
 import random
+import sys
+import threading
+import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
 from jdp import pytrees
 from jdp.analysis import jaxprs, source_of
-from jdp.analysis.diagnostics import innermost_line
+from jdp.analysis.diagnostics import innermost_line, whose_file
 from jdp.step_spec import StepSpec
 
 _UNKNOWN = "an array of the step"
@@ -22,50 +27,123 @@ _DRAWN = (
     "`{step}` draws a random number in Python ({lines}): the compiled step repeats that number "
     "in each call.\nWrite jax.random.normal(state.key, shape), or pass the number as an argument."
 )
+_MADE = (
+    "`{step}` makes a random generator in Python ({lines}): the compiled step repeats its numbers "
+    "in each call.\nWrite jax.random.normal(state.key, shape), or draw fixed numbers outside of it."
+)
+_READ = (
+    "`{step}` reads the clock in Python ({lines}): the compiled step repeats the time of its trace."
+    "\nMeasure around the call of the step, or pass the time as an argument."
+)
 _GLOBAL: tuple[Any, ...] = (np.random.rand.__self__, random.random.__self__)  # type: ignore
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_CLOCKS = "time", "time_ns", "perf_counter", "perf_counter_ns"
+_CALLS = [(np.random, "default_rng", _MADE), *((time, name, _READ) for name in _CLOCKS)]
 _NO_DRAWS = ("seed", "get_state", "set_state", "getstate", "setstate")
 
 
 @contextlib.contextmanager
 def warned_of_draws(spec: StepSpec) -> Iterator[None]:
-    """Warn once of a line of the step that draws from a global generator in the body."""
-    before = _generators()
-    yield
-    if _generators() == before:
-        return
+    """Warn once of lines of the step that draw numbers or read the clock in the body."""
+    generators = [*_GLOBAL, *_own_generators(_plain(spec.fn))]
+    before = [*map(pickle.dumps, generators)]
+    with _noting.noted() as noted:
+        yield
+    after = map(pickle.dumps, generators)
+    changed = [
+        x for x, *states in zip(generators, before, after, strict=True) if len({*states}) > 1
+    ]
     # Threads that read data may draw, too: a line of the step has to.
-    if not (found := list(dict.fromkeys(_draws(spec.fn, set())))):
-        return
-    lines = ", ".join(innermost_line([place]) for place in found[:3])
-    text = _DRAWN.format(step=spec.name, lines=lines)
-    if text not in spec.warned:
-        spec.warned.add(text)
-        warnings.warn_explicit(text, UserWarning, *found[0])
+    found = {_DRAWN: [*_draws(spec.fn, changed, set())] if changed else [], **noted}
+    for text, places in found.items():
+        lines = ", ".join(innermost_line([place]) for place in [*dict.fromkeys(places)][:3])
+        text = text.format(step=spec.name, lines=lines)
+        if places and text not in spec.warned:
+            spec.warned.add(text)
+            warnings.warn_explicit(text, UserWarning, *places[0])
 
 
-def _generators() -> Any:
-    state = np.random.get_state(legacy=False)
-    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"]
+_Places = dict[str, list[tuple[str, int]]]
+_places: ContextVar[_Places | None] = ContextVar("jdp_places", default=None)
 
 
-def _draws(fn: Any, seen: set[Any]) -> Iterator[tuple[str, int]]:
-    """Yield file and line of each draw of a function and of those that it names, as far as seen."""
+class _Noting:
+    """Notes the author's calls of some functions of modules while a thread traces a step."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_traces = threading.Lock(), 0
+        self._before: list[Any] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[_Places]:
+        """Return the places of calls in the body, by text."""
+        found: _Places = {}
+        token = _places.set(found)
+        self._count(1)
+        try:
+            yield found
+        finally:
+            self._count(-1)
+            _places.reset(token)
+
+    # Callbacks run in other threads, and the functions are those of all threads.
+    def _count(self, by: int) -> None:
+        with self._lock:
+            if not self._num_traces:
+                self._before = [getattr(module, name) for module, name, _ in _CALLS]
+            self._num_traces += by
+            for (module, name, text), fn in zip(_CALLS, self._before, strict=True):
+                setattr(module, name, self._wrapped(fn, text) if self._num_traces else fn)
+
+    def _wrapped(self, fn: Any, text: str) -> Any:
+        @functools.wraps(fn)
+        def noted(*args: Any, **keywords: Any) -> Any:
+            code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
+            if (found := _places.get()) is not None and whose_file(code.co_filename) == "author":
+                found.setdefault(text, []).append((code.co_filename, line))
+            return fn(*args, **keywords)
+
+        return noted
+
+
+_noting = _Noting()
+
+
+def _plain(fn: Any) -> Any:
     fn = inspect.unwrap(fn)
     while isinstance(fn, functools.partial | types.MethodType):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+    return fn
+
+
+def _known(fn: Any) -> dict[str, Any]:
+    """Return the values that the code of a function knows by name, other than its own."""
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    return {**fn.__globals__, **{name: _content(cell) for name, cell in cells}}
+
+
+def _own_generators(fn: Any) -> list[Any]:
+    if not hasattr(fn, "__code__"):
+        return []
+    return [each for each in _known(fn).values() if type(each) in _GENERATORS]
+
+
+def _draws(fn: Any, changed: Sequence[Any], seen: set[Any]) -> Iterator[tuple[str, int]]:
+    """Yield file and line of each draw of a function and of those that it names, as far as seen."""
+    fn = _plain(fn)
     code = getattr(fn, "__code__", None)
     if code is None or code in seen or not innermost_line([(code.co_filename, 1)]):
         return
     seen.add(code)
-    cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
-    known = {**fn.__globals__, **{name: _content(cell) for name, cell in cells}}
-    for line, value in _named(code, known):
+    for line, value in _named(code, _known(fn)):
         if isinstance(value, types.BuiltinMethodType | types.MethodType):
-            is_global = any(value.__self__ is each for each in _GLOBAL)
-            if is_global and value.__name__ not in _NO_DRAWS:
+            is_changed = any(value.__self__ is each for each in changed)
+            if is_changed and value.__name__ not in _NO_DRAWS:
                 yield code.co_filename, line
+        elif any(value is each for each in changed):
+            yield code.co_filename, line
         elif isinstance(value, Callable):
-            yield from _draws(value, seen)
+            yield from _draws(value, changed, seen)
 
 
 def _named(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[int, Any]]:

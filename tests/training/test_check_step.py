@@ -441,7 +441,7 @@ def noise(how):
     return jnp.asarray(np.random.normal(size=3).astype(np.float32))
 
 
-@pytest.mark.filterwarnings("ignore:`step` draws a random number")
+@pytest.mark.filterwarnings("ignore:`step` ")
 @pytest.mark.parametrize("how", ["number", "time", "array"])
 def test_a_constant_that_differs_from_trace_to_trace_is_named(how):
     ranks(2)

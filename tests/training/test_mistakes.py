@@ -3,6 +3,7 @@
 import dataclasses
 import linecache
 import random
+import time
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -306,7 +307,11 @@ DRAWS = {
     "another function": lambda: noise(),
     "python": lambda: random.random(),
     "jitted": jax.jit(lambda: jnp.float32(random.uniform(0, 1))),
+    "generator": lambda: RANDOM.normal(),
+    "new generator": lambda: np.random.default_rng(0).normal(),
+    "clock": lambda: float(time.time()),
 }
+RANDOM = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -316,12 +321,13 @@ def test_a_number_that_python_draws_in_a_step_is_a_warning_at_its_line(how, num_
     draw = DRAWS[how]
     fit, s = lambda state, batch: (state, {"x": draw() + batch["x"].mean() * 0}), state()
     step = jdp.train_step(donate=False)(fit)
-    with pytest.warns(UserWarning, match=r"(?s)`<lambda>` draws .*state\.key") as caught:
+    with pytest.warns(UserWarning, match=r"(?s)`<lambda>` .*(key|argument)") as caught:
         first, second = (float(step(s, batch())[1]["x"]) for _ in range(2))
     assert first == second and len(caught) == 1
     assert caught[0].filename == __file__
     line = linecache.getline(__file__, caught[0].lineno)
-    assert "DRAWN" in line if how == "another function" else "random." in line
+    wanted = {"another function": "DRAWN", "generator": "RANDOM", "clock": "time"}
+    assert wanted.get(how, "random.") in line
 
 
 def test_numbers_that_a_thread_of_the_dataset_draws_are_no_mistake():
@@ -340,6 +346,9 @@ def test_a_generator_that_is_seeded_in_a_step_is_no_draw():
 
     def fit(state, batch):
         np.random.seed(3)
-        return state, {}
+        called = jax.pure_callback(
+            lambda: np.float32(time.time() + RANDOM.random()), jnp.float32(0)
+        )
+        return state, {"x": called}
 
     jdp.train_step(fit)(state(), batch())
