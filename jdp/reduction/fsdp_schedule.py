@@ -23,9 +23,6 @@ def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[in
 
     A parameter used after the next group has begun is gathered again.
 
-    Args:
-      capacity: bytes of a group of whole parameters, > 0. One operation may need more.
-
     >>> import jax
     >>> first, second, third = (FlatValue(jax.typeof(jax.numpy.ones(4))) for _ in range(3))
     >>> found = gather_groups([[first], [second], [first], [third], [first]], capacity=16)

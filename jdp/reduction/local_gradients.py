@@ -140,10 +140,7 @@ class WholeGradients:
     sends = False
 
     def __init__(
-        self,
-        params: Any,
-        value_and_grad: Callable[..., tuple[Any, Any]],
-        wholes: WholeMeans,
+        self, params: Any, value_and_grad: Callable[..., tuple[Any, Any]], wholes: WholeMeans
     ):
         self._params = params
         self._seen = mixed_precision.for_loss(params)

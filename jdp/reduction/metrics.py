@@ -380,11 +380,7 @@ def is_rows(x: Any) -> bool:
 
 
 def batch_norm_statistics(
-    x: jax.Array,
-    mask: Any = None,
-    *,
-    feature_dim: int = -1,
-    axis_name: AxisName = "data",
+    x: jax.Array, mask: Any = None, *, feature_dim: int = -1, axis_name: AxisName = "data"
 ) -> tuple[jax.Array, jax.Array]:
     """Return mean and variance of each feature over all weighted rows of all ranks.
 

@@ -60,14 +60,7 @@ def _split_elsewhere(sharding: Any, tree: Any, num_ranks: int) -> list[jax.Array
 
 
 def updated_by_others(
-    update: Any,
-    caller: str,
-    grads: Any,
-    opt_state: Any,
-    params: Any,
-    *,
-    synced: bool,
-    **extra: Any,
+    update: Any, caller: str, grads: Any, opt_state: Any, params: Any, *, synced: bool, **extra: Any
 ) -> tuple[Any, Any] | None:
     """Return the gathered updates and the new state, None if it is not split here."""
     tx = Sharded(update.wrapped.init, update)

@@ -142,9 +142,6 @@ def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
 def require_name(on: str) -> None:
     """Raise an error if a text is not the name of a target.
 
-    Raises:
-      ValueError: lists the forms of names.
-
     >>> require_name("cpu:0")
     Traceback (most recent call last):
     ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, \

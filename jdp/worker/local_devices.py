@@ -59,13 +59,6 @@ def _num_listed(text: str, num_present: int | None) -> int:
 def require_few_cpu_ranks(name: str, num: int) -> None:
     """Raise an error if a process cannot have so many virtual CPU devices.
 
-    Args:
-      name: of the option, for the error.
-      num: the number of devices.
-
-    Raises:
-      ValueError: if they are more than `MAX_CPU_RANKS`.
-
     >>> require_few_cpu_ranks("--cpu-ranks", 10**6)
     Traceback (most recent call last):
     ValueError: --cpu-ranks is 1000000, and a process has at most 1024 virtual CPU devices: XLA \

@@ -291,10 +291,7 @@ def test_a_dead_process_has_its_last_lines_at_once():
     run = Run()
     writer, output = run.add(1)
     writer.write("".join(f"{i}\n" for i in range(2 * TAIL_LINES)) + "the end")
-    assert output.last_lines() == [
-        *map(str, range(TAIL_LINES + 1, 2 * TAIL_LINES)),
-        "the end",
-    ]
+    assert output.last_lines() == [*map(str, range(TAIL_LINES + 1, 2 * TAIL_LINES)), "the end"]
     run.end()
 
 

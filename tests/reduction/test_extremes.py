@@ -93,11 +93,7 @@ def test_is_usable_at_once_and_is_the_same_everywhere(make_mesh, fn, check_vma):
         return lax.cond(extreme < 3, lambda: extreme, lambda: -extreme)
 
     mapped = jax.shard_map(
-        on_rank,
-        mesh=make_mesh(3),
-        in_specs=jax.P("data"),
-        out_specs=jax.P(),
-        check_vma=check_vma,
+        on_rank, mesh=make_mesh(3), in_specs=jax.P("data"), out_specs=jax.P(), check_vma=check_vma
     )
     want = -6 if fn is jdp.max_over_ranks else 1
     assert jax.jit(mapped)(np.array([1, 2, 6], np.float32)) == want

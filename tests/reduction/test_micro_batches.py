@@ -428,10 +428,7 @@ def test_works_in_a_shard_map_with_types_and_without(make_mesh, check_vma, k):
         rows = jax.tree.map(lambda x: x[0], rows)
         weight = count_rows(rows)
         loss, grads = jdp.value_and_grad(masked_loss, accumulate=k, weight=count_rows)(p, rows)
-        return (
-            jdp.mean_over_ranks(loss, weight=weight),
-            jdp.sync_gradients(grads, weight=weight),
-        )
+        return (jdp.mean_over_ranks(loss, weight=weight), jdp.sync_gradients(grads, weight=weight))
 
     mapped = jax.shard_map(
         fn, mesh=make_mesh(2), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma

@@ -388,11 +388,7 @@ def test_in_a_shard_map_of_your_own_the_mean_may_be_taken_again(check_vma, again
         return again(fn(params, x)[1])
 
     mapped = jax.shard_map(
-        on_rank,
-        mesh=make_mesh(3),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
+        on_rank, mesh=make_mesh(3), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
     )
     want = jax.grad(functools.partial(mean_loss, lax.scan))(parameters(), rows())
     assert_close(jax.jit(mapped)(parameters(), rows()["x"]), want, 3e-6)

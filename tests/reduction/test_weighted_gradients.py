@@ -171,10 +171,7 @@ LOSSES = {
     "MAML, psum": (lambda p, b: adapted(p, b, all_reduce=jdp.collectives.xla), adapted),
     "MAML of two steps": (adapted_twice, adapted_twice),
     "MAML by the sum": (adapted_by_the_sum, one_of_the_sum),
-    "MAML of late layers": (
-        adapted_layers,
-        functools.partial(adapted_layers, late=False),
-    ),
+    "MAML of late layers": (adapted_layers, functools.partial(adapted_layers, late=False)),
     "forward over reverse": (forward_over_reverse, forward_over_reverse),
     "a penalty on the slope": (with_a_penalty, with_a_penalty),
 }
@@ -345,8 +342,7 @@ RAW = {
 @pytest.mark.parametrize("loss", list(RAW.values()), ids=list(RAW))
 def test_a_collective_whose_transpose_does_not_weigh_is_refused_by_line(loss, accumulate):
     with pytest.raises(
-        ValueError,
-        match=r"at test_weighted_gradients.py:\d+ .*jdp.train_step\(weight=\).*JDP124",
+        ValueError, match=r"at test_weighted_gradients.py:\d+ .*jdp.train_step\(weight=\).*JDP124"
     ):
         trained(2, step_of(loss, accumulate=accumulate), rows(2))
 

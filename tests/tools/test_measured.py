@@ -23,11 +23,7 @@ ALL_REDUCE = CollectiveLaw(
 )  # fmt: skip
 ONE = dataclasses.replace(ALONE, matmul_flops_per_s={"float32": 3e9}, memory_bytes_per_s=5e9)
 TWO = dataclasses.replace(TOGETHER, matmul_flops_per_s={"float32": 2e9}, memory_bytes_per_s=4e9)
-MEASURED = dataclasses.replace(
-    FOUND,
-    computation=(ONE, TWO),
-    rates=(ALL_REDUCE,),
-)
+MEASURED = dataclasses.replace(FOUND, computation=(ONE, TWO), rates=(ALL_REDUCE,))
 
 
 @pytest.fixture
@@ -204,8 +200,7 @@ def test_an_operation_takes_its_slowest_part(num_bytes, exponentials, seconds):
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
-    [(({"f32": 8e9}, 1), 16.0), (({}, 1e9), 3.0), (({}, 1e9, 0, True), 4.0)],
+    ("given", "seconds"), [(({"f32": 8e9}, 1), 16.0), (({}, 1e9), 3.0), (({}, 1e9, 0, True), 4.0)]
 )
 @pytest.mark.parametrize(("which", "of_high"), [("value", 0), ("low", 1), ("high", -1)])
 def test_a_factor_multiplies_the_operations_of_its_kind(given, seconds, which, of_high):

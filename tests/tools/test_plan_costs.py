@@ -15,15 +15,7 @@ import jdp
 from jdp.tools.memory import allocated_bytes
 from jdp.tools.plan import assumptions
 from jdp.tools.plan.prediction import rank_memory, state_bytes_of_host
-from jdp.tools.plan.schedule import (
-    METHODS,
-    Deployment,
-    Fabric,
-    Group,
-    ModelLeaf,
-    Workload,
-    uniform,
-)
+from jdp.tools.plan.schedule import METHODS, Deployment, Fabric, Group, ModelLeaf, Workload, uniform
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
 BYTES = Fabric(1.0, 0.0, 1.0, 0.0)
@@ -137,8 +129,7 @@ def allocated(method, n, layers, micro_batches):
 
 
 @pytest.mark.parametrize(
-    ("method", "copies"),
-    [("replicated", 3), ("stage1", 1 + 2 / 5), ("stage3", 3 / 5), ("hsdp", 3)],
+    ("method", "copies"), [("replicated", 3), ("stage1", 1 + 2 / 5), ("stage3", 3 / 5), ("hsdp", 3)]
 )
 def test_a_host_commits_the_state_that_its_ranks_hold_together(method, copies):
     load = Workload(uniform(8, 4, 1), 1.0, 2.0)

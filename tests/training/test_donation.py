@@ -28,10 +28,7 @@ SAME_BUFFER = {
     "jax.lax.stop_gradient(x)": jax.lax.stop_gradient,
     "jax.device_put(x, x.sharding)": lambda x: jax.device_put(x, x.sharding),
 }
-VIEWS = {
-    "np.asarray(x)": np.asarray,
-    "jax.device_get(x)": jax.device_get,
-}
+VIEWS = {"np.asarray(x)": np.asarray, "jax.device_get(x)": jax.device_get}
 
 
 def trained(num_ranks):

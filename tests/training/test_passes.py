@@ -62,10 +62,7 @@ def test_a_probe_says_what_the_trace_found(weight):
     _, found = probed(2, weight)
     weighed = frozenset() if weight is None else frozenset({"jdp.train_step"})
     assert found.traced.found == TraceFindings(
-        marked=frozenset({"['w']"}),
-        split=frozenset(),
-        weighed=weighed,
-        gradient_bytes=W.nbytes,
+        marked=frozenset({"['w']"}), split=frozenset(), weighed=weighed, gradient_bytes=W.nbytes
     )
 
 

@@ -280,10 +280,7 @@ class Partitioner:
         ]
 
     def _run_ready(
-        self,
-        operations: Sequence[FlatOperation | AlikeParts],
-        env: Any,
-        whole: Set[FlatValue],
+        self, operations: Sequence[FlatOperation | AlikeParts], env: Any, whole: Set[FlatValue]
     ) -> list[FlatOperation | AlikeParts]:
         """Run the operations that do not wait; return the others."""
         later: list[FlatOperation | AlikeParts] = []

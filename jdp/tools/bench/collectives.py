@@ -52,12 +52,6 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
 def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) -> list[int]:
     """Return the numbers of elements from `first` to `last` bytes, multiples of `num_ranks`.
 
-    Args:
-      first: smallest size, in bytes.
-      last: largest size, in bytes.
-      factor: between sizes, >= 2.
-      itemsize: bytes of an element.
-
     >>> sizes(16, 100, 2, itemsize=4, num_ranks=3)  # 12, 24, 60 bytes
     [3, 6, 15]
     """
