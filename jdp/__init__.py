@@ -1,4 +1,4 @@
-"""Data-parallel training in JAX: the same step, on every rank, on its own rows of the batch."""
+"""Data-parallel training for JAX."""
 
 TYPE_CHECKING = False  # True to type checkers; importing `typing` would take 4 ms
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from jdp.training.step import train_step as train_step
     from jdp.worker.progress import phase as phase
 
-# The module of each public name.
 _MODULES = {
     "Checkpointer": "checkpoint.checkpointer",
     "Sampler": "data.sampler",
@@ -83,10 +82,10 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 
 
-if not TYPE_CHECKING:  # A type checker would accept any name.
-    # `jdp run` needs no JAX, so nothing is imported before a name is asked for. Then everything is,
-    # so that a standby, which waits in `init`, has imported what the script needs after it; except
-    # for the tools of `jdp.tools`, which few scripts use.
+if not TYPE_CHECKING:
+    # `jdp run` needs no JAX, so nothing is imported before a name is read. The first name imports
+    # all
+    # but `jdp.tools`, so that a standby that waits in `init` has imported what the script needs.
     def __getattr__(name):
         import importlib
 
@@ -94,7 +93,7 @@ if not TYPE_CHECKING:  # A type checker would accept any name.
             return importlib.import_module("jdp.worker.build_info").version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if not _MODULES[name]:  # itself a room, which a room may ask for while it is imported
+        if not _MODULES[name]:  # a package, which may be read while it is being imported
             return importlib.import_module(f"jdp.{name}")
         wanted = _MODULES[name]
         for public, module in _MODULES.items():

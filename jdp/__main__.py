@@ -1,4 +1,4 @@
-"""The command `jdp`, and `python -m jdp`: chooses a command, and imports no other."""
+"""The command `jdp`, and `python -m jdp`; imports only the chosen command."""
 
 import os
 import signal
@@ -28,13 +28,13 @@ codes:"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command."""
+    """Run a command and return its exit code."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command == "run":
         return _run(arguments)
     try:
         return _print_all(command, arguments)
-    except BrokenPipeError:  # as under `| head`
+    except BrokenPipeError:
         _discard_stdout()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -53,15 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_all(command: str, arguments: Sequence[str]) -> int:
     try:
         code = _print_answer(command, arguments)
-    except SystemExit:  # after a help
+    except SystemExit:
         print(end="", flush=True)
         raise
-    print(end="", flush=True)  # without an error where stdout is closed
+    print(end="", flush=True)  # raises where stdout is broken
     return code
 
 
 def _is_writable() -> bool:
-    """Whether stdout takes a further line."""
     try:
         print(flush=True)
     except OSError:
@@ -70,7 +69,7 @@ def _is_writable() -> bool:
 
 
 def _discard_stdout() -> None:
-    """Let Python, which flushes at its exit, write nothing more."""
+    """Keep Python's flush at exit from raising."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -122,7 +121,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     if misplaced := options.misplaced_flags(chosen.command):
         print(f"jdp run: {misplaced}", file=sys.stderr)
-    # Not needed for --help and errors, and slower to import than the rest.
+    # Slow to import; not needed for --help and errors.
     from jdp.launch.run import run
 
     return run(chosen)

@@ -1,4 +1,4 @@
-"""Which mesh axis is bound, and how JAX types a value over it."""
+"""Bound mesh axes, and JAX's types of values over them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -39,8 +39,9 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
     """Return the names in the order of the enclosing mesh, in which `lax.ppermute` counts ranks.
 
-    `lax.axis_index` counts them in the order of its argument: together they are right in one order
-    only. Where the names are not all axes of a mesh (`vmap`, `pmap`), they are returned as given.
+    `lax.axis_index` counts ranks in the order of its argument. Names that are not all axes of a
+    mesh
+    (`vmap`, `pmap`) are returned as given.
     """
     found = names(axis_name)
     order = enclosing_mesh().axis_names
@@ -48,16 +49,16 @@ def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Whether the code being traced runs on every rank of `axis_name`.
+    """Whether the traced code runs on every rank of `axis_name`; unbound axes mean one rank.
 
-    Nothing bound means one rank. Another axis bound in its place means that the caller
-    named the wrong one, and every rank would silently train alone: that is an error.
+    Raises:
+      ValueError: another axis is bound, so every rank would silently train alone.
     """
     wanted = names(axis_name)
     unbound = [name for name in wanted if not _has_size(name)]
     if not unbound:
         return True
-    # A vmap's own axis is found only if it was asked for: no public name lists those.
+    # JAX has no public list of the axes of `vmap`.
     bound = [name for name in wanted if name not in unbound]
     bound = bound or [*enclosing_mesh().manual_axes]
     if bound:
@@ -71,17 +72,17 @@ def is_bound(axis_name: AxisName) -> bool:
 
 
 def size(axis_name: AxisName) -> int:
-    """Count the ranks of `axis_name`: 1 where nothing is bound."""
+    """Count the ranks of `axis_name`; 1 if unbound."""
     return lax.axis_size(names(axis_name)) if is_bound(axis_name) else 1
 
 
 def rank(axis_name: AxisName) -> jax.Array:
-    """Return this rank's position on `axis_name`, int32 `[]`: 0 where nothing is bound."""
+    """Return this rank's index on `axis_name`, int32 `[]`; 0 if unbound."""
     return lax.axis_index(names(axis_name)) if is_bound(axis_name) else jnp.int32(0)
 
 
 def enclosing_mesh() -> AbstractMesh:
-    """Return the mesh of the code being traced, also in `without_mesh`; it may be empty."""
+    """Return the mesh of the traced code, also in `without_mesh`; it may be empty."""
     around = jax.sharding.get_abstract_mesh()
     return around if around.axis_names else _mesh.get() or around
 
@@ -90,7 +91,7 @@ def enclosing_mesh() -> AbstractMesh:
 def without_mesh() -> Iterator[None]:
     """Trace the body of the `with` without its mesh, which `enclosing_mesh` still returns.
 
-    Where axes of the mesh are left to the compiler, it needs the mesh, and nothing changes.
+    A mesh with axes left to the compiler stays.
     """
     around = jax.sharding.get_abstract_mesh()
     if not around.axis_names or set(around.axis_names) != set(around.manual_axes):
@@ -105,20 +106,17 @@ def without_mesh() -> Iterator[None]:
 
 
 def is_without_mesh() -> bool:
-    """Whether the code being traced runs in `without_mesh`."""
+    """Whether the traced code runs in `without_mesh`."""
     return _mesh.get() is not None and not jax.sharding.get_abstract_mesh().axis_names
 
 
 def platform(mesh: Mesh | None) -> str:
-    """Return the platform of a mesh, which may be only described; without one JAX's default."""
+    """Return the platform of a mesh or of a described mesh; of JAX's default backend for None."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
-    """Sum every leaf over `axis_name`, as `lax.psum` does.
-
-    Where XLA would abort on bfloat16, the sum is taken in float32, and rounded once.
-    """
+    """Sum every leaf as `lax.psum` does, in float32 where XLA would abort on bfloat16."""
     axes = names(axis_name)
     if not aborts_in_bfloat16(platform):
         return lax.psum(tree, axes)
@@ -136,32 +134,28 @@ def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
 
 
 def aborts_in_bfloat16(platform: str) -> bool:
-    """Whether XLA would abort the process on a reduction of bfloat16 that is traced here.
+    """Whether XLA would abort the process on a bfloat16 reduction traced here.
 
-    Its CPU backend does, where a further axis of the mesh is left to the compiler.
+    XLA:CPU does so if the mesh has an axis that is left to the compiler.
     """
     around = enclosing_mesh()
     return platform == "cpu" and set(around.axis_names) != set(around.manual_axes)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Name the axes over which JAX's type of `x` says that it varies.
-
-    Only `shard_map(check_vma=True)` types values; elsewhere the set is empty.
-    """
+    """Return the varying axes of the type of `x`; empty outside `shard_map(check_vma=True)`."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def is_typed(axis_name: AxisName) -> bool:
-    """Whether the enclosing `shard_map` types its values (check_vma=True)."""
+    """Whether the enclosing `shard_map` has check_vma=True."""
     return is_bound(axis_name) and bool(varying_axes(lax.axis_index(names(axis_name))))
 
 
 def as_varying(tree: Any, axis_name: AxisName) -> Any:
     """Type every leaf as varying over `axis_name`, so that its gradient stays local.
 
-    In a typed `shard_map` the gradient of a value that does not vary is summed over the
-    ranks by JAX itself; elsewhere there are no such types and the tree is returned as it is.
+    In a typed `shard_map` JAX itself sums the gradient of a value that does not vary.
     """
     if not is_typed(axis_name):
         return tree
@@ -169,16 +163,15 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def as_typed_like(tree: Any, like: Any) -> Any:
-    """Type every leaf as varying where the same leaf of `like` varies, perhaps over more axes.
+    """Type every leaf as varying where the same leaf of `like` varies.
 
-    For values that a typed `shard_map` makes meet: the carry that goes into a loop and the
-    one that comes out, a parameter and its cotangent.
+    A typed `shard_map` requires this of a loop's carry in and out, and of a parameter's cotangent.
     """
     return jax.tree.map(lambda x, of: _cast(x, sorted(varying_axes(of))), tree, like)
 
 
 def _cast(x: Any, wanted: Sequence[str]) -> Any:
-    # pcast refuses to cast what varies already.
+    # `pcast` refuses a cast to an axis that already varies.
     missing = tuple(name for name in wanted if name not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 

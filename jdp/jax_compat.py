@@ -1,4 +1,4 @@
-"""Every difference between JAX versions, and JAX's private names: the only place."""
+"""Differences between JAX versions, and JAX's private names; no other module has any."""
 
 import contextlib
 import functools
@@ -21,19 +21,19 @@ INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 # JAX 0.10 may crash on an array that was donated before, where later versions raise.
 DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 
-# In JAX 0.10 a reduce-scatter between CPU processes ends the run where one of them is 30 s late,
-# whatever timeout is set; a sum and an all-to-all wait. See github.com/jax-ml/jax/issues/40831.
+# On JAX 0.10 a reduce-scatter between CPU processes ends the run if one of them is 30 s late,
+# whatever the timeout; all-reduce and all-to-all wait. See github.com/jax-ml/jax/issues/40831.
 CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 
-# XLA's CPU backend copies an array that a call takes in place, where what writes a slice of it is
-# fused with that copy. Seen with 0.10.2, not with 0.12.0; versions between them were not tried.
+# XLA:CPU copies an in-place operand if a write to one of its slices is fused with the copy. Seen
+# on 0.10.2, not on 0.12.0; versions between were not tried.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 
-# The compiler of JAX 0.11.2 crashes where an argument of `shard_map` beside others has no elements.
+# The compiler of JAX 0.11.2 crashes on an empty argument of `shard_map` beside others.
 CRASHES_ON_EMPTY_ARGUMENTS = jax.__version_info__ == (0, 11, 2)
 
-# For `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True means later,
-# which leaves a function to lower.
+# `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True leaves a function
+# to lower.
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
@@ -46,15 +46,12 @@ except (ImportError, AttributeError):
 
 
 def trace_of(x: Any) -> Any:
-    """Return JAX's trace that a tracer belongs to, None for other values."""
+    """Return the JAX trace of a tracer, None for other values."""
     return getattr(x, "_trace", None)
 
 
 def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
-    """Return `jax.shard_map(f, ...)`, which also takes arrays without elements.
-
-    Where JAX would crash on them, they enter with elements, which f does not see.
-    """
+    """Return `jax.shard_map(f, ...)` that also accepts zero-size arrays on JAX 0.11.2."""
     if not CRASHES_ON_EMPTY_ARGUMENTS:
         return jax.shard_map(f, mesh=mesh, **options)
 
@@ -62,7 +59,7 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
         shapes = [*map(np.shape, jax.tree.leaves(args))]
 
         def filled(x: Any) -> Any:
-            shape = [size or mesh.size for size in np.shape(x)]  # which any axes divide
+            shape = [size or mesh.size for size in np.shape(x)]  # divisible by any axes
             return x if np.size(x) else jnp.zeros(shape, x.dtype)
 
         def on_device(*args: Any) -> Any:
@@ -78,10 +75,10 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
 
 
 def is_deleted(array: Any) -> bool:
-    """Whether an array was donated, or some of its shards were.
+    """Whether an array or any of its shards was donated.
 
-    A call does not donate a shard of a CPU that NumPy looks at, and does donate the others. With
-    JAX 0.11.2 NumPy still looks at it after float(x). JAX asks the first shard alone.
+    JAX asks the first shard alone. A call does not donate a CPU shard that NumPy views, and does
+    donate the others; with JAX 0.11.2 the view outlives float(x).
     """
     if array.is_deleted():
         return True
@@ -109,33 +106,33 @@ def any_deleted(arrays: Sequence[Any]) -> bool:
 
 
 def start_copy_to_host(array: jax.Array) -> None:
-    """Start copying an array to the host; its memory on a CPU is read in place.
+    """Start copying an array to the host, except from a CPU.
 
-    JAX 0.11.2 never donates an array of a CPU of which it has made such a copy.
+    JAX 0.11.2 never donates a CPU array after such a copy, and its memory can be read in place.
     """
     if any(device.platform != "cpu" for device in array.devices()):
         array.copy_to_host_async()
 
 
 def opened(jaxpr: Any) -> Any:
-    """Return the jaxpr without its constants: up to JAX 0.10 those are a wrapper around it."""
+    """Return the jaxpr without its constants, a wrapper up to JAX 0.10."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def set_dead_code_rule(
     primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Set what JAX does with an equation of a primitive of which some results are not read."""
+    """Set JAX's dead-code rule of a primitive."""
 
     def with_all_arguments(*args: Any) -> Any:
-        # JAX 0.10 has two; later versions have which operands are there between them.
+        # Later versions than 0.10 pass the used operands between the two.
         return rule(args[0], args[-1])
 
     partial_eval.dce_rules[primitive] = with_all_arguments
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values in the parameters of a scan."""
+    """Return the numbers of constants and of carried values of a scan."""
     if "ft_in" in params:  # from JAX 0.11
         constants, carry, _ = params["ft_in"].unpack()
         return len(list(constants)), len(list(carry))
@@ -171,20 +168,20 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
 
 
 def is_tracing() -> bool:
-    """Whether JAX traces or transforms the code that calls this, also where no tracer is in it."""
-    if _core is not None:  # a tenth of the time of the public name
+    """Whether JAX traces or transforms the calling code, even if no tracer is in it."""
+    if _core is not None:  # a tenth of the public name's time
         return _core.trace_ctx.trace is not _core.eval_trace
     return jax.extend.core.get_opaque_trace_state() != _outside_of_traces()
 
 
 @functools.cache
 def _outside_of_traces() -> Any:
-    with ThreadPoolExecutor(1) as new_thread:  # where nothing is traced, whatever is here
+    with ThreadPoolExecutor(1) as new_thread:  # traces nothing
         return new_thread.submit(jax.extend.core.get_opaque_trace_state).result()
 
 
 def joined_processes() -> Any:
-    """Return JAX's state of the joined processes, None if this JAX has no such private name."""
+    """Return JAX's state of joined processes, None if this JAX lacks that private name."""
     try:
         from jax._src import distributed
 
@@ -194,16 +191,16 @@ def joined_processes() -> Any:
 
 
 def is_profiling() -> bool:
-    """Whether JAX's profiler runs; False if this JAX has no such private name."""
+    """Whether JAX's profiler runs; False if this JAX lacks the private name."""
     return _profile_session() is not None
 
 
 def stop_profiler() -> None:
-    """Stop JAX's profiler and write its profile; it is stopped also if that fails."""
+    """Write the profile and stop JAX's profiler, also if the write fails."""
     try:
         jax.profiler.stop_trace()
     finally:
-        if is_profiling():  # JAX 0.10 forgets the session only after it was written
+        if is_profiling():  # JAX 0.10 keeps the session after a failed write
             from jax._src import profiler
 
             profiler._profile_state.reset()
@@ -216,12 +213,11 @@ def _profile_session() -> Any:
         state = profiler._profile_state
     except (ImportError, AttributeError):
         return None
-    # Up to JAX 0.11 it has the longer name.
     return getattr(state, "session", None) or getattr(state, "profile_session", None)
 
 
 def compiled_texts(names: Container[str]) -> list[tuple[str, str]]:
-    """Return the name and the text of each compiled program in memory whose name is in `names`."""
+    """Return name and text of each compiled program in memory whose name is in `names`."""
     from jax.extend.backend import get_backend
 
     modules = [each for one in get_backend().live_executables() for each in one.hlo_modules()]
@@ -236,11 +232,7 @@ def bind(
     at_caller: bool = False,
     **changes: Any,
 ) -> list[Any]:
-    """Run an equation of a jaxpr, with the names and the source line that it has.
-
-    Args:
-      **changes: parameters that are changed.
-    """
+    """Run a jaxpr equation with its names and source line, and `changes` of its parameters."""
     params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
     with placed(eqn, calls, at_caller):
         outs = eqn.primitive.bind(*operands, **params)
@@ -249,7 +241,7 @@ def bind(
 
 @contextlib.contextmanager
 def placed(eqn: Any, calls: Sequence[Any] = (), at_caller: bool = False) -> Iterator[None]:
-    """Set the names and the source line of what is traced in the with block to an equation's."""
+    """Trace the body of the `with` under an equation's names and source line."""
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack()

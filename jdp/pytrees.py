@@ -1,4 +1,4 @@
-"""Kinds of leaves. Those that are not arrays (functions, names) pass through a step as they are."""
+"""Kinds of leaves; leaves that are not arrays (functions, names) pass through a step unchanged."""
 
 import functools
 import operator
@@ -16,24 +16,24 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.Sha
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number, which JAX can compute with."""
+    """Whether JAX can compute with a leaf."""
     return isinstance(leaf, _ARRAYS)
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, for an error, with an article.
+    """Return what a value is, with an article, for an error.
 
     >>> kind_of(jnp.ones(2)), kind_of({})
     ('an array', 'a dict')
     """
-    if isinstance(value, jax.Array):  # a tracer, too
+    if isinstance(value, jax.Array):  # also a tracer
         return "an array"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key, such as `jax.random.key(0)`."""
+    """Whether a leaf is a typed random key."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -44,7 +44,7 @@ def without_key(leaf: Any) -> Any:
 
 @functools.cache
 def num_bits(dtype: Any) -> int:
-    """Return how many bits of an element of a dtype count: 6 of a float6, 1 of a bool."""
+    """Return how many bits an element of a dtype has: 6 for a float6, 1 for a bool."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return 1
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -54,13 +54,13 @@ def num_bits(dtype: Any) -> int:
 
 @functools.cache
 def is_tiny_float(dtype: Any) -> bool:
-    """Whether a dtype is a float of 8 bits or fewer, which JAX does not promote to another."""
+    """Whether a dtype is a float of at most 8 bits, which JAX does not promote."""
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) < 16
 
 
 @functools.cache
 def is_not_compiled(dtype: Any) -> bool:
-    """Whether XLA cannot compute with a dtype that JAX names: int1 and uint1, floats of 6 bits."""
+    """Whether XLA cannot compute with a JAX dtype: int1, uint1, floats of 6 bits."""
     if jnp.issubdtype(dtype, jnp.integer):
         return num_bits(dtype) == 1
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) == 6
@@ -70,14 +70,14 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def is_deleted(leaf: Any) -> bool:
-    """Whether a leaf was donated, or its memory given back otherwise."""
+    """Whether a leaf was donated or deleted."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
     return jax_compat.is_deleted(leaf)
 
 
 def any_deleted(tree: Any) -> bool:
-    """Whether any leaf of a tree was donated."""
+    """Whether any leaf was donated or deleted."""
     leaves = jax.tree.leaves(tree)
     try:
         return jax_compat.any_deleted(leaves)
@@ -98,7 +98,7 @@ def was_donated(state: Any) -> bool:
 
 
 def require_alive(name: str, tree: Any, advice: str) -> None:
-    """Refuse a tree that holds a donated leaf.
+    """Refuse a tree with a donated leaf.
 
     >>> x = jnp.ones(2)
     >>> x.delete()
@@ -118,7 +118,7 @@ def require_alive(name: str, tree: Any, advice: str) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """A tree whose leaves are its arrays alone; the other leaves are part of its structure.
+    """A tree whose leaves are its arrays alone; other leaves are part of its structure.
 
     JAX compiles for a structure, so another activation function is another program.
     """
@@ -130,7 +130,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Where an array of a `Held` stands in the tree that is held, as one key."""
+    """The path of an array in the held tree, as one key."""
 
     keys: tuple[Any, ...]
 
@@ -155,7 +155,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def hold(tree: Any) -> Any:
-    """Make every leaf an array: `tree` itself if they are, else a `Held`."""
+    """Make every leaf an array: return `tree` itself if they all are, else a `Held`."""
     leaves, treedef = jax.tree.flatten(tree)
     others = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
     if not others:
@@ -177,15 +177,13 @@ def restore(tree: Any) -> Any:
     if not isinstance(tree, Held):
         return tree
     leaves = list(tree.arrays)
-    for i, leaf in tree.others:  # in rising order, so each lands where it was
+    for i, leaf in tree.others:  # ascending, so each index is the original one
         leaves.insert(i, leaf)
     return jax.tree.unflatten(tree.treedef, leaves)
 
 
 @jax.tree_util.register_static
 class _TakenNode:
-    """The structure of a node whose leaves were taken."""
-
     def __init__(self, treedef: Any):
         self.treedef = treedef
 
@@ -197,7 +195,7 @@ class _TakenNode:
 
 
 def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
-    """Return a tree without the leaves of some of its nodes, and these leaves.
+    """Split a tree into a tree without the leaves of some nodes, and these leaves.
 
     >>> rest, leaves = take_nodes({"a": 1, "b": (2, 3)}, lambda node: isinstance(node, tuple))
     >>> jax.tree.leaves(rest), leaves
@@ -238,10 +236,10 @@ OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def is_overwritten(path: tuple) -> bool:
-    """Whether a leaf is a statistic of Flax, which its gradient overwrites."""
+    """Whether a leaf is a Flax statistic that its gradient overwrites."""
     return OVERWRITTEN in keys(path)
 
 
 def keys(path: tuple) -> list[Any]:
-    """Return the keys and attribute names of a path, None for a position in a sequence."""
+    """Return keys and attribute names of a path; None for a sequence index."""
     return [getattr(key, "key", None) or getattr(key, "name", None) for key in path]

@@ -1,4 +1,4 @@
-"""`per_rank`: state that belongs to one rank or to its rows, and is split over the ranks."""
+"""`per_rank`: state of a rank or its rows, sharded over the ranks."""
 
 import functools
 from collections.abc import Callable
@@ -11,16 +11,16 @@ import numpy as np
 
 from jdp import pytrees
 
-# (saved value, shape and dtype that this run has) -> value of that shape
+# (saved value, wanted shape and dtype) -> array
 Resize = Callable[[Any, jax.ShapeDtypeStruct], Any]
 
 
 class PerRank:
-    """A tree of arrays that are split over the ranks on their first dim.
+    """A tree of arrays that are sharded over the ranks on their first dim.
 
     Attributes:
-      value: the tree. Between steps its arrays are whole, inside a step they are this rank's part.
-      resize: the rule for another number of ranks, or None. It does not tell two trees apart.
+      value: the tree; between steps with global arrays, inside a step with this rank's shards.
+      resize: the rule for another number of ranks, or None; ignored when trees are compared.
     """
 
     def __init__(self, value: Any, resize: Resize | None = None):
@@ -40,7 +40,7 @@ class PerRank:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_no_array(f".{name}"))
 
-    __array_priority__ = 1000  # NumPy leaves its operators to those below
+    __array_priority__ = 1000  # NumPy yields its operators to those below
 
 
 def _no_array(taken_for: str) -> str:
@@ -59,7 +59,7 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-# Python looks for operators on the class.
+# Python looks up operators on the class.
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 for _name in (
     *_BINARY,
@@ -71,10 +71,9 @@ for _name in (
 
 @dataclass(frozen=True)
 class _Rule:
-    """The rule of a `PerRank` as a part of its treedef, where all rules are equal.
+    """The `resize` rule in the treedef, where all rules compare equal.
 
-    A rule is read when a state is restored and never while a step runs, so a step that wraps a new
-    value without one returns a state of the same structure.
+    A step may so return a new `per_rank` without the rule: only a restore reads it.
     """
 
     resize: Resize | None = field(compare=False)
@@ -90,20 +89,19 @@ jax.tree_util.register_pytree_with_keys(
 def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
     """Declare state that belongs to a rank or to rows, and so differs from rank to rank.
 
-    Error feedback, hidden states of truncated backpropagation, replay buffers, states of
-    environments. The arrays are split over the ranks on their first dim, as a batch is: rank r has
-    the r-th part, inside a step as `state.model_state["hidden"].value`. A step returns the new part
-    in a `per_rank(...)` again. Nothing is averaged. A value that the rest of the state takes from
-    it must be reduced first, as what comes from the batch.
+    Examples are error feedback, hidden states of truncated backpropagation, replay buffers and
+    environments. The arrays are sharded over the ranks on their first dim, as a batch is. Inside a
+    step `state.model_state["hidden"].value` is this rank's shard; the step returns the new shard in
+    a `per_rank(...)` again. jdp does not average it: reduce what other state computes from it, as
+    you reduce what comes from the batch.
 
     Args:
-      tree: tree of arrays `[rows, ...]`, the same on every process; the first dim divides by the
-        number of ranks. For one value on each rank it is the number of ranks, and `[1, ...]`
-        inside a step.
-      resize: `resize(saved, like) -> array`, for each array whose shape is another one in a
-        checkpoint, as it is on another number of ranks if there is one value for each: from the
-        saved value (a NumPy array) to one of shape and dtype `like`. Without it such a checkpoint
-        is refused. Hidden states of rows keep their shape, and need no rule.
+      tree: arrays `[rows, ...]`, the same on every process; the number of ranks divides the first
+        dim. One value for each rank is `[num_ranks, ...]`, and `[1, ...]` inside a step.
+      resize: `resize(saved, like) -> array`, from a saved NumPy array to one of shape and dtype
+        `like`. It is called for each array whose shape in a checkpoint differs, such as one value
+        for each rank after a change of the number of ranks. Without it such a checkpoint is
+        refused. Hidden states of rows keep their shape and need no rule.
 
     Returns:
       A node of the state. `.value` is the tree.
@@ -127,7 +125,7 @@ def is_per_rank(node: Any) -> bool:
 
 
 def owners(tree: Any) -> list[PerRank | None]:
-    """Return for each leaf of a tree the `per_rank` node that it belongs to, or None."""
+    """Return the `per_rank` node of each leaf, or None."""
     found: list[PerRank | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
         found += [node] * len(jax.tree.leaves(node)) if is_per_rank(node) else [None]
@@ -135,7 +133,7 @@ def owners(tree: Any) -> list[PerRank | None]:
 
 
 def flags(tree: Any) -> list[bool]:
-    """Return for each leaf of a tree whether it is split over the ranks."""
+    """Return for each leaf whether it is `per_rank`."""
     if isinstance(tree, pytrees.Held):
         others = {i for i, _ in tree.others}
         whole = tree.treedef.unflatten(range(tree.treedef.num_leaves))
@@ -144,7 +142,7 @@ def flags(tree: Any) -> list[bool]:
 
 
 def require_dims(tree: Any) -> None:
-    """Refuse a tree with an array of `per_rank` that cannot be split, as `require_dim` does."""
+    """Refuse a tree with a `per_rank` array that cannot be sharded."""
     own = flags(tree)
     if not any(own):
         return
@@ -155,7 +153,7 @@ def require_dims(tree: Any) -> None:
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
-    """Refuse a leaf that cannot be split over the ranks."""
+    """Refuse a `per_rank` leaf that cannot be sharded."""
     if not pytrees.is_array(leaf):
         raise TypeError(
             f"`{name}` is {leaf!r}, of type {type(leaf).__name__}, in a jdp.per_rank, which splits "
@@ -182,7 +180,7 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
 
 
 def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str) -> np.ndarray:
-    """Bring the saved value of a leaf (the data of keys) to its shape by the rule of its node."""
+    """Resize a saved leaf (for keys, its data) by its node's rule."""
     wrap = functools.partial(_wrapped, leaf)
     like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     shape = jax.eval_shape(wrap, saved).shape
@@ -206,7 +204,7 @@ def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str)
 
 
 def _wrapped(leaf: Any, saved: Any) -> Any:
-    """Return a saved value as the author knows it: that of a key is an array of keys."""
+    """Return a saved value as the author knows it: key data as keys."""
     if not pytrees.is_key(leaf):
         return saved
     return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))

@@ -1,4 +1,4 @@
-"""A step function with its options: made once, and read wherever a step is placed or traced."""
+"""A step function and its options."""
 
 import functools
 import inspect
@@ -15,12 +15,12 @@ class StepSpec:
 
     Attributes:
       fn: `fn(state, batch, *rest) -> (state, metrics)`; without `returns_state` `-> metrics`.
-      axis_name: axes of the mesh that split the batch; further axes are left to the compiler.
-      weight_fn: weighs a rank's rows, or None.
-      donate: whether the state's buffers are reused.
+      axis_name: mesh axes that shard the batch; other axes are left to the compiler.
+      weight_fn: the weight of a rank's rows, or None.
+      donate: whether the state's buffers are donated.
       returns_state: whether it is a train step.
-      warned: warnings that the author has had for the step; new ones are added.
-      keywords: names of the last arguments, which `fn` gets by keyword, by their position.
+      warned: warnings already shown for the step; grows.
+      keywords: (position, name) of the last arguments, which `fn` gets by keyword.
     """
 
     fn: Callable[..., Any]
@@ -34,7 +34,7 @@ class StepSpec:
     @functools.cached_property
     def name(self) -> str:
         """The name of the author's function."""
-        return getattr(self.fn, "__name__", "step")  # functools.partial has none
+        return getattr(self.fn, "__name__", "step")  # functools.partial has no name
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -43,7 +43,7 @@ class StepSpec:
 
     @functools.cached_property
     def num_positional(self) -> range:
-        """How many arguments a call may have that gives all of them by position."""
+        """Possible numbers of arguments of a call that passes all by position."""
         parameters = [*self.signature.parameters.values()]
         positional = [each for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
         required = [each for each in parameters if each.default is each.empty]
@@ -57,12 +57,12 @@ class StepSpec:
         return names.get(i, f"argument {i}")
 
     def by_keyword(self, last: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """Split the last arguments of a call, or all: `(by position, by keyword)`."""
+        """Split a call's last arguments, or all of them, into `(by position, by keyword)`."""
         num = len(last) - len(self.keywords)
         names = [name for _, name in self.keywords]
         return tuple(last[:num]), dict(zip(names, last[num:], strict=True))
 
     def paths(self, i: int, arg: Any) -> list[str]:
-        """Return the names of the leaves of an argument, such as `state.params['w']`."""
+        """Return the paths of an argument's leaves, such as `state.params['w']`."""
         leaves, name = jax.tree_util.tree_leaves_with_path(arg), self.argument(i)
         return [name + jax.tree_util.keystr(path) for path, _ in leaves]

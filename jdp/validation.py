@@ -1,10 +1,10 @@
-"""Checks of what a user passed in, with the value in the error."""
+"""Checks of arguments, with the value in the error."""
 
 import operator
 
 
 def integer(name: str, value: int) -> int:
-    """Return `value`, which is an int or an integer of NumPy or JAX, as an int.
+    """Return `value`, an integer of Python, NumPy or JAX, as an int.
 
     >>> integer("stage", True)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Code that a training process and its launcher share; needs no JAX."""
+"""Code shared by a training process and its launcher; needs no JAX."""
 
-# Values of environment variables that switch an option on, in lower case.
+# Environment variables: lower-case values that switch an option on.
 SWITCHED_ON = frozenset(["1", "true", "yes", "on"])

@@ -1,4 +1,4 @@
-"""The build of jdp that runs: its version, and digests of its sources, to find another build."""
+"""The version of jdp and digests of its sources, to detect another build."""
 
 import ast
 import functools
@@ -9,38 +9,38 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
-@functools.cache  # It looks through sys.path, and each commit holds it.
+@functools.cache  # `sys.path` is searched, and each commit holds the version.
 def version() -> str:
-    """Return the version of jdp; "0+unknown" if it runs from its sources, not installed."""
-    from importlib import metadata  # which takes longer than all of `import jdp`
+    """Return the version of jdp; "0+unknown" if it is not installed."""
+    from importlib import metadata  # slower than all of `import jdp`
 
     try:
         package = metadata.distribution("jdp")
     except metadata.PackageNotFoundError:
         return "0+unknown"
-    # METADATA of what is installed, PKG-INFO of sources that were built.
+    # METADATA of an installed package, PKG-INFO of built sources.
     found = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
-    # Not `metadata.version`, which parses the whole description, in the first trace of a step.
+    # `metadata.version` parses the whole description.
     match = re.search(r"^Version: (\S+)$", found.partition("\n\n")[0], re.M)
     return match[1] if match else "0+unknown"
 
 
 PACKAGE = Path(__file__).parents[1]
-# The rooms on which a launcher and a process, or two launchers, must agree.
+# Packages that a launcher and a process, or two launchers, must share.
 PROTOCOL = ("worker", "launch")
 
 
 @functools.cache
 def source_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
-    """Return 8 hexadecimal digits of all files in some rooms of jdp; quick."""
+    """Return 8 hexadecimal digits of all files in some packages of jdp."""
     return _digest(name.encode() + content for name, content in _files(rooms, package))
 
 
 @functools.cache
 def code_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
-    """Return 8 hexadecimal digits of the code in some rooms; comments and docstrings do not count.
+    """Return 8 hexadecimal digits of the code in some packages, without comments and docstrings.
 
-    It takes some 2 ms for each file, so it is for builds that differ in their bytes.
+    It takes about 2 ms a file: only for builds whose bytes differ.
     """
     return _digest(
         f"{name} {ast.dump(_without_docstrings(ast.parse(content)))}".encode()
@@ -49,7 +49,7 @@ def code_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
 
 
 def is_build_of(digest: str | None, package: str | None) -> bool:
-    """Whether another process of this host, with this digest and folder of jdp, runs this build."""
+    """Whether another process of this host, with this digest and jdp folder, runs this build."""
     if digest == source_digest(PROTOCOL):
         return True
     try:
@@ -58,7 +58,7 @@ def is_build_of(digest: str | None, package: str | None) -> bool:
         return False
 
 
-# Every process reads all files when it starts. `pathlib` would take three times as long.
+# Runs at the start of every process: `pathlib` would take three times as long.
 def _files(rooms: Sequence[str], package: Path) -> list[tuple[str, bytes]]:
     paths = sorted(
         os.path.join(folder, name)
@@ -86,7 +86,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            # Any text that stands alone, such as one below an attribute.
+            # Also strings below an attribute.
             body[:] = [each for each in body if not _is_text(each)]
     return tree
 

@@ -13,13 +13,13 @@ from importlib.util import MAGIC_NUMBER
 from types import ModuleType
 from typing import NamedTuple
 
-# Seconds of CPU time from which a start is slow, and of these the least that compiling took.
+# CPU seconds of a slow start, and the least that compiling must take of them.
 SLOW_START_S = 2.0
 LEAST_S = 1.0
-# Modules that a process looks at first, and seconds for which it compiles.
+# Number of modules examined first, and seconds spent on compiling.
 _SAMPLE = 40
 _BUDGET_S = 0.2
-# A folder is named if it holds this part of the modules.
+# A folder is named if it holds this fraction of the modules.
 _LEAST_SHARE = 0.1
 
 
@@ -27,9 +27,9 @@ class SourceFile(NamedTuple):
     """An imported module that Python reads from a source file.
 
     Attributes:
-      name: of the module.
-      path: of its source.
-      cached: path where Python looks for its bytecode.
+      name: module name.
+      path: source path.
+      cached: where Python looks for its bytecode.
     """
 
     name: str
@@ -52,11 +52,11 @@ class SourceFile(NamedTuple):
             os.close(file)
         if len(header) < 16 or header[:4] != MAGIC_NUMBER:
             return False
-        is_for_hash = header[4] & 1  # it holds a hash of the source in place of time and size
+        is_for_hash = header[4] & 1  # a hash of the source in place of time and size
         return bool(is_for_hash) or header[8:] == _word(at.st_mtime) + _word(at.st_size)
 
     def folder(self) -> str:
-        """Return the folder to compile: of all packages where it is installed, else its own."""
+        """Return the folder to compile: site-packages if installed there, else its own."""
         levels = self.name.count(".") + (os.path.basename(self.path) == "__init__.py")
         root = os.path.dirname(self.path)
         for _ in range(levels):
@@ -72,10 +72,10 @@ class Uncompiled(NamedTuple):
     """Modules of this process without bytecode.
 
     Attributes:
-      modules: number of them.
-      s: seconds of a CPU core to compile them.
-      measured: number of modules that were compiled to measure this.
-      why: why Python keeps no bytecode; "" if that is not known.
+      modules: how many.
+      s: CPU seconds to compile them.
+      measured: how many were compiled to estimate `s`.
+      why: why Python keeps no bytecode; "" if unknown.
       command: the command that writes it.
     """
 
@@ -87,14 +87,14 @@ class Uncompiled(NamedTuple):
 
 
 def sources(step: int = 1) -> list[SourceFile]:
-    """Return the imported modules with a source file that Python's own loader has read.
+    """Return the imported modules that Python's own loader read from a source file.
 
-    Frozen and extension modules, namespaces, archives and the loaders of others need no `.pyc`.
+    Frozen and extension modules, namespaces, archives and other loaders need no `.pyc`.
     """
     found = {}
     for module in [*sys.modules.values()][::step]:
         if isinstance(module, ModuleType):
-            # A lazy module would load itself at any other access.
+            # Any other access would load a lazy module.
             spec = object.__getattribute__(module, "__dict__").get("__spec__")
             if type(spec) is ModuleSpec and type(spec.loader) is SourceFileLoader:
                 if spec.origin and spec.cached:
@@ -103,7 +103,7 @@ def sources(step: int = 1) -> list[SourceFile]:
 
 
 def without_bytecode() -> list[SourceFile]:
-    """Return the imported modules that the next process would compile, too."""
+    """Return the imported modules that the next process would compile."""
     return [source for source in sources() if not source.has_bytecode()]
 
 
@@ -114,7 +114,7 @@ def examine(missing: Sequence[SourceFile], budget_s: float) -> Uncompiled:
 
 
 def slow_imports() -> Uncompiled | None:
-    """Return what made the start of this process slow, if modules without bytecode did."""
+    """Return modules without bytecode if they made the start of this process slow."""
     used_s = time.process_time()
     if used_s < SLOW_START_S:
         return None
@@ -130,7 +130,7 @@ def _word(number: float) -> bytes:
     return (int(number) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-# The seconds of a CPU core for all, and the number of modules that were compiled.
+# Estimate (CPU seconds for all modules, modules compiled).
 def _compile_s(missing: Sequence[SourceFile], budget_s: float) -> tuple[float, int]:
     sizes = {source: _size(source.path) for source in missing}
     done, measured = 0, 0
@@ -150,7 +150,7 @@ def _compile(path: str) -> None:
         with open(path, "rb") as file:
             compile(file.read(), path, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
-        pass  # changed since it was imported
+        pass  # changed since the import
 
 
 def _size(path: str) -> int:

@@ -1,4 +1,4 @@
-"""Exit codes of a run, and of processes in words; what a process does at a signal."""
+"""Exit codes of a run, process ends in words, and signal handlers in C."""
 
 import ctypes
 import signal
@@ -8,23 +8,23 @@ _ACTION_BYTES = 512
 
 
 def catches_signal(pid: int | str, number: int) -> bool:
-    """Whether a process has a handler for a signal, in Python or in C."""
+    """Whether a process handles a signal, in Python or in C."""
     with open(f"/proc/{pid}/status") as file:
         masks = dict(line.split(":", 1) for line in file)
     return bool(int(masks["SigCgt"], 16) & 1 << number - 1)
 
 
 def use_handler_of(other: int, number: int) -> None:
-    """Let the handler in C of another signal handle this signal, too, on any thread."""
+    """Let the C handler of signal `other` also handle signal `number`, on any thread."""
     libc, action = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_ACTION_BYTES)
     for arguments in ((other, None, action), (number, action, None)):
         if libc.sigaction(*arguments):
             raise OSError(ctypes.get_errno(), f"sigaction of signal {number}")
 
 
-# The run saved after a signal; EX_TEMPFAIL: run it again.
+# The run saved after a signal; EX_TEMPFAIL, as in "run it again".
 SAVED = 75
-# No step was finished for too long; as of timeout(1).
+# No step finished for too long; the code of timeout(1).
 STALLED = 124
 
 
@@ -59,7 +59,7 @@ def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code of a run that ends with a process: 128 + n if signal n killed it.
+    """Return the exit code of a run that ends with a process; 128 + n if signal n killed it.
 
     >>> exit_code(-9), exit_code(3)
     (137, 3)

@@ -1,12 +1,10 @@
 """Forks of a process that waits in `jdp.init()`, on request of its launcher.
 
-A fork shares the imports and the data of the script after milliseconds.
-
-The launcher sends a request to a waiting process on a socket of its own: the slot of the fork, and
-four descriptors, for the two sockets of the fork, its standard output and its standard error. The
-process forks a child, which forks a grandchild and ends. So the launcher, which is a subreaper,
-becomes the parent of the grandchild, can wait for it, and learns its exit code. The answer to the
-request is sent after that, and is the pid of the grandchild.
+A fork shares the script's imports and data within milliseconds. The launcher sends a request on a
+separate socket: the fork's slot and four descriptors (its two sockets, stdout and stderr). The
+process forks a child, which forks a grandchild and exits. The launcher is a subreaper, so it
+becomes the grandchild's parent and can wait for its exit code. Then the process answers with the
+grandchild's pid.
 """
 
 import contextlib
@@ -30,12 +28,12 @@ from typing import Any
 
 from jdp.worker import source_files
 
-# Variables that a script finds before `jdp.init()`, different ones in each process.
+# Variables that `jdp.init()` sets; a script that reads them earlier must not be forked.
 _NUMBERS = re.compile(
     rb"[\"'](RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT))[\"']"
 )
 
-# Whether a fork is made that will train: handlers of `os.register_at_fork` keep its state.
+# True while a fork is made that will train: handlers of `os.register_at_fork` keep their state.
 is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
 
 _PR_SET_PDEATHSIG = 1
@@ -46,13 +44,13 @@ _GPUS = "/dev/nvidia", "/dev/kfd", "/dev/dri"
 _DEVICES = frozenset(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 _REMOVE_FOLDER = getattr(getattr(tempfile.TemporaryDirectory, "_cleanup", None), "__func__", ())
 
-# Prefixes and suffixes of the functions in the builds of OpenBLAS.
+# Names of OpenBLAS functions by build.
 _OPENBLAS = [(prefix, suffix) for prefix in ("", "scipy_") for suffix in ("", "64_")]
-_OPENBLAS_HAS_OWN_THREADS = 1  # of openblas_get_parallel; 2: it uses those of OpenMP
+_OPENBLAS_HAS_OWN_THREADS = 1  # result of openblas_get_parallel; 2: OpenMP's threads
 
 
 def why_not(own: Collection[int]) -> str | None:
-    """Return a sentence that says why this process must not be forked, None if it can be.
+    """Return why this process must not be forked; None if it can be.
 
     Args:
       own: descriptors that every fork shares or replaces.
@@ -73,8 +71,8 @@ class ForkServer:
     """Forks this process while it waits.
 
     Args:
-      requests: a socket to the launcher, for packets.
-      launcher: pid of the launcher.
+      requests: a packet socket to the launcher.
+      launcher: the launcher's pid.
     """
 
     def __init__(self, requests: socket.socket, launcher: int) -> None:
@@ -82,11 +80,11 @@ class ForkServer:
         self._launcher = launcher
 
     def serve(self) -> tuple[int, socket.socket] | None:
-        """Answer one request; return slot and socket of a fork in the fork, None in its parent."""
+        """Answer one request; return (slot, socket) in the fork, None in its parent."""
         slot, descriptors = self._receive()
         connection, requests, out, err = descriptors
         _flush()
-        drawn = random.getstate()  # Python seeds it anew in a fork
+        drawn = random.getstate()  # Python reseeds it in a fork
         ours, theirs = os.pipe()
         child = _fork()
         if child:
@@ -94,7 +92,7 @@ class ForkServer:
                 os.close(each)
             answer = os.read(ours, 32)  # empty if the child could not fork
             os.close(ours)
-            with contextlib.suppress(ChildProcessError):  # a handler of SIGCHLD was faster
+            with contextlib.suppress(ChildProcessError):  # a SIGCHLD handler was faster
                 os.waitpid(child, 0)
             self.requests.send(answer or b"0")
             return None
@@ -126,7 +124,7 @@ class ForkServer:
         return slot, descriptors
 
     def _end_with_launcher(self) -> None:
-        # The signal comes when the parent ends, so the launcher must be the parent by now.
+        # The signal comes when the parent ends, so the launcher must already be the parent.
         while os.getppid() != self._launcher:
             if not os.path.exists(f"/proc/{self._launcher}"):
                 os._exit(1)
@@ -152,15 +150,15 @@ def _why_not_processes() -> str | None:
 def _why_not_descriptors(own: Collection[int]) -> str | None:
     descriptors = _descriptors()
     ours = {target for number, target in descriptors if number in own}
-    # Each line of a log is appended, wherever the position is.
+    # Log handlers append, so a shared position does no harm.
     own = {*own, *(each.stream.fileno() for each in _file_handlers() if each.stream is not None)}
-    num_free = Counter(_mapped_files())  # descriptors of a file that may be open
+    num_free = Counter(_mapped_files())  # descriptors that may be open for a mapped file
     for number, target in descriptors:
         if target.startswith(_GPUS):
             return "a GPU is in use before jdp.init()"
         if number in (1, 2) and not target.startswith("pipe:"):
             return f"its output goes to {target}, and that of forks to the launcher"
-        # Python keeps a descriptor of memory that it maps, and never moves its position.
+        # Python keeps a descriptor of mapped memory and never moves its position.
         num_free[target] -= 1
         is_shared = number <= 2 or number in own or target in _DEVICES or num_free[target] >= 0
         if not is_shared:
@@ -174,7 +172,7 @@ def _why_not_descriptors(own: Collection[int]) -> str | None:
     return None
 
 
-# Or each fork would write what is buffered.
+# Otherwise each fork would write the buffers.
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr, *_file_handlers()):
         with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -183,7 +181,7 @@ def _flush() -> None:
 
 
 def _file_handlers() -> list[logging.FileHandler]:
-    """Return the handlers of `logging` that append to a file."""
+    """Return the `logging` handlers that append to a file."""
     handlers = [reference() for reference in getattr(logging, "_handlerList", ())]
     return [each for each in handlers if isinstance(each, logging.FileHandler) and each.mode == "a"]
 
@@ -191,7 +189,7 @@ def _file_handlers() -> list[logging.FileHandler]:
 def _fork() -> int:
     token = is_forking.set(True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of JAX and Python: `why_not` knows the threads
+        warnings.simplefilter("ignore")  # of threads, which `why_not` has checked
         try:
             return os.fork()
         finally:
@@ -200,7 +198,7 @@ def _fork() -> int:
 
 @contextlib.contextmanager
 def _ends_at_error() -> Iterator[None]:
-    """End this fork at an error: it must not continue with the script beside its parent."""
+    """Exit a fork at an error, so that it never continues the script beside its parent."""
     try:
         yield
     except BaseException:
@@ -208,9 +206,9 @@ def _ends_at_error() -> Iterator[None]:
 
 
 def _openblas_threads() -> list[int]:
-    """Return how many threads each loaded OpenBLAS has, or none of them.
+    """Return the number of threads of each loaded OpenBLAS.
 
-    It stops its threads before a fork, and starts them again when they are needed.
+    OpenBLAS stops its threads before a fork and restarts them on demand.
     """
     found = []
     for path in {each for each in _mapped_files() if "openblas" in each}:
@@ -233,18 +231,18 @@ def _sums(numbers: Iterable[int]) -> set[int]:
 
 
 def _mapped_files(*permissions: str) -> list[str]:
-    """Return the file of each mapping with these permissions, several times if mapped so."""
+    """Return the files of all mappings with these permissions, with repeats."""
     with open("/proc/self/maps") as file:
         parts = [line.rstrip("\n").split(maxsplit=5) for line in file]
     return [each[5] for each in parts if len(each) == 6 and {*permissions} <= {*each[1]}]
 
 
 def children() -> set[int] | None:
-    """Return the pids of the children of this process, None if this kernel does not tell."""
+    """Return the pids of this process's children; None if this kernel does not list them."""
     found: set[int] = set()
     try:
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
                 with open(f"/proc/self/task/{thread}/children") as file:
                     found |= {*map(int, file.read().split())}
     except OSError:
@@ -260,6 +258,6 @@ def _finalizers() -> list[Any]:
 def _descriptors() -> list[tuple[int, str]]:
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of listdir
+        with contextlib.suppress(OSError):  # the descriptor of listdir
             found.append((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return sorted(found)

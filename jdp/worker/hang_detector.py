@@ -1,4 +1,4 @@
-"""Finds the process that holds up the others, reports it, and decides when to give it up."""
+"""Finds the processes that hold up a run, reports them, and decides when the run is over."""
 
 import faulthandler
 import math
@@ -31,7 +31,7 @@ from jdp.worker.progress_board import Slot
 def hang_report(
     now: float, verdict: str, statuses: Mapping[int, ProcessStatus], causes: list[int]
 ) -> str:
-    """Return the report of a run that hangs because others wait for the processes `causes`.
+    """Return the report of a run whose processes wait for `causes`.
 
     Args:
       now: monotonic time of the statuses, in seconds.
@@ -41,7 +41,7 @@ def hang_report(
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time in words.
+    """Return a duration in words.
 
     >>> in_seconds(1200.0), in_seconds(0.25)
     ('1,200 s', '0.2 s')
@@ -109,20 +109,20 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
     return "If it needs longer, write jdp.phase(name, timeout_s=...) or jdp.init(timeout_s=...)."
 
 
-# A stall is reported after this long without progress, if a step may take 600 s.
+# Seconds without progress until a report, if a step may take 600 s.
 _STALL_S = 30.0
-# Calls of `look` are a second apart at most, unless the process that makes them was stopped.
+# `poll` is called every second; a longer gap means that the caller was stopped.
 _BLIND_S = 5.0
 
 
 class Stall(NamedTuple):
-    """A run that makes no progress.
+    """A run without progress.
 
     Attributes:
-      report: for people, in several lines.
+      report: lines for people.
       processes: the processes that the others wait for, most likely cause first.
-      stalled_s: for how long these have made no progress.
-      is_over: whether all of them have exceeded the limits of their phases.
+      stalled_s: seconds for which these made no progress.
+      is_over: whether all of them exceeded the limits of their phases.
     """
 
     report: str
@@ -132,24 +132,17 @@ class Stall(NamedTuple):
 
 
 class HangDetector:
-    """Decides from the status of the processes whether the run hangs.
+    """Decides from the statuses of the processes whether the run hangs.
 
     The processes with the fewest steps hold up the others, so only their time counts: a process is
-    not at fault while it waits for one that still has time to evaluate or save. A run is reported
-    when they have used a twentieth of their time (30 s of 600), and again whenever they have made
-    no progress for twice as long; it is over when all of them have used all.
+    not at fault while it waits for one that may still evaluate or save. A run is reported after a
+    twentieth of that time (30 s of 600 s), then each time the stall doubles. It is over when all
+    slowest processes have used their time.
 
     Args:
-      timeout_s: seconds that a step may take, inf for no limit; None: what each script gave to
-        `jdp.init`. A timeout of the command line wins, whether it is less or more.
+      timeout_s: seconds that a step may take, inf for no limit. It overrides the timeout of
+        `jdp.init`, longer or shorter; None: use that one.
       ends: whether the caller ends the run when it is over, as the report then says.
-
-    >>> watch = HangDetector(timeout_s=600.0)
-    >>> run = ProcessStatus(7, steps=12, progress_s=100.0, phase="running a step", since_s=100.0)
-    >>> data = ProcessStatus(8, steps=11, progress_s=99.0, phase="waiting for data", since_s=99.0)
-    >>> watch.poll(129.0, {0: run, 1: data})
-    Stall(report=..., processes=[1], stalled_s=30.0, is_over=False)
-    >>> watch.poll(130.0, {0: run, 1: data})  # nothing new
     """
 
     def __init__(self, timeout_s: float | None = None, *, ends: bool = True):
@@ -162,10 +155,13 @@ class HangDetector:
         self._stopped_s: dict[int, float] = {}  # since when
 
     def poll(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Return the stall to report now, None if there is none.
+        """Return the stall to report now, or None.
 
-        Call it a few times a second. Time without a call does not count: a signal that stopped the
-        caller may have stopped the processes, too.
+        Call it a few times a second. A gap between calls does not count as a stall: a signal that
+        stopped the caller may have stopped the processes, too.
+
+        Args:
+          now: seconds, on the clock of `ProcessStatus`.
         """
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
         if all(it.phase in (BEFORE, STARTING) for it in begun.values()):
@@ -198,11 +194,7 @@ class HangDetector:
         return Stall(report, causes, stalled_s, is_over)
 
     def left_s(self, now: float, status: ProcessStatus) -> float:
-        """Return for how many seconds a process may still be without progress.
-
-        Args:
-          now: seconds, on the clock of `ProcessStatus`.
-        """
+        """Return the seconds that a process may still spend without progress after `now`."""
         if status.phase == STARTING:
             return math.inf
         return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))
@@ -230,9 +222,9 @@ class HangDetector:
     def _limit_s(self, status: ProcessStatus) -> float:
         if status.state == "debugged":
             return math.inf
-        if status.state == "stopped":  # so it does not use the time of its phase
+        if status.state == "stopped":  # it does not use up its phase's time
             return self._timeout_of(status)
-        # The limit is for the script, not for the step that it has called and perhaps waits for.
+        # The limit is for the script's code, not for a step that its devices still run.
         if status.limit_s and not (status.is_running and status.phase == BETWEEN):
             return status.limit_s
         return self._timeout_of(status) * (1 if status.phase in BRIEF else PATIENCE)
@@ -245,7 +237,7 @@ class HangDetector:
         return limit_s * min(_STALL_S, timeout_s / 2) / timeout_s
 
 
-# Returns the processes that have not reached the step of the others.
+# Return the processes that have not reached the step of the others.
 def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
     if not running:
@@ -253,16 +245,16 @@ def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     if stopped := [i for i in running if begun[i].state == "stopped"]:
         return stopped
     fewest = min(running.values())
-    # The others wait for a process in a debugger even if it is ahead.
+    # The others wait for a debugged process even if it is ahead.
     slowest = [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
-    # Without a launcher a waiting process does not see the processes that it waits for.
+    # Without a launcher a waiting process does not see the others.
     return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 
-# Returns the slowest processes that do not wait; otherwise processes that wait outside the step in
-# which the slowest wait; otherwise those that have entered the fewest all-reduces. Scripts that
-# ended earlier take precedence, since they will never make that step, and then stopped processes at
-# any step: others may wait for steps that they have called but that did not run.
+# The causes, in order of precedence: scripts that ended before that step, since they will never
+# make it; stopped processes at any step, since dispatched steps may wait for them; the slowest
+# processes that do not wait; processes that wait outside the step of the slowest; processes that
+# entered the fewest all-reduces.
 def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]
@@ -279,28 +271,28 @@ def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]
     return sorted(found, key=lambda i: (begun[i].steps, begun[i].progress_s, i))
 
 
-# Descriptor 2, not sys.stderr, whose lock a hung thread may hold.
+# Descriptor 2, since a hung thread may hold the lock of sys.stderr.
 _STDERR = 2
 _TICK_S = 1.0
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
 
 
 def show_stacks_when_asked() -> None:
-    """Have SIGQUIT show the Python stacks of this process, unless the script handles it."""
+    """Print the Python stacks at SIGQUIT, unless the script handles it."""
     if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
-        # In C, so that it works in a process that never returns to Python.
+        # In C: works in a process that never returns to Python.
         faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
 
 
 class SelfWatch:
-    """A thread that watches this process, and the timer of `faulthandler` in case that cannot run.
+    """A thread that watches this process, with the timer of `faulthandler` for when it cannot run.
 
     Args:
       slot: of this process.
       timeout_s: seconds that a step may take; inf for no limit.
       process: its index.
-      is_launched: whether a launcher watches it, so that this looks for debuggers alone.
-      is_alone: whether there are no other processes, which would wait for this one.
+      is_launched: whether a launcher watches it; then the thread only detects debuggers.
+      is_alone: whether no other process waits for this one.
     """
 
     def __init__(
@@ -308,7 +300,7 @@ class SelfWatch:
     ):
         # Never end an interactive session: its state would be lost.
         self._ends = not (hasattr(sys, "ps1") or sys.flags.interactive)
-        # faulthandler has only one timer, and pytest uses it.
+        # faulthandler has one timer, and pytest uses it.
         self._has_timer = not is_launched and "PYTEST_CURRENT_TEST" not in os.environ
         self._slot = slot
         self._process = process
@@ -321,7 +313,7 @@ class SelfWatch:
         self._thread = threading.Thread(target=self._run, name="jdp-watch", daemon=True)
 
     def start(self, num_running: Callable[[], int]) -> None:
-        """Start the thread; `num_running` returns how many steps the devices have not finished."""
+        """Start the thread; `num_running` returns the number of unfinished steps on the devices."""
         self._num_running = num_running
         self._arm(self._watch.left_s(time.monotonic(), self._slot.read()))
         self._thread.start()
@@ -337,7 +329,7 @@ class SelfWatch:
         before_s, num_before, num_reduced = -1.0, 0, 0
         while not self._stopped.wait(self._tick_s):
             where = self._slot.read()
-            # Query the devices and debuggers only if there is no progress.
+            # Query devices and debuggers only without progress.
             is_idle = where.progress_s == before_s
             num = self._num_running() if is_idle else 0
             if num < num_before or where.done != num_reduced:
@@ -356,8 +348,8 @@ class SelfWatch:
                 if stall.is_over and self._ends:
                     os._exit(STALLED)
 
-    # The timer goes off if this thread cannot run for so long because other code holds the GIL. If
-    # the process is alone, that may be the author's own code, which has no limit.
+    # The timer fires if the GIL is held for so long that this thread cannot run. In a lone process
+    # that may be the author's own code, which has no limit.
     def _arm(self, left_s: float) -> None:
         if not self._has_timer:
             return
@@ -373,9 +365,8 @@ class SelfWatch:
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
 
 
-# Python's debuggers run in the thread that they have stopped.
 def is_debugged() -> bool:
-    """Whether a Python debugger has stopped a thread."""
+    """Whether a Python debugger has stopped a thread; debuggers run in the thread they stop."""
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID):
         return True

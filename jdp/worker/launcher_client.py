@@ -1,7 +1,6 @@
 """The launcher, as a process of `jdp run` sees it.
 
-A script that never calls `jdp.init()` does not use this module; it finds RANK and the like in its
-environment, as under torchrun.
+A script without `jdp.init()` reads RANK etc. from its environment instead, as under torchrun.
 """
 
 import atexit
@@ -31,16 +30,16 @@ class Assignment(NamedTuple):
     """The place of a process in a generation.
 
     Args:
-      generation: 0 for the first; each recovery and each change of size begins the next.
-      process_id: number of this process, from 0 to `num_processes` - 1.
-      num_processes: of this generation, on all hosts.
-      local_id: number of this process among those of its host.
-      num_local: processes of this generation on this host.
-      coordinator: "address:port" where process 0 listens.
-      resumes: whether there may be a state to resume from.
-      gpus: numbers of the GPUs of this process; None if the host has none.
+      generation: 0 for the first; each recovery and each resize begins the next.
+      process_id: 0 to `num_processes` - 1.
+      num_processes: on all hosts.
+      local_id: index among the processes of this host.
+      num_local: processes on this host.
+      coordinator: "address:port" of process 0.
+      resumes: whether a state to resume from may exist.
+      gpus: GPU indices of this process; None if the host has no GPU.
       run_id: name of the run.
-      host_id: number of the host among those of this generation.
+      host_id: index of the host in this generation.
     """
 
     generation: int
@@ -56,7 +55,7 @@ class Assignment(NamedTuple):
 
 
 def environment(assignment: Assignment) -> dict[str, str]:
-    """Write an assignment as torchrun's variables.
+    """Return torchrun's variables for an assignment.
 
     >>> a = Assignment(0, 2, 4, 0, 2, "10.0.0.1:4567", False, None, "a run", host_id=1)
     >>> variables = environment(a)
@@ -78,18 +77,18 @@ def environment(assignment: Assignment) -> dict[str, str]:
 
 
 class LauncherClient:
-    """This process, as a part of a run.
+    """This process as a member of a run.
 
     Args:
       connection: a socket to the launcher.
-      board_file: descriptor of the host's board, shared memory for progress.
-      slot: number of this process's slot on the board.
-      commit_file: descriptor of the host's commit memory, which outlives this process: a memfd,
+      board_file: descriptor of the host's progress board (shared memory).
+      slot: index of this process's slot on the board.
+      commit_file: descriptor of the host's commit memory, a memfd that outlives this process and is
         empty until the first commit.
-      forks: answers requests for forks while this process waits; None if there will be none.
+      forks: answers fork requests while this process waits, or None.
 
     Attributes:
-      forked: functions that a fork calls when it has its own slot.
+      forked: callbacks that a fork runs once it has its own slot.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class LauncherClient:
     def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
         """Wait for the assignment of this process, and set its environment.
 
-        A process of a new generation has it soon; a standby waits for as long as the launcher
-        lives, and is forked on request.
+        A standby may wait as long as the launcher lives, and is forked on request.
         """
         if self.assignment is None:
             if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
@@ -127,16 +125,15 @@ class LauncherClient:
                 line = lines.readline(MAX_LINE_BYTES)
             if not line:
                 if self._is_fork:
-                    os._exit(1)  # it was late, and is not needed: the script must not clean up
+                    os._exit(1)  # a late, unneeded fork: the script must not clean up
                 raise SystemExit("jdp: the launcher has ended, and so does this process.")
             self.woken = time.monotonic()
             _, facts = decode(line)
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
             self._tell_slow_imports(self.assignment)
-            _warn_of_local_rank(self.assignment)
-            # JAX's exit handler waits for the other processes. It runs after this one if JAX was
-            # imported before, so the launcher is informed of the end first.
+            # JAX's exit handler waits for the other processes. If JAX was imported before, it runs
+            # after this one, so the launcher learns of the end first.
             atexit.register(self.tell_end)
         return self.assignment
 
@@ -148,7 +145,7 @@ class LauncherClient:
         self.tell("parked", pid=os.getpid(), cannot_fork=why)
 
     def _serve_forks(self) -> None:
-        """Fork this process on request, until a message is there. Returns in the forks, too."""
+        """Fork on request until a message arrives; returns in the forks, too."""
         while self._forks is not None:
             requests = self._forks.requests
             ready, _, _ = select.select([self._connection, requests], [], [])
@@ -172,7 +169,7 @@ class LauncherClient:
             call()
         self.tell("parked", pid=self._pid, cannot_fork=None)
 
-    # Once for each host: its processes import from the same installation, also after a recovery.
+    # Once for each host, whose processes share one installation.
     def _tell_slow_imports(self, assignment: Assignment) -> None:
         if assignment.generation == assignment.local_id == 0:
             found = bytecode.slow_imports()
@@ -180,21 +177,21 @@ class LauncherClient:
                 self.tell("compiled_imports", **found._asdict())
 
     def tell_end(self, **facts: Any) -> None:
-        """Report to the launcher, once, that the script has ended, with its `steps`."""
+        """Report once to the launcher that the script has ended."""
         if not self._has_ended:
             self._has_ended = True
             self.tell("ended", **facts)
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Send a message of `jdp.worker.messages` to the launcher. From any thread."""
+        """Send a message of `jdp.worker.messages` to the launcher, from any thread."""
         if os.getpid() != self._pid:
-            return  # a forked child, which may load data
+            return  # a forked child, such as a data loader
         data = encode(kind, facts)
         with self._lock:
             try:
                 self._connection.sendall(data)
             except OSError:
-                pass  # The launcher has ended, and the kernel is about to end this process, too.
+                pass  # The launcher has ended, and the kernel is about to kill this process.
 
 
 _LOCAL_RANK = (
@@ -214,7 +211,7 @@ def _warn_of_local_rank(assignment: Assignment) -> None:
 
 
 def invitation(**where: int) -> dict[str, str]:
-    """Write the environment in which `current` finds its launcher."""
+    """Return the environment in which `current` finds its launcher."""
     build = {
         "protocol": build_info.source_digest(build_info.PROTOCOL),
         "package": str(build_info.PACKAGE),
@@ -223,13 +220,13 @@ def invitation(**where: int) -> dict[str, str]:
 
 
 def is_asked_to_resume() -> bool:
-    """Whether JDP_RESUME asks for a run to continue; `jdp run` reads it in the same way."""
+    """Whether JDP_RESUME asks for a resume, as `jdp run` reads it."""
     return os.environ.get("JDP_RESUME", "").lower() in SWITCHED_ON
 
 
 @functools.cache
 def current() -> LauncherClient | None:
-    """Return the membership of this process in a run; None if `jdp run` did not start it."""
+    """Return this process's launcher; None if `jdp run` did not start it."""
     description = os.environ.get(VARIABLE)
     if description is None:
         return None
@@ -241,7 +238,7 @@ def current() -> LauncherClient | None:
             f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
             "to each other. Start both from one environment: python -m jdp run ..."
         )
-    # Children of this process inherit neither the variable nor the descriptors.
+    # Children of this process inherit neither variable nor descriptors.
     os.environ.pop(VARIABLE)
     for name in ("socket", "board", "commit", "requests"):
         if name in fds:

@@ -1,17 +1,17 @@
-"""A line below the output of a terminal, which shows how far the run is, and is drawn by rich."""
+"""A progress line below the output of a terminal, rendered by rich."""
 
 import io
 from collections.abc import Sequence
 
-# Erase from the cursor to the end of the row, and go up one row.
+# Erase to the end of the row; go up one row.
 _ERASE, _UP = b"\x1b[K", b"\x1b[A"
 
 
 class LiveLine:
     r"""The bytes that draw and erase the line.
 
-    It sets no mode of the terminal and leaves the cursor visible, so that a launcher that is killed
-    leaves nothing behind but the line. It never fills a row to its end, so it has one row.
+    It sets no terminal mode and keeps the cursor visible, so a killed launcher leaves only the line
+    behind. It never fills its row, so it does not wrap.
 
     >>> line = LiveLine()
     >>> line.set_text(["step 3", "ETTR 100.0 %"])
@@ -23,7 +23,7 @@ class LiveLine:
     def __init__(self) -> None:
         self._parts: Sequence[str] = ()
         self._is_drawn = False
-        self._is_behind_bar = False  # the output above ends with a progress bar, without \n
+        self._is_behind_bar = False  # the output ends with a progress bar, without \n
 
     @property
     def is_due(self) -> bool:
@@ -31,35 +31,35 @@ class LiveLine:
         return bool(self._parts) and not self._is_drawn
 
     def set_text(self, parts: Sequence[str]) -> None:
-        """Set the text that is drawn next."""
+        """Set the text of the next draw."""
         self._parts = parts
 
     def above(self, output: bytes) -> bytes:
-        """Return the bytes that write output where the line is, which ends with \\n or \\r."""
+        """Return the bytes that replace the line by output that ends with \\n or \\r."""
         erased = self.erase()
         self._is_behind_bar = output.endswith(b"\r")
         return erased + output
 
     def erase(self) -> bytes:
-        """Return the bytes that erase it and leave the cursor where output continues."""
+        """Return the bytes that erase the line and put the cursor where output continues."""
         if not self._is_drawn:
             return b""
         self._is_drawn = False
         return b"\r" + _ERASE + (_UP if self._is_behind_bar else b"")
 
     def draw(self, columns: int) -> bytes:
-        """Return the bytes that draw it, behind those that erase it, on so many columns."""
+        """Return the bytes that redraw the line on a row of `columns`."""
         erased = self.erase()
         self._is_drawn = True
         return erased + (b"\n" if self._is_behind_bar else b"") + self._rendered(columns)
 
     def end(self) -> bytes:
-        """Return the bytes that leave the line where it is, and end it."""
+        """Return the bytes that end the line and leave it in place."""
         is_drawn, self._is_drawn, self._parts = self._is_drawn, False, ()
         return b"\n" if is_drawn else b""
 
     def _rendered(self, columns: int) -> bytes:
-        # A second of imports at worst, and only where a line is drawn.
+        # Up to a second of imports, only if a line is drawn.
         from rich.console import Console
         from rich.text import Text
 
@@ -81,5 +81,5 @@ class LiveLine:
         return captured.get().encode()
 
 
-# Parts of a summary that begin with a name, before a number.
+# Prefixes of parts that are a name and a number.
 _NAMED = ("step ", "loss ", "commit ", "checkpoint ")

@@ -1,15 +1,15 @@
-"""The GPUs and CPUs that this host lets us use, found without asking JAX."""
+"""The GPUs and CPUs of this host, found without JAX."""
 
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# XLA starts three threads for each CPU device and keeps 0.3 MB for it; with some ten thousand the
-# process aborts.
+# XLA starts three threads and keeps 0.3 MB for each CPU device; with some ten thousand the process
+# aborts.
 MAX_CPU_RANKS = 1024
 
-# Under which names JAX_PLATFORMS lets JAX use a GPU.
+# Values of JAX_PLATFORMS that allow a GPU.
 _OF_GPUS = {"gpu", "cuda", "rocm"}
 _MIG = "MIG-"
 
@@ -33,7 +33,7 @@ def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("
 
 
 def _num_listed(text: str, num_present: int | None) -> int:
-    """Return how many of the listed devices CUDA uses, where `num_present` are there, if known."""
+    """Return how many of the listed devices CUDA uses if `num_present` exist (None: unknown)."""
     listed = text.split(",")
     # Numbers, or names of one kind, such as GPU-8f2a or MIG-GPU-8f2a/1/0.
     kind = next((kind for kind in ("GPU-", _MIG) if listed[0].startswith(kind)), "")
@@ -42,22 +42,22 @@ def _num_listed(text: str, num_present: int | None) -> int:
         if kind:
             known: str | int | None = device if device.startswith(kind) else None
         else:
-            # CUDA reads on to what is not a digit.
+            # CUDA ignores what follows the digits.
             number = re.match(r"\s*\+?([0-9]+)", device, re.ASCII)
             known = int(number[1]) if number else None
         if known is None or isinstance(known, int) and known >= (num_present or known + 1):
-            # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles,
-            # a name with a blank before it.
+            # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles, a
+            # name after a blank.
             break
         if known in found:
             return 0  # CUDA then uses none
         found.append(known)
-    # A process can use one part of a GPU at most.
+    # A process can use at most one MIG slice.
     return min(len(found), 1) if kind == _MIG else len(found)
 
 
 def require_few_cpu_ranks(name: str, num: int) -> None:
-    """Raise an error if a process cannot have so many virtual CPU devices.
+    """Refuse more virtual CPU devices than a process can have; `name` is the option.
 
     >>> require_few_cpu_ranks("--cpu-ranks", 10**6)
     Traceback (most recent call last):

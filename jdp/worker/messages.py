@@ -1,58 +1,49 @@
 """Messages between the parts of a run: one JSON object a line, over a socket.
 
-Three parts exchange them. A *process* and the *host* that started it
-(`jdp/worker/launcher_client.py`, `jdp/launch/host/worker_process.py`) use a socket pair; hosts and
-the *leader* (`jdp/launch/host/agent.py`, `jdp/launch/leader/leader.py`) use TCP.
+A *process* and its *host* (`jdp/worker/launcher_client.py`, `jdp/launch/host/worker_process.py`)
+use a socket pair; hosts and the *leader* (`jdp/launch/host/agent.py`,
+`jdp/launch/leader/leader.py`) use TCP.
 
 From a process to its host:
-  parked      pid, cannot_fork  the process ran up to `jdp.init()` and waits there; why it cannot
-                                be forked, or null, see `jdp/worker/fork_server.py`
-  compiled_imports  modules, s, measured, why, command
-                                it compiled these modules at its start, for s seconds, since they
-                                have no bytecode; why, and the command that writes it
-  joined      s                 it found the others, which took s seconds
-  restored    step, tier, s,    it has the state after `step` steps, from memory or disk; its calls
-              base, is_complete of steps are counted from `base`; whether no step is left
-  first_step  s, compile_s,     it finished its first step, s seconds after `go`; whether its
-              is_uncached       program was kept out of JAX's compilation cache
-  failed      code, traceback   its script raised, and it is about to exit with that code
-  closed      step              its `Checkpointer` has saved the last step
-  ended       steps             its script has ended, after so many steps if it trains
+  parked      pid, cannot_fork  waits in `jdp.init()`; why it cannot be forked, or null
+  compiled_imports  modules, s, measured, why, command   see `bytecode.Uncompiled`
+  joined      s                 found the others after s seconds
+  restored    step, tier, s,    has the state after `step` steps, from memory or disk; counts its
+              base              steps from `base`, which includes models trained before
+  first_step  s, compile_s,     finished its first step, s seconds after `go`; whether its program
+              is_uncached       bypassed JAX's compilation cache
+  failed      code, traceback   its script raised; it will exit with that code
+  closed      step              its `Checkpointer` saved the last step
+  ended       steps             its script ended after so many steps
 From a host to a process:
-  go          an `Assignment`   its number and generation
+  go          an `Assignment`   its index and generation
 
 From a host to the leader:
-  join    id, proof, ...           the host, the proof that it knows the token, and the past of the
-                                   run as it knows it (`jdp/worker/run_progress.py`)
-  ready   generation               a change would be quick: its standbys wait, or it has none
+  join    id, proof, ...           host, proof that it knows the token, its record of the run
+  ready   generation               standbys wait, or it has none: a change would be quick
   told    process_id, what, ...    a message of one of its processes
-  exited  process_id, ...          a process ended by itself
+  exited  process_id, ...          a process exited
   ended   generation, port, step   no process is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
   commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
-  beat    at, standbys, ...        its time, how many standbys wait, the statuses of its processes,
-                                   times of their steps
-  nccl    report                   the report of NCCL's RAS service, or why there is none
+  beat    at, standbys, ...        heartbeat: its time, number of standbys, statuses, step times
+  nccl    report                   NCCL's RAS report, or why there is none
 On a second connection, where several hosts may lead (`jdp/launch/connection.py`):
-  lifeline  id, source, proof      from a host: this connection shows its death, and the leader's;
-                                   its own end
-  attached  proof, is_direct       from the leader: from now on it does, unless through a proxy
-  farewell                         from both: the connection ends, and the launcher lives
+  lifeline  id, source, proof      from a host: this connection shows either side's death
+  attached  proof, is_direct       from the leader: confirmed; is_direct: without a proxy
+  farewell                         from both: the connection closes, the launcher lives
 From the leader to a host:
-  challenge  nonce, protocol, ...  asks for a proof that the host knows the token; with the claim
-                                   of the leader, see `jdp/launch/election.py`
-  welcome    proof, is_running,    the host has joined; the leader's proof; a generation lives;
+  challenge  nonce, protocol, ...  asks for a proof of the token; holds the leader's claim
+  welcome    proof, is_running,    the host has joined; the leader's proof; a generation runs;
              leader                id of the leader's launcher
-  refused    why, is_final         the host may not join, for now or at all
+  refused    why, is_final         the host may not join, now or ever
   go         first, slots, ...     start your part of a generation
-  settled    known                 each process has found the others, so all hosts have got `go`;
-                                   the electors and the past of the run, as in `go`
-  stepped    known                 each process has finished a step: start standbys; as in `settled`
+  settled    known                 all processes joined; electors and record of the run, as in `go`
+  stepped    known                 all processes finished a step: start standbys; as in `settled`
   resigned                         another leader has a better claim: join that one
   end                              kill your part of the generation
-  stop       signal                ask your processes to end, by a signal if there is one
-  dump       process_ids, ...      have your processes show their stacks, these on the console;
-                                   perhaps ask NCCL which ranks hang
+  stop       signal                ask your processes to end, with a signal if given
+  dump       process_ids, ...      print the stacks of these processes; perhaps query NCCL
   save commit                      write your latest commit to the checkpoint directory
   beat       at                    the answer to your beat of that time
   over       code, why             the run is over
@@ -61,12 +52,12 @@ From the leader to a host:
 import json
 from typing import Any
 
-# No message is longer: output and tracebacks of processes are cut below this.
+# The longest message; output and tracebacks are cut to fit.
 MAX_LINE_BYTES = 1 << 20
 
 
 def encode(kind: str, facts: dict[str, Any]) -> bytes:
-    """Write a message as a line.
+    """Return a message as a line.
 
     >>> encode("restored", {"step": 3})
     b'{"kind": "restored", "step": 3}\\n'
@@ -75,11 +66,7 @@ def encode(kind: str, facts: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Read a message: its kind and its facts.
-
-    >>> decode(b'{"kind": "restored", "step": 3}')
-    ('restored', {'step': 3})
-    """
+    """Return kind and facts of a message."""
     try:
         message = json.loads(line)
     except RecursionError:

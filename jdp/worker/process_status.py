@@ -1,20 +1,20 @@
-"""The status of a process, as its slot tells it to others: its phase, its steps, its counts."""
+"""The status of a process in its slot: phase, steps, counts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 
 class RunCounts(NamedTuple):
-    """The counts of a process since it began; plain values, as in `ProcessStatus`.
+    """Counts of a process since it began; plain values, as in `ProcessStatus`.
 
     Attributes:
-      rows: of all ranks in the batches of the steps called, as far as jdp handed them out.
-      data_s: seconds that the process waited for data.
-      commit: step of the last commit that it wrote; -1 for none.
-      checkpoint: step of the last checkpoint that it wrote; -1 for none.
-      logged: last step for which `jdp.log` wrote one of the following; -1 for none.
-      loss, learning_rate, gradient_norm: the latest of each; None for none.
-      target: steps at which the loop over `jdp.batches` ends; -1 if unknown.
+      rows: rows of all ranks in the called steps, as far as jdp supplied the batches.
+      data_s: seconds of waiting for data.
+      commit: step of its last commit; -1 for none.
+      checkpoint: step of its last checkpoint; -1 for none.
+      logged: last step with one of the following in `jdp.log`; -1 for none.
+      loss, learning_rate, gradient_norm: latest value, or None.
+      target: step at which the loop over `jdp.batches` ends; -1 if unknown.
       is_evaluating: whether `jdp.evaluate` runs, whose steps are phases of their own.
     """
 
@@ -30,7 +30,7 @@ class RunCounts(NamedTuple):
     is_evaluating: bool = False
 
 
-# Words of 8 bytes. Of steps they hold one more, so that 0 is none.
+# Indices of 8-byte words. Steps are stored plus one, so that 0 means none.
 _ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED = range(5)
 _METRICS = ("loss", "learning_rate", "gradient_norm")
 _VALUES, _HAS = range(5, 8), 8  # one bit for each value
@@ -39,22 +39,14 @@ COUNTS_BYTES = 88
 
 
 class Counter:
-    """Writes the counts of this process into its slot of the board, with stores of words.
+    """Writes the counts of this process into its slot, by word stores.
 
     Args:
-      memory: NUM_BYTES of the slot.
+      memory: COUNTS_BYTES of the slot.
 
     Attributes:
-      next_rows: rows of the batch that was handed out last, 0 once a step has counted them.
-      num_left: batches that follow it; -1 if that is not known.
-
-    >>> memory = bytearray(COUNTS_BYTES)
-    >>> counter = Counter(memoryview(memory))
-    >>> counter.next_rows, counter.num_left = 250, 3
-    >>> counter.count_rows(steps=7)
-    >>> counter.write_metrics(7, loss=0.5, learning_rate=0.1)
-    >>> counts_in(memory)[4:]
-    (7, 0.5, 0.1, None, 10, False)
+      next_rows: rows of the last batch, 0 once a step has counted them.
+      num_left: batches after it; -1 if unknown.
     """
 
     def __init__(self, memory: memoryview):
@@ -63,20 +55,20 @@ class Counter:
         self._words, self._floats = memory.cast("q"), memory.cast("d")
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Clear all counts."""
         self.next_rows, self.num_left = 0, -1
         self._memory[:] = bytes(COUNTS_BYTES)
 
     def count_rows(self, steps: int) -> None:
-        """Count the rows of the batch that was handed out last: step number `steps` was called."""
+        """Count the rows of the last batch for the called step number `steps`."""
         if self.next_rows:
             self._words[_ROWS] += self.next_rows
-            # Not the batches that are left, which a reader could see before the step.
+            # The target step, not the batches left, which a reader could see before the step.
             self._words[_TARGET] = 1 + steps + self.num_left if self.num_left >= 0 else 0
             self.next_rows, self.num_left = 0, -1
 
     def add_data_wait(self, ns: int) -> None:
-        """Add a time for which the process waited for data."""
+        """Add a wait for data."""
         self._words[_DATA_NS] += ns
 
     def write_commit(self, step: int) -> None:
@@ -92,7 +84,7 @@ class Counter:
         self._words[_EVALUATING] = is_evaluating
 
     def write_metrics(self, step: int, **metrics: float) -> None:
-        """Write the loss, learning_rate and gradient_norm of a step, as far as it has them."""
+        """Write the loss, learning_rate and gradient_norm of a step, whichever it has."""
         for i, name in enumerate(_METRICS):
             if name in metrics:
                 self._floats[_VALUES[i]] = metrics[name]
@@ -101,7 +93,7 @@ class Counter:
 
 
 def counts_in(memory: bytes) -> RunCounts:
-    """Return the counts in the NUM_BYTES of a slot."""
+    """Return the counts in COUNTS_BYTES of a slot."""
     view = memoryview(memory)
     words, floats = view.cast("q"), view.cast("d")
     return RunCounts(
@@ -123,29 +115,29 @@ def counts_in(memory: bytes) -> RunCounts:
 # The default of `jdp.init`, in seconds.
 TIMEOUT_S = 600.0
 
-# The phase that the launcher writes for a process until it reaches `jdp.init()`.
+# The launcher writes this phase for a process that has not reached `jdp.init()`.
 BEFORE = "before jdp.init()"
-# The last phase of a process that ends by itself.
+# The last phase of a process that exits by itself.
 ENDED = "the script has ended"
 
 
 class ProcessStatus(NamedTuple):
-    """The status of a process; plain values, so that a host can send them to another.
+    """The status of a process; plain values, which a host can send.
 
     Attributes:
-      pid: of the process; 0 while the slot is free.
+      pid: 0 if the slot is free.
       generation: of the process.
-      steps: training steps that it has called, of which a few may still be running.
+      steps: training steps called, a few of which may still run.
       progress_s: time of its last progress, on the clock of `time.monotonic`.
       phase: such as "compiling".
-      since_s: time when the phase began, on the same clock.
-      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for the
-        default of its name.
+      since_s: start of the phase, on the same clock.
+      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for the default
+        of its name.
       timeout_s: the timeout passed to `jdp.init`.
-      entered: number of all-reduces of the native library that its ranks have entered.
-      done: number of these all-reduces that they have left.
+      entered: all-reduces of the native library that its ranks entered.
+      done: all-reduces that they left.
       bucket: of the last one entered.
-      is_running: whether its devices have not finished its last step, if there is no progress.
+      is_running: whether its devices still run its last step; valid without progress.
       state: "stopped" (by a signal), "debugged", "gone" or "".
       counts: for people who watch the run.
     """
@@ -167,20 +159,19 @@ class ProcessStatus(NamedTuple):
 
     @classmethod
     def of_json(cls, values: Sequence[Any]) -> "ProcessStatus":
-        """Return the status that was sent as JSON."""
+        """Return a status from JSON."""
         return cls(*values)._replace(counts=RunCounts(*values[-1]))
 
     def moved(self, seconds: float) -> "ProcessStatus":
-        """Return the same on another host's clock, which is `seconds` ahead."""
+        """Return the status on the clock of another host, which is `seconds` ahead."""
         return self._replace(progress_s=self.progress_s + seconds, since_s=self.since_s + seconds)
 
 
-# Phases that a sound run leaves within `timeout_s`.
+# Phases that a healthy run leaves within `timeout_s`.
 STEP, BETWEEN, DATA = "running a step", "between steps", "waiting for data"
 BRIEF = frozenset([STEP, BETWEEN, DATA])
-# All others (compiling, evaluating, saving, what comes before the first step is done, an author's
-# own) may take PATIENCE times as long without anything being wrong: XLA compiles large programs for
-# tens of minutes, and data and checkpoints come over networks. Six times 600 s is an hour.
+# Other phases may take PATIENCE times as long (an hour for 600 s): XLA compiles large programs for
+# tens of minutes, and data and checkpoints come over networks.
 PATIENCE = 6.0
 JOINING = "waiting in jdp.init() for the others"
 STARTING, FIRST = "starting", "waiting for the first step"
@@ -188,18 +179,18 @@ UNSTEPPED = "before the first step"
 WAITING = "waiting for the other processes"
 COMPILING, SAVING, RESTORING = "compiling", "saving", "restoring"
 EVALUATING = "evaluating"
-# Phases that people who watch the run are not told of: other words say the same.
+# Phases that other words of the report already tell.
 QUIET = frozenset([STEP, BETWEEN, JOINING, STARTING, FIRST, UNSTEPPED, WAITING, BEFORE, ENDED, ""])
 _LONG_S = 2.0
 
-# In these a process waits for another, or for its devices, and these perhaps for another process.
+# In these a process waits for another process or for its devices.
 _WAITING = frozenset([JOINING, WAITING, STEP, FIRST])
 
 
 def waits(status: ProcessStatus) -> bool:
-    """Whether a process waits in a step: for its devices, and these perhaps for others.
+    """Whether a process waits in a step for its devices, which may wait for others.
 
-    Its script may wait for its devices, too, or do something else meanwhile.
+    Its script may do something else meanwhile.
     """
     if status.phase == BETWEEN:
         return status.is_running or status.entered > status.done
@@ -207,7 +198,7 @@ def waits(status: ProcessStatus) -> bool:
 
 
 def activity(now: float, statuses: Iterable[ProcessStatus]) -> str | None:
-    """Return what the process does that has been longest in a phase of more than two seconds.
+    """Return the longest current phase of over two seconds.
 
     >>> activity(107.0, [ProcessStatus(7, phase="compiling", since_s=100.0)])
     'compiling for 7 s'

@@ -1,4 +1,4 @@
-"""The phases and steps of this process, written where its launcher or its own watch reads them."""
+"""The phases and steps of this process, written for its launcher or its own watch."""
 
 import ctypes
 import math
@@ -13,14 +13,14 @@ from jdp.worker import fork_server, launcher_client, process_status
 from jdp.worker.hang_detector import SelfWatch
 from jdp.worker.progress_board import NATIVE, Board, Slot, StepRecord, record
 
-# Shorter steps share a record, so that a window is not one moment of a busy machine.
+# Shorter steps share a record, so that a window spans more than a moment of a busy machine.
 _LEAST_NS = 33_000_000
-# Waits that are kept for a step; further ones count as time on the host.
+# Waits kept for a step; further waits count as host time.
 _MOST_WAITS = 1000
 
 
 class DispatchedStep(NamedTuple):
-    """A step that the devices have, and what came before it."""
+    """A dispatched step and the waits before it."""
 
     output: Any  # a jax.Array, ready when the step has run
     dispatched_ns: int
@@ -30,12 +30,12 @@ class DispatchedStep(NamedTuple):
 
 
 class HostWaits(NamedTuple):
-    """What the training thread waited for between two dispatches: begins and ends.
+    """What the training thread waited for between two dispatches, as (begin, end) in ns.
 
     Attributes:
       data: for batches.
       others: for other processes.
-      paused: in other phases: it saved, evaluated, committed, or was in a phase of the author's.
+      paused: other phases: saving, evaluating, committing, the author's own.
     """
 
     data: list[tuple[int, int]]
@@ -43,7 +43,7 @@ class HostWaits(NamedTuple):
     paused: list[tuple[int, int]]
 
     def within(self, begin_ns: int, end_ns: int) -> tuple[int, int, int]:
-        """Return the nanoseconds of each kind between two times. None counts twice.
+        """Return (data, others, paused) nanoseconds between two times; overlaps count once.
 
         >>> HostWaits(data=[(0, 4)], others=[(3, 6)], paused=[(2, 9)]).within(1, 20)
         (3, 2, 3)
@@ -64,18 +64,17 @@ class CopiedState(NamedTuple):
 
 
 class StepClock:
-    """Records the times of the steps of this process in its slot, see `progress_board`.
+    """Records step times of this process in its slot, see `progress_board`.
 
-    A thread waits for each step to end. The training thread only queues it, and synchronizes with
-    nothing.
+    A thread waits for each step to end; the training thread only queues it, without a sync.
 
     Args:
       slot: of this process.
 
     Attributes:
-      is_usual: whether nothing but steps, batches and code of the author's has run since the last
-        step. Another one, such as a step before which the process saved, is not counted unless
-        the step before it was not usual either: then it is what the loop does in each step.
+      is_usual: whether only steps, batches and the author's code ran since the last step. An
+        unusual step, such as one after a save, counts only after another unusual step: then it is
+        what the loop always does.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -86,7 +85,7 @@ class StepClock:
         self._dispatched_ns = 0
         self._calls: SimpleQueue[DispatchedStep | CopiedState | None] = SimpleQueue()
         self._end_ns = self._waited_ns = 0  # of the last step
-        self._copied_ns = 0  # end of the last copy of a state
+        self._copied_ns = 0  # end of the last state copy
         self._sums = StepRecord(0, 0)
         self._thread = threading.Thread(target=self._run, name="jdp-step-clock", daemon=True)
         self._thread.start()
@@ -96,10 +95,10 @@ class StepClock:
         self._add(0, begin_ns, end_ns)
 
     def add_pause(self, begin_ns: int, end_ns: int, *, for_others: bool = False) -> None:
-        """Record that the training thread did something else than steps, or waited for others."""
+        """Record that the training thread did other work, or waited for others."""
         self._add(1 if for_others else 2, begin_ns, end_ns)
 
-    # In a loop without `train_step` no dispatch takes them away.
+    # Bounded, since a loop without `train_step` never takes them.
     def _add(self, kind: int, begin_ns: int, end_ns: int) -> None:
         if self._waits is _NONE:
             self._waits = HostWaits([], [], [])
@@ -108,15 +107,15 @@ class StepClock:
             waits.append((begin_ns, end_ns))
 
     def add_copy(self, outputs: list[Any]) -> None:
-        """Record that the devices copy the state of the last step; `outputs` are ready then."""
+        """Record that the devices copy the state of the last step until `outputs` are ready."""
         self._calls.put(CopiedState(outputs))
 
     def begin_dispatch(self) -> None:
-        """Record that a step is about to be handed to the devices."""
+        """Record that a dispatch begins."""
         self._dispatched_ns = time.monotonic_ns()
 
     def end_dispatch(self, output: Any, waits_in_xla: bool = False) -> None:
-        """Record that the step was handed to the devices."""
+        """Record a dispatched step."""
         is_counted = self.is_usual or not self._was_usual
         self._calls.put(
             DispatchedStep(output, self._dispatched_ns, self._waits, is_counted, waits_in_xla)
@@ -124,7 +123,7 @@ class StepClock:
         self._was_usual, self._waits, self.is_usual = self.is_usual, _NONE, True
 
     def stop_clock(self, timeout_s: float = 1.0) -> None:
-        """End the thread, after the steps that run."""
+        """End the thread after the running steps."""
         self._calls.put(None)
         self._thread.join(timeout_s)
 
@@ -133,7 +132,7 @@ class StepClock:
             try:
                 for output in call.outputs if isinstance(call, CopiedState) else [call.output]:
                     output.block_until_ready()
-            except Exception:  # it failed or was deleted, which concerns the training thread
+            except Exception:  # failed or deleted: the training thread deals with it
                 self._end_ns = 0
                 continue
             if isinstance(call, CopiedState):
@@ -142,11 +141,11 @@ class StepClock:
                 self.record_end(call, time.monotonic_ns(), self._slot.waited_ns())
 
     def record_copy(self, end_ns: int) -> None:
-        """Record the monotonic time at which the devices had copied the state of the last step."""
+        """Record the monotonic time at which the devices had copied the state."""
         self._copied_ns = end_ns
 
     def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
-        """Record that a step has ended, and how long this process has waited in all its steps."""
+        """Record the end of a step; `waited_ns` is this process's total wait in collectives."""
         last_ns, self._end_ns = self._end_ns, end_ns
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns
         if not last_ns or not call.is_counted:
@@ -169,7 +168,7 @@ class StepClock:
 
 
 def _covered(intervals: list[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
-    """Return how much of the time between two times the intervals cover together."""
+    """Return how much of [begin_ns, end_ns) the intervals cover."""
     covered, last = 0, begin_ns
     for begin, end in sorted(intervals):
         begin, end = max(begin, last), min(end, end_ns)
@@ -179,30 +178,28 @@ def _covered(intervals: list[tuple[int, int]], begin_ns: int, end_ns: int) -> in
 
 
 class OwnProgress:
-    """The progress of this process, whatever the thread; there is one, `own`.
+    """The progress of this process, for all threads; `own` is the only instance.
 
     Attributes:
       slot: where it is written.
-      phases: that have begun, as in the slot, with their times; the last is shown, and the first
-        continues when there is no other.
-      between: the first phase once the first step is done, without a time.
+      phases: (record, begin) of active phases; the last is shown, the first is the base phase.
+      between: the base phase after the first step.
       between_own: the same in a loop whose steps only its `Checkpointer` sees.
-      unstepped: the first phase once a batch was asked for.
+      unstepped: the base phase after the first request for a batch.
       num_steps: steps called.
-      num_counted: steps called when `count_step` was called last.
-      num_own_steps: those of them that were not calls of a train step.
-      is_first_step: whether no step was called yet, by a process that is not alone.
+      num_counted: `num_steps` at the last call of `count_step`.
+      num_own_steps: steps that were not calls of a train step.
+      is_first_step: whether a process that is not alone has called no step yet.
       compile_s: seconds of compiling.
-      is_uncached: whether a compiled program was kept out of JAX's cache.
-      longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
-      latest_kept: the newest step that this run could continue from, in words.
-      restored: what a Checkpointer has restored, see `messages`; empty before.
-      is_complete: whether no batch is left after what was restored.
-      closed_steps: steps of Checkpointers that were closed: of models that were trained before.
-      line: the `ProgressLine` of this process; None if it has none.
+      is_uncached: whether a program bypassed JAX's compilation cache.
+      longest_wait_s: how long others may keep this process waiting; inf for no limit.
+      latest_kept: the newest step that this run could resume from, in words.
+      restored: what a Checkpointer restored, see `messages`; empty before.
+      closed_steps: steps of closed Checkpointers, of models trained before.
+      line: the `ProgressLine` of this process, or None.
       watch: the thread that watches this process.
-      step_clock: takes the times of steps; None if no launcher reads them.
-      num_running: returns how many steps the devices have not finished.
+      step_clock: records step times; None without a launcher.
+      num_running: returns the number of unfinished steps on the devices.
     """
 
     def __init__(self) -> None:
@@ -224,24 +221,24 @@ class OwnProgress:
         self.num_running: Callable[[], int] = int
 
     def record_unusual(self) -> None:
-        """Record that the time until the next step does not show how fast the process is."""
+        """Record that the time until the next step does not show the speed."""
         if self.step_clock is not None:
             self.step_clock.is_usual = False
 
     def record_pause(self, begin_ns: int, *, for_others: bool = False) -> None:
-        """Record that the training thread has made no steps since `begin_ns`, and why."""
+        """Record that the training thread made no steps since `begin_ns`."""
         if self.step_clock is not None:
             self.step_clock.is_usual = False
             self.step_clock.add_pause(begin_ns, time.monotonic_ns(), for_others=for_others)
 
     def record_copy(self, outputs: list[Any]) -> None:
-        """Record that the devices copy the state of the last step; `outputs` are ready then."""
+        """Record that the devices copy the state of the last step until `outputs` are ready."""
         if self.step_clock is not None:
             self.step_clock.add_copy(outputs)
 
 
 def native_numbers() -> int:
-    """Return the address of the numbers that the native library writes, valid forever."""
+    """Return the address of the native library's counters, valid forever."""
     numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
     # Never freed: XLA's threads may write while the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
@@ -266,7 +263,7 @@ if (_launcher := launcher_client.current()) is not None:
     _launcher.forked.append(_take_slot_of_fork)
 
 
-# A forked child, which may load data, does not write to the slot of this process.
+# A forked data loader must not write to the slot of this process.
 def _forked() -> None:
     if fork_server.is_forking.get():
         return
@@ -278,11 +275,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Phase:
-    """A context in which the process is in a phase; may be entered again and again.
+    """A reusable context in which the process is in a phase.
 
     Args:
       name: of the phase.
-      limit_s: seconds without progress; inf for no limit, 0 for that of the name.
+      limit_s: seconds without progress; inf for no limit, 0 for the default of the name.
     """
 
     __slots__ = ("_record",)
@@ -301,10 +298,7 @@ class Phase:
 
 
 class TrainStep:
-    """A context in which a training step is called, which counts at its end.
-
-    Its devices may still be running then.
-    """
+    """The context of a call of a training step; its exit counts it, and devices may still run."""
 
     __slots__ = ()
 
@@ -328,7 +322,7 @@ class TrainStep:
 
 
 class Data(Phase):
-    """A phase in which a batch is waited for: from the first one on, the process is watched."""
+    """The phase of a wait for a batch; the first one starts the watch."""
 
     __slots__ = ()
 
@@ -346,7 +340,7 @@ class Data(Phase):
 
 
 def count_step() -> None:
-    """Count a step of a loop of the author's own, unless `train_step` has counted it already."""
+    """Count a step of the author's own loop, unless `train_step` has counted it."""
     if own.num_steps == own.num_counted:
         own.phases[0] = own.between_own
         own.num_own_steps += 1
@@ -355,7 +349,7 @@ def count_step() -> None:
 
 
 def num_steps() -> tuple[int, int]:
-    """Return how many steps of its own, and calls of train steps, this process has made."""
+    """Return (own steps, calls of train steps) of this process."""
     return own.num_own_steps, own.num_steps - own.num_own_steps
 
 
@@ -370,7 +364,7 @@ def _record_step() -> None:
 
 
 def _leave_phase(phase: bytes) -> int:
-    """Leave a phase, and return the monotonic time at which it began."""
+    """Leave a phase and return its monotonic begin."""
     if own.phases[-1][0] is phase:
         return own.phases.pop()[1]
     # A phase of another thread began later and is still active.
@@ -394,22 +388,22 @@ _COMPILING = Phase(process_status.COMPILING)
 
 
 def phase(name: str, *, timeout_s: float | None = None) -> Phase:
-    """Name what the process does for a long time, so that it is not taken for a hang.
+    """Name a long activity of the process, so that it is not reported as a hang.
 
     While a process evaluates in its own loop, downloads, or writes a table, it makes no steps and
     the other processes wait. A phase names this work in hang reports and sets its time limit. jdp
     names its own phases: compiling, evaluating, saving.
 
     Args:
-      name: what is done, such as "downloading".
-      timeout_s: seconds, > 0, without a step and without another phase, after which the run ends;
-        `math.inf` for no limit. Default: six times that of `jdp.init`.
+      name: the activity, such as "downloading".
+      timeout_s: seconds, > 0, without a step or another phase, after which the run ends; `math.inf`
+        for no limit. Default: six times the timeout of `jdp.init`.
 
     Returns:
       A context manager. Phases may nest; when an inner one ends, the outer limit restarts.
 
     Raises:
-      ValueError: if the name is empty or `timeout_s` is not positive.
+      ValueError: the name is empty or `timeout_s` is not positive.
 
     >>> import jdp
     >>> with jdp.phase("counting", timeout_s=3600.0):
@@ -427,12 +421,12 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
 
 
 def compiling_begins() -> None:
-    """Record that a step is traced, and will be compiled."""
+    """Record that a step is traced and compiled."""
     _COMPILING.__enter__()
 
 
 def compiling_ends() -> None:
-    """Record that it is compiled, and handed to the devices."""
+    """Record that it is compiled and dispatched."""
     own.compile_s += (time.monotonic_ns() - own.phases[-1][1]) / 1e9
     _COMPILING.__exit__()
 

@@ -1,7 +1,7 @@
-"""The status of each process, in shared memory that processes write and the launcher reads.
+"""The status of each process in shared memory, which processes write and the launcher reads.
 
-Each process has a slot, which it alone writes, with stores of words: there are no locks, and the
-last status of a process stays readable however it hangs or ends.
+Each process alone writes its slot, by word stores without locks, so its last status stays readable
+however it hangs or ends.
 """
 
 import functools
@@ -21,21 +21,21 @@ from jdp.worker.process_status import (
     counts_in,
 )
 
-# The times of the latest training steps of a process, in memory that its launcher reads.
+# The times of the latest training steps of a process. The time from the end of a step on the
+# devices to the end of the next has five parts:
 #
-# The time from the end of a step on the devices to the end of the next one has five parts:
-#
-#   data     the devices had nothing to do, and the process waited for a batch   paused   the
-# devices had nothing to do since the process saved, evaluated or was in a phase of the
-# author's; or they copied the state for a commit   host     the devices had nothing to do for
-# another reason: code between steps, dispatch   waited   the process waited for others: in a
-# collective of jdp's library, or between steps. In            XLA's collectives the wait is not
-# known and counts as computation   compute  the rest
+#   data     the devices were idle, and the process waited for a batch
+#   paused   the devices were idle while the process saved, evaluated or was in a phase of the
+#            author's; or they copied the state for a commit
+#   host     the devices were idle for another reason: code between steps, dispatch
+#   waited   the process waited for others, in a collective of jdp's library or between steps; a
+#            wait in XLA's collectives is unknown and counts as computation
+#   compute  the rest
 
 
-# A decision takes this many records, see `Window`.
+# Records that a decision needs, see `Window`.
 NUM_RECORDS = 25
-# A slot is being written at any time, and readers may be late by another.
+# One slot is always being written, and a reader may lag by another.
 _NUM_SLOTS = NUM_RECORDS + 2
 _RECORD = struct.Struct("7q")
 _BEGIN = 64
@@ -43,9 +43,9 @@ TIMES_BYTES = 64 * -(-(_BEGIN + _NUM_SLOTS * _RECORD.size) // 64)
 
 
 class StepRecord(NamedTuple):
-    """Some steps in a row, and the nanoseconds that they took together.
+    """Consecutive steps and the nanoseconds that they took together.
 
-    `num_in_xla` of the steps ran collectives of XLA's too, in which waits are not known.
+    `num_in_xla` of them also ran XLA's collectives, whose waits are unknown.
     """
 
     num_steps: int
@@ -73,21 +73,21 @@ paused_ns=0, num_in_xla=0)]
 
     @property
     def num_written(self) -> int:
-        """The number of records that were written since the process began."""
+        """The number of records since the process began."""
         return self._num_written[0]
 
     def clear(self) -> None:
-        """Forget all records."""
+        """Remove all records."""
         self._num_written[0] = 0
 
     def write(self, record: StepRecord) -> None:
-        """Add a record, and forget the oldest."""
+        """Add a record in place of the oldest."""
         number = self._num_written[0]
         _RECORD.pack_into(self._memory, _place(number), *record)
         self._num_written[0] = number + 1
 
     def latest(self) -> list[StepRecord]:
-        """Return the latest records, at most NUM_RECORDS, the oldest first."""
+        """Return the latest records, at most NUM_RECORDS, oldest first."""
         end = self._num_written[0]
         numbers = range(max(0, end - NUM_RECORDS), end)
         records = [StepRecord(*_RECORD.unpack_from(self._memory, _place(i))) for i in numbers]
@@ -101,15 +101,15 @@ def _place(number: int) -> int:
 
 
 class Window(NamedTuple):
-    """The times of a step over the latest records of a process, in whole microseconds.
+    """Step times over the latest records of a process, in whole microseconds.
 
     Attributes:
-      num_written: records that the process has written so far.
-      num_records: of them in this window.
+      num_written: records that the process has written.
+      num_records: records in this window.
       step, data, host, paused, compute, waited: medians.
-      waited_low, waited_high: nine of ten records have at least, at most so much `waited`.
-      idle, idle_low, idle_high: likewise for `data`, `host` and `paused` together.
-      knows_waits: 1 if all waits of these steps are known, 0 if XLA has collectives in one.
+      waited_low, waited_high: the 10 % and 90 % quantiles of `waited`.
+      idle, idle_low, idle_high: likewise of `data` + `host` + `paused`.
+      knows_waits: 1 if all waits are known, 0 if a step had collectives of XLA.
     """
 
     num_written: int
@@ -129,7 +129,7 @@ class Window(NamedTuple):
 
 
 def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
-    """Return the window of some records, at least one.
+    """Return the window of at least one record.
 
     >>> records = [StepRecord(1, 20_000_000, data_ns=3_000_000)] * 24 + [StepRecord(1, 10**9)]
     >>> window = window_of(25, records)
@@ -163,23 +163,19 @@ def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
     )
 
 
-# The board, with a slot for each process.
-
-
 SLOT_BYTES = 320
 _STRIDE = SLOT_BYTES + TIMES_BYTES
 _NAME_BYTES = 64
 
-# Words of 8 bytes, in the byte order of the host.
+# Indices of 8-byte words, in the host's byte order.
 _PID, _GENERATION, _TIMEOUT, _STEPS, _PROGRESS, _SINCE = range(6)
 # The limit and the name of the phase, written together.
 _LIMIT, _NAME = 6, slice(56, 56 + _NAME_BYTES)
 _PIECE = f"{8 + _NAME_BYTES}s"
 _write_step = struct.Struct(f"qqq{_PIECE}").pack_into
 _write_phase = struct.Struct(f"qq{_PIECE}").pack_into
-# Written by threads of the native library, in a cache line of their own: the number of all-reduces
-# that ranks of this process have entered and left, the bucket of the last one entered, and how long
-# this process has waited in them for others.
+# Written by the native library's threads, on a separate cache line: all-reduces that ranks of this
+# process entered and left, the bucket of the last one entered, and nanoseconds of waiting in them.
 NATIVE = slice(128, 160)
 _ENTERED, _DONE, _BUCKET, _WAITED = range(16, 20)
 # Written by the watchdog's thread.
@@ -205,7 +201,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
-        """Return a new board, which other processes attach by its `fd`, for `num_slots` >= 1."""
+        """Return a new board of at least one slot, which other processes attach by its `fd`."""
         size = num_slots * _STRIDE
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))
@@ -219,7 +215,7 @@ class Board:
         return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
 
     def slot(self, index: int) -> "Slot":
-        """Return a slot, from 0 to num_slots - 1."""
+        """Return a slot by its index."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"slot {index} of a board of {self.num_slots}.")
         memory = memoryview(self._memory)[index * _STRIDE :][:_STRIDE]
@@ -227,17 +223,15 @@ class Board:
 
 
 class Slot:
-    """The part of a board that belongs to one process. A write takes less than a microsecond.
+    """The part of a board that belongs to one process; a write takes less than a microsecond.
 
-    The time of the progress is written before the progress: a reader in between, or one that finds
-    the process killed there, takes it for busier than it is, never for stalled.
+    The progress time is written before the progress. A reader in between, or after a kill there,
+    sees a process as busier than it is, never as stalled.
 
     Attributes:
       counter: writes its counts.
-      write_phase: `write_phase(progress_ns, since_ns, phase)`, one call of C: writes the time of
-        the progress, and a phase, made by `record`.
-      write_step: `write_step(steps, progress_ns, since_ns, phase)`: writes the number of steps,
-        too.
+      write_phase: `write_phase(progress_ns, since_ns, phase)`, one C call; `phase` is a `record`.
+      write_step: `write_step(steps, progress_ns, since_ns, phase)`, likewise.
       times: of its latest steps.
     """
 
@@ -250,12 +244,12 @@ class Slot:
         self.write_step = functools.partial(_write_step, memory, 8 * _STEPS)
 
     def expect(self, pid: int, generation: int) -> None:
-        """Reserve the slot for a process that has not come to `jdp.init()` yet."""
+        """Reserve the slot for a process that has not reached `jdp.init()`."""
         self._reset(pid, generation, TIMEOUT_S)
         self.enter(record(BEFORE))
 
     def claim(self, generation: int, timeout_s: float) -> None:
-        """Begin to use the slot for this process; `timeout_s` is inf for no limit."""
+        """Claim the slot for this process; `timeout_s` is inf for no limit."""
         self._reset(os.getpid(), generation, timeout_s)
 
     def _reset(self, pid: int, generation: int, timeout_s: float) -> None:
@@ -274,10 +268,7 @@ class Slot:
         self.times.clear()
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
-        """Write a phase that begins now, or began at `since_ns`, and return when it began.
-
-        Times are those of `time.monotonic_ns`.
-        """
+        """Write a phase that began at monotonic `since_ns` (0: now), and return its begin."""
         now = time.monotonic_ns()
         since_ns = since_ns or now
         self.write_phase(now, since_ns, phase)
@@ -293,7 +284,7 @@ class Slot:
         self._words[_DEBUGGED] = is_debugged
 
     def waited_ns(self) -> int:
-        """Return how long the process has waited for others in collectives of the library."""
+        """Return the total wait in collectives of the library."""
         return self._words[_WAITED]
 
     def read(self) -> ProcessStatus:
@@ -305,8 +296,8 @@ class Slot:
         view = memoryview(seen)
         words, floats = view.cast("q"), view.cast("d")
         pid = words[_PID]
-        # struct clears its target before it writes, the time first: a process that was stopped
-        # there has no phase.
+        # struct clears its target before it writes, the time first: a process stopped there has no
+        # phase.
         name = seen[_NAME] if words[_PROGRESS] else b""
         return ProcessStatus(
             pid=pid,
@@ -332,7 +323,7 @@ def record(name: str, limit_s: float = 0.0) -> bytes:
 
 
 def phase_name(phase: bytes) -> str:
-    """Return the name of a phase, given what `record` returned.
+    """Return the name of a `record`.
 
     >>> phase_name(record("saving"))
     'saving'

@@ -17,16 +17,16 @@ from jdp.worker.progress import own
 from jdp.worker.progress_board import phase_name
 from jdp.worker.run_progress import RunProgress, RunSummary
 
-# Interval in seconds between lines where there is no terminal, as of `jdp run`.
+# Seconds between lines without a terminal, as in `jdp run`.
 PLAIN_S = 30.0
 _TICK_S = 0.5
-# A script that writes more often than this does not pay for drawing.
+# Seconds between redraws, so that a script that writes often does not pay for them.
 _REDRAW_S = 0.05
-# A run shows nothing before this time, so that short ones stay quiet.
+# Seconds before anything is shown, so that short runs stay quiet.
 _QUIET_S = 2.0
-# For so long after output that moves the cursor, the script has the terminal to itself.
+# After output that moves the cursor, the script owns the terminal for this long.
 _OWN_BAR_S = 5.0
-# A carriage return that begins a row again, or a sequence that moves the cursor or erases.
+# A carriage return that restarts a row, or a sequence that moves the cursor or erases.
 _MOVES_CURSOR = re.compile(r"\r(?!\n)|\x1b\[[\d;?]*[A-HJKSTfsu]|\x1b[78M]")
 
 
@@ -34,17 +34,17 @@ class Display(Protocol):
     """Shows the line."""
 
     def show(self, summary: RunSummary) -> None:
-        """Show how far the run is."""
+        """Show a summary."""
 
     def close(self) -> None:
-        """Show it no more."""
+        """Stop showing it."""
 
 
 class ProgressLine:
-    """A thread that reads the progress of this process and shows it, while the process trains.
+    """A thread that shows the progress of this process while it trains.
 
     Args:
-      is_plain: whether it writes lines on terminals, too.
+      is_plain: whether it writes lines also on terminals.
     """
 
     def __init__(self, *, is_plain: bool = False) -> None:
@@ -52,12 +52,12 @@ class ProgressLine:
         self._progress = RunProgress(has_launcher=False)
         self._display: Display | None = None
         self._num_steps, self._has_shown = 0, False
-        self._began: float | None = None  # when a step or a long phase was seen first
+        self._began: float | None = None  # the first step or long phase
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jdp-progress", daemon=True)
 
     def start(self) -> None:
-        """Follow what the script writes from now on, and start the thread."""
+        """Start the thread."""
         self._display = PlainLines() if self._is_plain else _display()
         self._thread.start()
 
@@ -74,7 +74,7 @@ class ProgressLine:
             self._display = None
 
     def _run(self) -> None:
-        # An output that has gone, as under `| head`, or that lacks methods, ends the line alone.
+        # A closed output, as under `| head`, or a stream without these methods ends only the line.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             while not self._stopped.wait(_TICK_S):
                 self._update(time.monotonic())
@@ -91,7 +91,7 @@ class ProgressLine:
         self._num_steps = status.steps
         self._progress.record(now, {0: status})
         summary = self._progress.summary(now)
-        # At a prompt, in a debugger, or after its loop the script has the terminal to itself.
+        # At a prompt, in a debugger, or after its loop the script owns the terminal.
         if summary is None or not (has_stepped or summary.activity) or is_debugged():
             return
         self._began = now if self._began is None else self._began
@@ -105,11 +105,11 @@ def _display() -> Display:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):
         return Notebook(shell)
-    # rich takes these for terminals of 80 columns that know no sequences.
+    # rich takes these for terminals of 80 columns without sequences.
     knows_sequences = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
     is_prompt = shell is not None or hasattr(sys, "ps1") or sys.flags.interactive
     if knows_sequences and not is_prompt:
-        # A stream of the script's may lack any method.
+        # A custom stream may lack any method.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             if sys.stderr.isatty():
                 return TerminalLine()
@@ -117,13 +117,13 @@ def _display() -> Display:
 
 
 class PlainLines:
-    """Writes a line every PLAIN_S, where there is no terminal."""
+    """Writes a line every PLAIN_S, without a terminal."""
 
     def __init__(self) -> None:
         self._due: float | None = None
 
     def show(self, summary: RunSummary) -> None:
-        """Write a line if it is time."""
+        """Write a line if it is due."""
         now = time.monotonic()
         if self._due is None:
             self._due = now + PLAIN_S
@@ -134,18 +134,18 @@ class PlainLines:
                 sys.stderr.flush()
 
     def close(self) -> None:
-        """Do nothing: lines stay."""
+        """Do nothing."""
 
 
 class Notebook:
-    """An output of the running cell, whose text changes."""
+    """An updated output of the running cell."""
 
     def __init__(self, shell: Any) -> None:
         self._shell, self._new = shell, importlib.import_module("IPython.display").DisplayHandle
         self._cell, self._handle = -1, None
 
     def show(self, summary: RunSummary) -> None:
-        """Change the text, or begin another in a cell that has none."""
+        """Update the text, or begin another in a new cell."""
         data = {"text/plain": str(summary)}
         if self._handle is None or self._cell != self._shell.execution_count:
             self._cell, self._handle = self._shell.execution_count, self._new()
@@ -154,24 +154,24 @@ class Notebook:
             self._handle.update(data, raw=True)
 
     def close(self) -> None:
-        """Do nothing: the last text stays."""
+        """Do nothing."""
 
 
 class TerminalLine:
     """A line below what the script writes to the terminal by `sys.stdout` and `sys.stderr`.
 
-    It takes over the method `write` of these streams, whoever refers to them, and `input`, which
-    debuggers call, too. Whatever a script writes or asks for erases the line first.
+    It replaces `write` of these streams and `input`, which debuggers call, too; both erase the line
+    first.
     """
 
     def __init__(self) -> None:
         self._line = LiveLine()
         self._lock = threading.RLock()
-        self._is_at_start = True  # whether the output ends with a whole row
-        self._is_shown = False  # whether it is drawn again behind output of the script
+        self._is_at_start = True  # the output ends with a whole row
+        self._is_shown = False  # redrawn after output of the script
         self._is_asking = False
         self._own_bar_until = self._drawn_at = 0.0
-        self._taken: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+        self._taken: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, ours
         self._terminal = os.dup(sys.stderr.fileno())  # the script may close its own
         device = os.fstat(self._terminal).st_rdev
         for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
@@ -183,14 +183,14 @@ class TerminalLine:
         os.register_at_fork(after_in_child=self._forked)
 
     def show(self, summary: RunSummary) -> None:
-        """Draw the line, unless the last row of the script has not ended."""
+        """Draw the line, unless the script's last row is unfinished."""
         self._line.set_text(summary.parts())
         with self._lock:
             self._is_shown = not self._is_asking and time.monotonic() >= self._own_bar_until
             self._draw()
 
     def close(self) -> None:
-        """Leave the line below the output, and give the streams back."""
+        """Leave the line below the output, and restore the streams."""
         with self._lock:
             self._draw()
             self._put(self._line.end())
@@ -199,7 +199,7 @@ class TerminalLine:
             self._terminal = -1
 
     def _take_over(self, owner: Any, name: str, ours: Any) -> None:
-        with contextlib.suppress(AttributeError):  # a stream whose methods cannot be changed
+        with contextlib.suppress(AttributeError):  # a stream with read-only methods
             before = vars(owner).get(name)
             setattr(owner, name, ours)
             self._taken.append((owner, name, before, ours))
@@ -239,12 +239,12 @@ class TerminalLine:
             self._draw()
 
     def _draw(self) -> None:
-        # The traceback of a script that fails is last.
+        # The traceback of a failed script comes last.
         if not (self._is_shown and self._is_at_start) or hasattr(sys, "last_value"):
             return
         with contextlib.suppress(OSError):
             if os.tcgetpgrp(self._terminal) != os.getpgrp():
-                return  # the terminal belongs to another program, as after `python train.py &`
+                return  # another program owns the terminal, as after `python train.py &`
         try:
             columns = os.get_terminal_size(self._terminal).columns
         except OSError:

@@ -1,4 +1,4 @@
-"""How far a run is, added up from its processes, over all its generations; and in words."""
+"""The progress of a run over all processes and generations, and its words."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -9,13 +9,13 @@ from jdp.worker.process_status import ProcessStatus, RunCounts
 
 
 class RunHistory(NamedTuple):
-    """The failures and lost time of a run. Times are those of `time.monotonic`, in seconds.
+    """Failures and lost time of a run, in seconds of `time.monotonic`.
 
     Attributes:
-      failures: time, step if it is known, and error of each one that the restart budget counts.
-      began: when all processes had made the first step; None before that.
-      lost_s: since then, in which the run did not come further.
-      recoveries: number of them, by the error code of the first failure of each.
+      failures: (time, step or None, error) of each failure in the restart budget.
+      began: when all processes had made the first step, or None.
+      lost_s: seconds since then without new progress.
+      recoveries: how many, by the error code of the first failure of each.
 
     >>> RunHistory([(90.0, 7, "")], began=10.0).moved(-100.0).facts()
     {'failures': [[-10.0, 7, '']], 'began': -90.0, 'lost_s': 0.0, 'recoveries': {}}
@@ -32,10 +32,7 @@ class RunHistory(NamedTuple):
         return sum(self.recoveries.values())
 
     def moved(self, by_s: float) -> "RunHistory":
-        """Return it on another clock, which shows `by_s` more.
-
-        Between hosts it is sent on a clock that shows 0 at that moment.
-        """
+        """Return it on a clock that is `by_s` ahead; hosts send it on a clock at 0."""
         failures = [(at + by_s, step, error) for at, step, error in self.failures]
         began = None if self.began is None else self.began + by_s
         return self._replace(failures=failures, began=began)
@@ -46,13 +43,13 @@ class RunHistory(NamedTuple):
 
 
 class LeaderLoss(NamedTuple):
-    """The loss of a leader, as a host that followed it has seen it.
+    """The loss of a leader, as a follower saw it.
 
     Attributes:
       why: in words.
       at: time.monotonic() when it was noticed.
-      silent_s: seconds for which nothing was heard of it before that.
-      step: the last that all processes of this host called; None if it is not known.
+      silent_s: seconds of silence before that.
+      step: the last that all processes of this host called; None if unknown.
     """
 
     why: str
@@ -61,31 +58,27 @@ class LeaderLoss(NamedTuple):
     step: int | None = None
 
     def moved(self, by_s: float) -> "LeaderLoss":
-        """Return it on another clock, which shows `by_s` more."""
+        """Return it on a clock that is `by_s` ahead."""
         return self._replace(at=self.at + by_s)
 
 
 class RunSummary(NamedTuple):
-    """How far a run is, as the leader sees it.
+    """The progress of a run, as the leader sees it; unknown values are None.
 
     Attributes:
-      step: the last step that all processes have called, counted over all lives of the run; None
-        before the first.
-      loss: the last one that `jdp.log` has written; None if there is none.
-      steps_per_s: lately; None until two steps were seen.
-      rows_per_s: examples in these steps; None if jdp did not hand out their batches.
-      data_share: of the same time, that the process waits for data which waits longest; None
-        likewise.
-      commit: step of the last commit that all hosts have; None if there is none.
-      checkpoint: step of the last checkpoint; None if there is none.
+      step: the last step that all processes called, counted over all lives of the run.
+      loss: the last in `jdp.log`.
+      steps_per_s: lately, from two steps on.
+      rows_per_s: examples in these steps; None if jdp did not supply the batches.
+      data_share: fraction of that time in which the slowest loader's process waits for data.
+      commit: step of the last commit that all hosts have.
+      checkpoint: step of the last checkpoint.
       recoveries: from failures.
-      ettr: effective training time ratio: the share of the time since the first step of the run in
-        which it came further. Recoveries do not count, nor do steps that are made again. None
-        without a launcher.
-      learning_rate, gradient_norm: likewise.
-      activity: what a process has been doing for more than two seconds, such as "compiling for
-        7 s"; None if it trains.
-      target: step at which the loop over `jdp.batches` ends; None if it is not known.
+      ettr: effective training time ratio: the fraction of the time since the first step with new
+        progress. Recoveries and repeated steps do not count. None without a launcher.
+      learning_rate, gradient_norm: likewise the last in `jdp.log`.
+      activity: a phase of over two seconds, such as "compiling for 7 s"; None while it trains.
+      target: step at which the loop over `jdp.batches` ends.
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
     >>> print(summary)
@@ -108,7 +101,7 @@ commit 340, checkpoint 300
     target: int | None = None
 
     def parts(self) -> list[str]:
-        """Return the numbers that are known, each in words, the least important ones last."""
+        """Return the known numbers in words, the least important last."""
         found = [] if self.step is None else [f"step {self.step}"]
         if found and self.target is not None and self.target > 0:
             found = [f"step {self.step} of {self.target}"]
@@ -141,12 +134,12 @@ def _rate(value: float | None) -> str | None:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Rates are those of the last seconds, or of the last two steps if these took longer.
+# Rates cover these last seconds, or the last two steps if these took longer.
 WINDOW_S = 30.0
 
 
 class _Sample(NamedTuple):
-    """The processes at a time at which a step was new."""
+    """The processes at the time of a new step."""
 
     at: float
     step: int
@@ -155,35 +148,26 @@ class _Sample(NamedTuple):
 
 
 class RunProgress:
-    """Adds up how far a run is. Times are those of `time.monotonic`, in seconds.
+    """Adds up the progress of a run, in seconds of `time.monotonic`.
 
     Args:
       has_launcher: whether processes are replaced, so that time may be lost.
-
-    >>> from jdp.worker.process_status import RunCounts
-    >>> progress = RunProgress()
-    >>> progress.begin_generation(100.0, size=1, restored={})
-    >>> for i in range(3):
-    ...     status = ProcessStatus(7, steps=i + 1, counts=RunCounts(rows=64 * (i + 1)))
-    ...     progress.record(100.0 + i / 2, {0: status})
-    >>> print(progress.summary(101.0))
-    step 3, 128 examples/s, data wait 0 %, ETTR 100.0 %
     """
 
     def __init__(self, *, has_launcher: bool = True) -> None:
         self._has_launcher = has_launcher
         self._began: float | None = None  # when all processes had made a step
-        self._size = 0  # of the generation that trains; 0 while none does
+        self._size = 0  # of the training generation; 0 while none trains
         self._restored: dict[int, int] = {}  # step at which each process began
         self._statuses: dict[int, ProcessStatus] = {}
-        self._ended: dict[int, ProcessStatus] = {}  # the last ones, of processes that have ended
+        self._ended: dict[int, ProcessStatus] = {}  # last statuses of ended processes
         self._step = self._furthest = 0
-        self._outage: float | None = None  # since when the run did not come further
+        self._outage: float | None = None  # since when the run makes no new progress
         self._lost_s = 0.0
         self._recoveries: Counter[str] = Counter()  # by the code of the first failure
-        self._cause = ""  # that of the outage, once something has failed
+        self._cause = ""  # that of the outage, after a failure
         self._samples: deque[_Sample] = deque()
-        self._logged = RunCounts()  # of the process that has logged a step last
+        self._logged = RunCounts()  # of the process that logged last
         self._activity: str | None = None
         self._evaluates_since: float | None = None
         self._commit: int | None = None
@@ -191,18 +175,18 @@ class RunProgress:
         self._target: int | None = None
 
     def history(self, now: float) -> RunHistory:
-        """Return what another leader would need to go on; an outage that lasts ends now."""
+        """Return what the next leader needs; a current outage ends now."""
         return RunHistory([], self._began, self._all_lost_s(now), dict(self._recoveries))
 
     def take_over(self, history: RunHistory) -> None:
-        """Begin with what another leader has recorded."""
+        """Begin with what another leader recorded."""
         self._began, self._lost_s = history.began, history.lost_s
         self._recoveries = Counter(history.recoveries)
 
     def begin_generation(
         self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
     ) -> None:
-        """Record that all processes of a generation have made their first step."""
+        """Record that all processes of a generation made their first step."""
         self._began = now if self._began is None else self._began
         self._size, self._statuses, self._ended = size, {}, {}
         self._restored = {i: facts["base"] for i, facts in restored.items()}
@@ -216,7 +200,7 @@ class RunProgress:
             if facts["tier"] == "checkpoint":
                 self._checkpoint = step
             elif self._checkpoint is not None and self._checkpoint > step:
-                self._checkpoint = None  # it is of another life, or damaged
+                self._checkpoint = None  # of another life, or damaged
 
     def record_failure(self, at: float, step: int | None, error_code: str) -> None:
         """Record that the generation ends."""
@@ -229,12 +213,12 @@ class RunProgress:
         self._cause = self._cause or error_code
 
     def record_end(self, now: float, process_id: int, status: ProcessStatus) -> None:
-        """Record the last status of a process, which has ended."""
+        """Record the last status of a process that ended."""
         self._ended[process_id] = status
         self.record(now, {})
 
     def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
-        """Record statuses of processes of the generation, of some of them or of all."""
+        """Record statuses of some or all processes of the generation."""
         self._activity = process_status.activity(
             now, self._with_evaluations(now, statuses.values())
         )
@@ -261,7 +245,7 @@ class RunProgress:
     def _with_evaluations(
         self, now: float, statuses: Iterable[ProcessStatus]
     ) -> list[ProcessStatus]:
-        """Return the statuses with the phase of an evaluation in place of that of its steps."""
+        """Return the statuses, with an evaluation's phase in place of its steps'."""
         statuses = [*statuses]
         if not any(it.counts.is_evaluating for it in statuses):
             self._evaluates_since = None
@@ -275,7 +259,7 @@ class RunProgress:
         ]
 
     def summary(self, now: float) -> RunSummary | None:
-        """Return how far the run is; None before its first step, unless it takes long."""
+        """Return the progress; None before the first step, unless a phase takes long."""
         if self._began is None and self._activity is None:
             return None
         return RunSummary(
@@ -301,7 +285,7 @@ class RunProgress:
     def _all_lost_s(self, now: float) -> float:
         return self._lost_s + (0.0 if self._outage is None else now - self._outage)
 
-    # A commit counts once all that write it have it: hosts, or the processes of a split state.
+    # A commit counts once all its writers have it: hosts, or the processes of a split state.
     def _record_kept(self, counts: list[RunCounts]) -> None:
         self._commit = min((it.commit for it in counts if it.commit >= 0), default=self._commit)
         saved = (it.checkpoint for it in counts if it.checkpoint >= 0)
@@ -310,14 +294,14 @@ class RunProgress:
         if latest.logged >= 0:
             self._logged = latest
 
-    # Steps and rows for each second, and the share of waiting for data.
+    # Steps and rows a second, and the fraction of time waiting for data.
     def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
         if not self._samples or self._samples[0].at == self._samples[-1].at:
             return None, None, None
         first, last = self._samples[0], self._samples[-1]
         times = [it.at for it in self._samples]
         longest = max(b - a for a, b in zip(times, times[1:], strict=False))
-        # A step that takes longer than those before counts while it runs.
+        # A running step counts once it takes longer than those before.
         seconds = (last.at if now - last.at <= longest else now) - first.at
         if not last.rows:
             return (last.step - first.step) / seconds, None, None
@@ -327,6 +311,6 @@ class RunProgress:
 
 
 def _waited_s(now: float, status: ProcessStatus) -> float:
-    """Return for how many seconds a process has waited for data, with a wait that lasts."""
+    """Return the seconds that a process has waited for data, including a current wait."""
     lasting_s = max(0.0, now - status.since_s) if status.phase == process_status.DATA else 0.0
     return status.counts.data_s + lasting_s

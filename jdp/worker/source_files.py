@@ -10,17 +10,17 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-# Lines of the files that were read, by their paths relative to the folder of the script.
+# Lines of the files read, by path relative to the script's folder.
 _lines: dict[str, list[bytes]] = {}
-# Names of the modules that were looked at: a recovery has no time for all of them.
+# Names of examined modules: a recovery has no time to examine all again.
 _seen: set[str] = set()
 
 
 def record() -> None:
-    """Read the script and the imported modules below its folder; a second time what is new there.
+    """Read the script and the imported modules below its folder that are new since the last call.
 
-    Soon after they are imported, so that an edit falls between the two as rarely as possible: a
-    standby imports them long before it trains.
+    Call it soon after the imports, before an edit can change the files: a standby imports long
+    before it trains.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not Path(script).is_file():  # a notebook
@@ -49,9 +49,9 @@ def digests() -> dict[str, list[str]]:
 
 
 def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first line in which a file differs from `digests` of another life; None if none.
+    """Return the first line in which a file differs from `digests` of another life, or None.
 
-    Files that one of the two has not imported are not compared.
+    Files that only one of the two imported are not compared.
     """
     for name, lines in _lines.items():
         digest, sums = saved.get(name, (None, ""))
@@ -67,11 +67,10 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
-    """Return the first place, as "file:line", that a pattern matches, and its first group.
+    """Return the first match as ("file:line", first group).
 
-    Of the script only lines up to the statement that runs now are searched; of other modules all,
-    also of those in other folders, unless they are installed. Comments on lines of their own are
-    not.
+    It searches all modules that are not installed, and the script up to the running statement,
+    except comments on their own lines.
     """
     last = _last_lines()
     for path in {*last, *_authors_files()}:
@@ -92,7 +91,7 @@ def _authors_files() -> Iterator[Path]:
 
 
 def _last_lines() -> dict[Path, int]:
-    """Return the last line of the statement that runs now in the script, by its file."""
+    """Return the last line of the running statement, by script file."""
     found, frame = {}, sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__":  # also that of a profiler's script

@@ -31,7 +31,7 @@ def require_limit(timeout_s: Any) -> None:
             f"timeout_s={timeout_s!r} is not a number of seconds. Write timeout_s=600, or None "
             "for no limit."
         )
-    if not float(timeout_s) > 0:  # NaN is not, either
+    if not float(timeout_s) > 0:  # also false for NaN
         raise ValueError(
             f"timeout_s={timeout_s} would end the run before its first step. Write more seconds "
             "than the longest step can take, such as 600, or None for no limit."
@@ -52,7 +52,7 @@ def begin_watching(
     own.longest_wait_s = limit_s * process_status.PATIENCE
     launcher = launcher_client.current()
     is_alone = launcher is None and num_processes == 1
-    # No other process waits for user code here, which may take days.
+    # User code of a lone process may take days.
     own_limit_s = math.inf if is_alone else 0.0
     own.between = record(process_status.BETWEEN, own_limit_s), 0
     # The entire step is user code here and may include compilation.
@@ -65,8 +65,8 @@ def begin_watching(
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])
-    # Handlers run last in, first out. With several processes, JAX's handler is registered by now,
-    # and a process waits for the others in it.
+    # Handlers run last in, first out. With several processes JAX's handler, which waits for the
+    # others, is registered by now.
     atexit.unregister(_end)
     atexit.register(_end)
     if not is_alone:
@@ -75,7 +75,7 @@ def begin_watching(
     own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
     own.watch.start(lambda: own.num_running())
     own.step_clock = StepClock(own.slot) if is_launched else None
-    wanted = os.environ.get("JDP_PROGRESS", "auto").lower()  # as of `jdp run`
+    wanted = os.environ.get("JDP_PROGRESS", "auto").lower()  # as in `jdp run`
     if shows_progress and wanted not in ("off", "0", "false") and not is_launched and process == 0:
         own.line = ProgressLine(is_plain=wanted == "plain")
         own.line.start()
