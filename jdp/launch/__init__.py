@@ -1,1 +1,1 @@
-"""`jdp run`: starts, watches and replaces the processes of a run. Never imports JAX."""
+"""`jdp run`: starts, watches and replaces the processes of a run; never imports JAX."""

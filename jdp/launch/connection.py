@@ -1,8 +1,8 @@
 """Connections between launchers, and between a launcher and its processes.
 
-Two ends of a connection show that they know the token of the run without sending it: each sends a
-nonce of its own, and then an HMAC of both nonces under the token, challenge and response as in
-RFC 2195, in both directions. A listener learns nothing that could be used again.
+Both ends prove that they know the run's token without sending it: each sends a nonce, then an HMAC
+of both nonces under the token (challenge and response as in RFC 2195). A listener learns nothing
+that it could replay.
 """
 
 import asyncio
@@ -17,46 +17,42 @@ from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
 
 def make_nonce() -> str:
-    """Return a number that was never used before."""
+    """Return a fresh nonce."""
     return secrets.token_hex(16)
 
 
 def token_proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
     """Return a proof that its sender knows the token.
 
-    It holds the part of the sender, "leader" or "host", so that neither can send back the other's
-    proof, and the nonces that both have made for this connection.
+    It contains the sender's part, "leader" or "host", so that neither can echo the other's proof.
     """
     text = f"jdp {part} {leader_nonce} {host_nonce}"
     return hmac.new(token.encode(), text.encode(errors="replace"), "sha256").hexdigest()
 
 
 def is_token_proof(given: object, *expected: str) -> bool:
-    """Whether `given` is `proof(*expected)`, in a time that does not depend on the difference."""
-    # JSON can hold surrogates, which UTF-8 cannot; they must not end the run.
+    """Whether `given` is `token_proof(*expected)`, in constant time."""
+    # JSON can hold surrogates, which UTF-8 cannot encode.
     given = given.encode(errors="replace") if isinstance(given, str) else b""
     return hmac.compare_digest(given, token_proof(*expected).encode())
 
 
-# An end with so much unread data has stopped, and is given up.
+# An end with this much unread data has stopped.
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
 
-# The reason for an orderly end of a connection.
+# The reason of an orderly end.
 CLOSED = "connection closed"
 
 
 class Channel:
-    """One end of a connection, on the running event loop.
+    """One end of a connection on the running event loop; owns the socket.
 
     Args:
-      connection: a connected stream socket, which the channel closes.
-      received: is called with kind and facts of each message.
-      closed: is called once, with the reason, when the other end is gone; not after
-        `close_connection`.
+      received: called with kind and facts of each message.
+      closed: called once with the reason when the other end is gone, not after `close_connection`.
       max_line_bytes: a longer line ends the connection.
-      addresses: of this end and of the other. Kept here, since a socket forgets them when the
-        other end is gone.
-      source: `source_of` the end that has connected, as this end sees it.
+      addresses: of this and the other end; a socket forgets them when the other end is gone.
+      source: `source_of` the connecting end, as this end sees it.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class Channel:
             self._write()
 
     def read(self) -> None:
-        """Receive all messages that have arrived. The event loop calls this, too."""
+        """Receive all messages that have arrived; the event loop also calls this."""
         while self.is_open:
             try:
                 data = self._socket.recv(1 << 16)
@@ -109,7 +105,7 @@ class Channel:
             self._loop.remove_writer(self._socket)
             self._socket.close()
 
-    # The kernel takes a part of a long message, and the rest when the other end has read that.
+    # The kernel may take only a part of a long message.
     def _write(self) -> None:
         try:
             count = self._socket.send(self._unsent)
@@ -134,7 +130,7 @@ class Channel:
             return self._lose(str(error))
         self.received(kind, facts)
 
-    # `closed` is called later, so that nothing else changes while `send` runs.
+    # `closed` is called later, so that no state changes during `send`.
     def _lose(self, why: str) -> None:
         if self.is_open:
             self.close_connection()
@@ -142,7 +138,7 @@ class Channel:
 
 
 def source_of(address: tuple[Any, ...]) -> str:
-    """Return the address and port of a socket as text, the same on both hosts.
+    """Return address and port of a socket as text, equal on both hosts.
 
     >>> source_of(("fe80::1%eth0", 7, 0, 2))
     'fe80::1 7'
@@ -152,14 +148,14 @@ def source_of(address: tuple[Any, ...]) -> str:
 
 
 def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task whose error goes to the event loop, as that of a callback does."""
+    """Start a task whose error reaches the event loop, as a callback's does."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: None if done.cancelled() else done.result())
     return task
 
 
 async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Return a connection to a name and port: to the first address of the name that answers."""
+    """Return a connection to the first address of a name that answers."""
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     whys = []
     for family, kind, number, _, where in found:
@@ -180,29 +176,27 @@ async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
     except BaseException:
         connection.close()
         raise
-    # Messages are answers to each other, so TCP must not wait for more data.
+    # Messages answer each other, so TCP must not wait for more data.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-# The end of a lifeline is seen at most so many seconds after that of the other connection.
+# The longest delay in seconds between the ends of the other connection and of the lifeline.
 LIFELINE_S = 1.0
 
 
 class Lifeline:
-    """One end of a connection on which nothing is sent, except a farewell by one that lives.
+    """One end of a connection that carries only a farewell, by a launcher that lives on.
 
-    If a launcher dies, its kernel closes the connection in order, since no data waits there. If the
-    network is cut, nothing is seen, and a reset by a firewall is not an orderly end. So an orderly
-    end without a farewell means that the other launcher is dead, and its processes with it.
-
-    A proxy between them (a service mesh, `ssh -L`) has connections of its own, and closes them in
-    order when the network behind it is cut. So a connection through one shows no death.
+    The kernel of a dead launcher closes the connection in order, since no data waits there. A cut
+    network shows nothing, and a firewall's reset is not an orderly end. So an orderly end without a
+    farewell means that the other launcher and its processes are dead. A proxy (service mesh, `ssh
+    -L`) closes its connections in order when the network behind it is cut, so it shows no death.
 
     Args:
       channel: of an authenticated peer.
-      died: is called once if the other launcher has died.
-      is_direct: whether no proxy is between both ends.
+      died: called once if the other launcher has died.
+      is_direct: whether the ends are connected without a proxy.
     """
 
     def __init__(self, channel: Channel, died: Callable[[], None], is_direct: bool) -> None:
@@ -212,7 +206,7 @@ class Lifeline:
         channel.received, channel.closed = self._receive, self._closed
 
     def leave(self) -> None:
-        """Close it, and let the other end know that this launcher lives."""
+        """Close it with a farewell, which shows that this launcher lives."""
         self._channel.send("farewell")
         self._channel.close_connection()
 

@@ -1,4 +1,4 @@
-"""Where the hosts of a run meet, which of them leads, and how good its claim to lead is."""
+"""Where the hosts of a run meet, and which of them leads."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ class Rendezvous:
     """The addresses of `--rdzv-endpoint`, one of which this host may hold.
 
     Attributes:
-      addresses: of the hosts that may lead, in the order of their claims.
-      own: index of the address of this host; None if it may not lead.
+      addresses: of the hosts that may lead, best claim first.
+      own: index of this host; None if it may not lead.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Rendezvous:
         self._socket = held
         if held is not None:
             name, port = held.getsockname()[:2]
-            # An own address that the others know by another name.
+            # Another name of an own address.
             addresses[own or 0] = ("127.0.0.1" if name == "0.0.0.0" else name), port
 
     @property
@@ -40,13 +40,13 @@ class Rendezvous:
         return len(self.addresses) > 1
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens at the own address, for a leader."""
+        """Return a socket that listens at the own address."""
         assert self._socket is not None
         self._stop_turning_away()
         return self._socket.dup()
 
     def turn_away(self) -> None:
-        """Close each connection to the own address, so that hosts look for a leader elsewhere."""
+        """Close each connection to the own address, so that hosts try another leader."""
         if self._socket is not None:
             asyncio.get_running_loop().add_reader(self._socket, self._turn_away)
 
@@ -67,7 +67,7 @@ class Rendezvous:
 
 
 def find(options: Options) -> Rendezvous:
-    """Return where the hosts of this run meet, and hold the own address if there is one."""
+    """Return the rendezvous of this run, and hold the own address if there is one."""
     if not options.endpoints:
         return Rendezvous([("127.0.0.1", 0)], 0, _listening(("127.0.0.1", 0)))
     addresses = options.endpoints
@@ -81,7 +81,7 @@ def find(options: Options) -> Rendezvous:
         try:
             return Rendezvous(addresses, i, _listening(_address_here(*address)))
         except OSError as error:
-            # The address is of another host, or another launcher of this host holds it.
+            # The address is another host's, or another launcher holds it.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise _cannot_listen(i, address, error) from error
     return Rendezvous(addresses)
@@ -96,8 +96,8 @@ def _hold_own(options: Options) -> socket.socket:
         raise _cannot_listen(rank, (name, port), error) from error
 
 
-# The scheduler says that the others know this host by `name`. That may lead to an address that it
-# does not have: of a Service or a router, or of the pod that had this name before.
+# The scheduler says that others know this host by `name`, which may resolve to the address of a
+# Service, of a router, or of the pod that had this name before.
 def _listening_as(name: str, port: int) -> socket.socket:
     address = _address_here(name, port)
     try:
@@ -122,8 +122,7 @@ def _cannot_listen(rank: int, address: Address, error: OSError) -> ValueError:
     return ValueError(with_code("JDP310", text))
 
 
-# Whether a name can mean this host: one that cannot be found may be that of another host, which is
-# not registered yet.
+# A name that cannot be resolved may be another host's, not yet registered.
 def _may_be_here(name: str) -> bool:
     own = socket.gethostname()
     if name.partition(".")[0].lower() == own.partition(".")[0].lower():
@@ -134,8 +133,7 @@ def _may_be_here(name: str) -> bool:
         return False
 
 
-# The address to listen at when the others know this host by `name`. Many hosts resolve their own
-# name to a loopback address, which no other host can reach, or not at all: then all addresses, "".
+# Many hosts resolve their own name to a loopback address, or not at all: then all addresses, "".
 def _address_here(name: str, port: int) -> Address:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -153,11 +151,11 @@ def _listening(address: Address) -> socket.socket:
 
 
 def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
-    """Return the claim of a launcher; the smallest of all leads.
+    """Return the claim of a launcher; the smallest leads.
 
-    The launchers of a run must agree on an order, or two would wait for each other. One that leads
-    a running generation comes first, then one that knows the latest generation, then the first in
-    `--rdzv-endpoint`. A launcher that was started again knows none.
+    All launchers must agree on the order, or two would wait for each other: first the leader of a
+    running generation, then the latest known generation, then the order of `--rdzv-endpoint`. A
+    restarted launcher knows no generation.
 
     >>> min(claim_of(False, -1, 0), claim_of(False, 7, 2), claim_of(False, 7, 1))
     [1, -7, 1]
@@ -166,7 +164,7 @@ def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
 
 
 def read_claim(given: object) -> list[int] | None:
-    """Return a claim that a stranger may have sent; None if it is not a claim.
+    """Return a claim from an untrusted sender, or None.
 
     >>> read_claim([1, 1, 0]), read_claim([1, "1", 0]), read_claim(None)
     ([1, 1, 0], None, None)
@@ -176,20 +174,17 @@ def read_claim(given: object) -> list[int] | None:
     return None
 
 
-# After a leader was silent for the heartbeat timeout T and this host has left it, the leader hears
-# nothing more, and kills its own processes after 1.5 T. So this host may follow another one after
-# 2 T, whatever the network did.
+# A leader that lost contact for the heartbeat timeout T kills its own processes after 1.5 T. So
+# this host may follow another leader after 2 T, whatever the network did.
 WAIT = 2.0
 
 
 class LeaderSearch:
-    """Decides which addresses a host tries to join, in which order.
+    """Decides which addresses a host tries to join, and in which order.
 
     Args:
-      rendezvous: the addresses.
-      heartbeat_timeout_s: of the run.
-      generation: returns the last generation in which this host took part; -1 if none.
-      lead: has this launcher lead.
+      generation: returns the last generation of this host; -1 for none.
+      lead: makes this launcher lead.
 
     Attributes:
       leads: whether this launcher leads.
@@ -209,23 +204,23 @@ class LeaderSearch:
         self.own = rendezvous.own
         self._wait_s = WAIT * heartbeat_timeout_s
         self._generation, self._lead = generation, lead
-        self._joined: int | None = None  # the place of the leader that this host joined last
+        self._joined: int | None = None  # place of the last leader that this host joined
         self._wait_until = 0.0
         self._num_rounds = 0
 
     @classmethod
     def of_one(cls, address: Address) -> "LeaderSearch":
-        """Return the search for a leader that is at one address, and not in this launcher."""
+        """Return the search for a leader at one address, outside this launcher."""
         return cls(Rendezvous([address]), 0.0, lambda: -1, lambda: None)
 
     @property
     def connect_timeout_s(self) -> float:
-        """Seconds to wait for a connection: others are tried after that."""
+        """Seconds until the next address is tried."""
         return 1.0 if self.is_elective else math.inf
 
     @property
     def leader(self) -> str:
-        """The address of the leader that this host joined last, as text."""
+        """The address of the last joined leader, as text."""
         name, port = self.addresses[self._joined or 0]
         return f"{name}:{port}"
 
@@ -243,27 +238,27 @@ class LeaderSearch:
         self._lead()
 
     def record_joined(self, place: int) -> None:
-        """Record that the leader at this place has let this host join."""
+        """Record that the leader at this place let this host join."""
         self._joined = place
 
     def begin(self, is_leader_dead: bool) -> None:
-        """Begin a search, perhaps after the leader was lost."""
+        """Begin a search, perhaps after the loss of the leader."""
         self._num_rounds = 0
         if self._joined is not None and self._joined != self.own and not is_leader_dead:
             self._wait_until = time.monotonic() + self._wait_s
 
     def end_wait(self) -> None:
-        """Follow another leader at once: this one has resigned."""
+        """Follow another leader at once."""
         self._wait_until = 0.0
 
     def places(self) -> list[int]:
-        """Return the places in `addresses` to try now, in this order."""
+        """Return the indices in `addresses` to try now, in order."""
         if self.leads:
             return [self.own or 0]
         if self._joined is not None and time.monotonic() < self._wait_until:
             return [self._joined]
         others = [i for i in range(len(self.addresses)) if i != self.own or not self.is_elective]
-        # The one that was lost is probably still dead.
+        # The lost one is probably still dead.
         return sorted(others, key=lambda i: (i == self._joined, i))
 
     def is_better(self, claim: object) -> bool:
@@ -274,14 +269,14 @@ class LeaderSearch:
         return given is not None and given < claim_of(False, self._generation(), self.own)
 
     def begins_to_lead(self) -> bool:
-        """Record that no place had a leader for this host, and return whether it leads now."""
+        """Record a round without a leader, and return whether this launcher leads now."""
         if self.leads or not self.is_elective or time.monotonic() < self._wait_until:
             return False
         self._num_rounds += 1
-        # A launcher that knows nothing must not lead, unless the run begins.
+        # A launcher without a generation must not lead, except at the start of the run.
         if self.own is None or not (self.own == 0 or self._generation() >= 0):
             return False
-        # Those before it have a better claim, and as many rounds to make it.
+        # Each better claim gets one round first.
         before = sum(i != self._joined for i in range(self.own))
         if self._num_rounds > before:
             self._begin_to_lead()

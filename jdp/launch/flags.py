@@ -1,4 +1,4 @@
-"""The command line of `jdp run`: torchrun's flags, and our own."""
+"""The command line of `jdp run`: torchrun's flags, and jdp's own."""
 
 import argparse
 import re
@@ -8,18 +8,17 @@ from typing import Any, NoReturn
 
 from jdp.worker.local_devices import num_cpus, num_gpus
 
-# Readers of values. Each takes the text of a value, and raises argparse.ArgumentTypeError with
-# what to write instead.
+# Readers of values; each raises argparse.ArgumentTypeError with what to write instead.
 
 
-Range = tuple[int, int]  # at least, at most
+Range = tuple[int, int]  # (minimum, maximum)
 
 DEFAULT_PORT = 29400  # torchrun's
 
 # Bits of --tee and --redirects.
 STDOUT, STDERR = 1, 2
 
-# torchrun's names in --rdzv-conf, and ours.
+# torchrun's names in --rdzv-conf, and jdp's.
 _CONF = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_timeout_s"}
 
 
@@ -47,19 +46,19 @@ def read_count(what: str, low: int) -> Callable[[str], int]:
 
 
 def read_port(text: str) -> int:
-    """Read the number of a port."""
+    """Read a port."""
     if not re.fullmatch(r"\d+", text) or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: write a number from 1 to 65535")
     return int(text)
 
 
 def read_any_port(text: str) -> int:
-    """Read the number of a port; 0 is any free one."""
+    """Read a port; 0 is any free one."""
     return 0 if text == "0" else read_port(text)
 
 
 def read_seconds(text: str) -> float:
-    """Read a time."""
+    """Read seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -91,7 +90,7 @@ def read_range(what: str) -> Callable[[str], Range]:
 
 
 def read_processes(text: str) -> Range:
-    """Read a range of processes, or one for each GPU or CPU of this host: gpu, cpu, auto."""
+    """Read a range of processes, or gpu, cpu, auto: one for each on this host."""
     if text not in ("auto", "gpu", "cpu"):
         return read_range("processes")(text)
     gpus = num_gpus()
@@ -105,7 +104,7 @@ def read_processes(text: str) -> Range:
 
 
 def read_endpoint(text: str) -> str:
-    """Read host:port or host; an IPv6 address stands in brackets.
+    """Read host:port or host, with IPv6 addresses in brackets.
 
     >>> read_endpoint("[fe80::1]:7"), read_endpoint("host0")
     ('[fe80::1]:7', 'host0:29400')
@@ -119,7 +118,7 @@ def read_endpoint(text: str) -> str:
     return f"{match[1]}:{match[2] or DEFAULT_PORT}"
 
 
-# Whether DNS can have it: parts of 1 to 63 characters.
+# DNS needs parts of 1 to 63 characters.
 def _is_name(text: str) -> bool:
     try:
         return bool(text.encode("idna"))
@@ -128,7 +127,7 @@ def _is_name(text: str) -> bool:
 
 
 def read_endpoints(text: str) -> str:
-    """Read the addresses of hosts that may lead, separated by commas, the first claim first.
+    """Read comma-separated addresses of hosts that may lead, best claim first.
 
     >>> read_endpoints("host0,host1:7")
     'host0:29400,host1:7'
@@ -142,7 +141,7 @@ def read_endpoints(text: str) -> str:
 
 
 def read_streams(text: str) -> dict[int, int]:
-    """Read torchrun's form of streams: bits by local rank; -1 stands for all.
+    """Read torchrun's stream bits by local rank; -1 is all ranks.
 
     >>> read_streams("3"), read_streams("0:1,1:2")
     ({-1: 3}, {0: 1, 1: 2})
@@ -167,7 +166,7 @@ def read_ranks(text: str) -> frozenset[int]:
 
 
 def read_conf(text: str) -> dict[str, float]:
-    """Read torchrun's --rdzv-conf as seconds by our names.
+    """Read torchrun's --rdzv-conf as seconds by jdp's names.
 
     >>> read_conf("join_timeout=60")
     {'join_timeout_s': 60.0}
@@ -183,10 +182,7 @@ def read_conf(text: str) -> dict[str, float]:
     return conf
 
 
-# The flags.
-
-
-# Accepted, so that a command for torchrun runs as it is.
+# Accepted without effect, so that a command for torchrun runs unchanged.
 WITHOUT_MEANING = {
     "--monitor-interval": "a process that ends is noticed at once",
     "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, SIGINT for an end",
@@ -195,7 +191,7 @@ WITHOUT_MEANING = {
     "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
 }
 
-# Refused, since the run would not be as intended without them.
+# Refused: without them the run would not be as intended.
 REFUSED = {
     "--run-path": "it runs a script inside the launcher's own code. Leave it out.",
     "--virtual-local-rank": "each process is given its devices, and LOCAL_RANK stays its number. "
@@ -231,7 +227,7 @@ class Parser(argparse.ArgumentParser):
     """Reads flags up to the program; the rest are the program's.
 
     Raises:
-      ValueError: for a bad command line, where argparse would end the process.
+      ValueError: for a bad command line, where argparse would exit.
     """
 
     def __init__(self) -> None:
@@ -258,14 +254,14 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
     def spellings(self) -> list[str]:
-        """Return the flags that the help lists, in all spellings."""
+        """Return all spellings of the flags in the help."""
         listed = [flag for flag in self.flags if flag.help != argparse.SUPPRESS]
         return [spelling for flag in listed for spelling in flag.option_strings]
 
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
-        """Add a flag, also in torchrun's spelling with underscores, which is not in the help.
+        """Add a flag, and hidden from the help its spelling with underscores, as in torchrun.
 
-        The last of `names` names its value. If `text` is None the flag is not in the help.
+        The last of `names` names its value. A flag without `text` is hidden, too.
         """
         spellings = names.split()
         dest = dest_of(spellings[-1])
@@ -279,7 +275,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def dest_of(flag: str) -> str:
-    """Return the name of a flag's value.
+    """Return the attribute of a flag's value.
 
     >>> dest_of("--log-dir")
     'log_dir'
@@ -320,7 +316,7 @@ def _add_faults(parser: Parser) -> None:
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
     parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")
     text = "seconds from a signal to SIGKILL, unless it is saving (default 30)"
-    # torchrun has it without the unit.
+    # torchrun's name lacks the unit.
     names = "--shutdown-timeout --shutdown-timeout-s"
     parser.flag(group, names, text, type=read_seconds, metavar="S")
 

@@ -1,4 +1,4 @@
-"""The options of `jdp run`, read from its command line and from variables."""
+"""The options of `jdp run`, from its command line and environment."""
 
 import argparse
 import difflib
@@ -20,10 +20,7 @@ _VARIABLES = {
 
 
 def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
-    """Return the value of the option `node_rank` by that name, or {} if none is given.
-
-    Args:
-      num_hosts: number of hosts that --nnodes allows, >= 1.
+    """Return the value of the option `node_rank` by that name, or {}.
 
     >>> node_rank({"SLURM_NODEID": "1"}, num_hosts=2)
     {'node_rank': 1}
@@ -44,7 +41,7 @@ def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
 
 
 def warning_if_alone(environment: Mapping[str, str]) -> str | None:
-    """Return what to say of a launcher that does not look for others, None if it is the only one.
+    """Return a warning for a lone launcher among several, or None.
 
     >>> warning_if_alone({"SLURM_STEP_NUM_TASKS": "1"})
     """
@@ -58,7 +55,7 @@ def warning_if_alone(environment: Mapping[str, str]) -> str | None:
     )
 
 
-# In a step on one host, such as an interactive shell, the number is 0 in all of its programs.
+# In a step on one host, such as an interactive shell, SLURM_NODEID is 0 in all programs.
 def _is_on_several_hosts(environment: Mapping[str, str]) -> bool:
     num_hosts = _number("SLURM_STEP_NUM_NODES", environment)
     if 1 < num_hosts < _num_launchers(environment):
@@ -80,11 +77,11 @@ def _number(name: str, environment: Mapping[str, str]) -> int:
 
 
 class Options(NamedTuple):
-    """Options of `jdp run`; `flags.py` and `jdp run --help` describe each.
+    """Options of `jdp run`, described in `jdp run --help`.
 
-    Ranges are (minimum, maximum). None means that the value is detected, generated or absent; for
-    `local_ranks_filter` it means all ranks. Streams are STDOUT | STDERR by local rank, where -1
-    stands for all other ranks.
+    Ranges are (minimum, maximum). None means detected, generated or absent; for
+    `local_ranks_filter` all ranks. Streams are STDOUT | STDERR by local rank; -1 is all other
+    ranks.
     """
 
     command: tuple[str, ...]
@@ -117,14 +114,14 @@ class Options(NamedTuple):
 
     @property
     def num_standbys(self) -> int:
-        """Processes in reserve on this host: as many as run, and none if nothing is restarted."""
+        """Standbys on this host: by default one for each process, or none without restarts."""
         if self.max_restarts == 0:
             return 0
         return self.nproc_per_node[1] if self.standbys is None else self.standbys
 
     @property
     def endpoints(self) -> list[tuple[str, int]]:
-        """The addresses of the hosts that may lead, from --rdzv-endpoint; [] for one host.
+        """The (host, port) of the hosts that may lead; [] for one host.
 
         >>> Options((), (2, 2), rdzv_endpoint="host0:7,[fe80::1]:8").endpoints
         [('host0', 7), ('fe80::1', 8)]
@@ -145,7 +142,7 @@ class Options(NamedTuple):
         return [sys.executable, *(["-m"] if self.module else []), *self.command]
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Whether output of a process to `stream`, STDOUT or STDERR, goes to the console."""
+        """Whether the console shows a process's `stream`, STDOUT or STDERR."""
         tee, redirects = self.tee or {}, self.redirects or {}
         if tee.get(local_rank, tee.get(-1, 0)) & stream:
             return True
@@ -155,7 +152,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Options:
-    """Return the options of a command line, or else of variables JDP_<FLAG>, or else PET_<FLAG>.
+    """Return the options of a command line, else of JDP_<FLAG>, else of PET_<FLAG>.
 
     >>> options = parse(["--nproc-per-node", "2", "train.py", "--lr", "3"], {})
     >>> options.nproc_per_node, options.command
@@ -270,7 +267,7 @@ def _read_token(file: Path) -> str:
     return token
 
 
-# Yields (variable, flag) for each flag set in the environment. JDP_ comes last and wins.
+# Yield (variable, flag) for each flag in the environment; JDP_ comes last and wins.
 def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for prefix in ("PET_", "JDP_"):
         for action in parser.flags:
@@ -296,7 +293,7 @@ _OF_THE_LAUNCHER = (
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Refuse Python in the place of a Python program, before any process is started.
+    """Refuse Python in place of a Python program.
 
     >>> require_program(["python", "train.py"])
     Traceback (most recent call last):
@@ -312,7 +309,7 @@ def require_program(command: Sequence[str]) -> None:
 
 
 def require_file(name: str) -> None:
-    """Refuse a program that is not there, before any process is started.
+    """Refuse a missing program file.
 
     >>> require_file("no_such.py")
     Traceback (most recent call last):
@@ -326,7 +323,7 @@ def require_file(name: str) -> None:
 
 
 def misplaced_flags(command: Sequence[str]) -> str | None:
-    """Return a sentence about flags of `jdp run` that stand behind the program, None without any.
+    """Return a warning about flags of `jdp run` after the program, or None.
 
     >>> misplaced_flags(["train.py", "--nnodes=2"])
     '--nnodes stands behind train.py, which gets it. If it is for jdp run, write it before train.py'

@@ -1,24 +1,23 @@
-"""The rule by which at most one leader at a time may form generations, whatever the network does.
+"""The quorum rule: at most one leader at a time may form generations, whatever the network does.
 
-It counts only where `--rdzv-endpoint` lists several hosts that may lead. The *electors* are the
-launchers of the listed hosts in the last generation. The next one needs more than half of those
-that live, or half of them with the one that led. An elector counts as living until its death was
-seen (`jdp/launch/connection.py`); silence proves nothing.
+It applies if `--rdzv-endpoint` lists several hosts. The *electors* are the launchers of the listed
+hosts in the last generation. The next generation needs more than half of the living electors, or
+half of them with the last leader. An elector lives until its death is seen
+(`jdp/launch/connection.py`); silence proves no death.
 
-Each generation with other hosts changes the electors. All of the new ones know of the change once
-their processes have found each other. Until then a quorum of the old and of the new ones is needed.
-After that the old ones are superseded, and a host that hears of it forgets them. Two leaders that
-do not know of each other would both need a quorum of the last electors that both know. Those
-quorums have a host in common, and a host is connected to one leader at a time. A leader that goes
-on without a host says farewell to it, so that the host does not count the leader as dead later: it
-may know less by then.
+A generation with other hosts changes the electors. Until all processes of the generation have
+joined, and so all new electors know of the change, a quorum of the old and of the new electors is
+needed. Then the old group is superseded, and a host that learns this forgets it. Two leaders that
+do not know of each other both need a quorum of the last electors that both know. Two quorums share
+a host, and a host is connected to one leader at a time. A leader that goes on without a host sends
+it a farewell: that host may know less later, so it must not count the leader as dead.
 
-A launcher that starts again knows nothing, so it is a new one and not an elector. When all listed
-hosts are there, nobody else can lead, and no quorum is needed.
+A restarted launcher knows no electors and is none. If all listed hosts are present, no other leader
+can exist, and no quorum is needed.
 
-Groups of electors are numbered, and a settled one supersedes all with a lower number. One of these
-that its leader did not know was never settled, or it would have had a host in common with it. So
-what hosts keep and send does not grow with the number of changes.
+Groups are numbered, and a settled group supersedes all lower ones. A lower group unknown to its
+leader was never settled, or the two would share a host. So the state that hosts keep and send does
+not grow with the number of changes.
 """
 
 import secrets
@@ -30,22 +29,12 @@ from jdp.launch.leader.remote_host import RemoteHost
 
 
 class Electorate(NamedTuple):
-    """The electors that a host knows of, and the deaths.
+    """The electors and deaths that a host knows of.
 
     Attributes:
-      groups: ids of launchers by name of the group, the one that led first. A quorum of each is
-        needed. A name is the number of the group and some random text.
-      superseded: number of the last group that is superseded, with all before it; -1 for none.
-      dead: ids of electors that have died.
-
-    >>> electorate = Electorate().changed(["a", "b", "c"])
-    >>> electorate.has_quorum({"b", "c"}), electorate.has_quorum({"c"})
-    (True, False)
-    >>> electorate = electorate.changed(["b", "c"]).settled(["b", "c"])
-    >>> electorate.has_quorum({"b"}), electorate.has_quorum({"c"})
-    (True, False)
-    >>> electorate.with_dead("b").has_quorum({"c"})
-    True
+      groups: launcher ids, leader first, by group name "number-random"; each needs a quorum.
+      superseded: highest superseded group number; -1 for none.
+      dead: ids of dead electors.
     """
 
     groups: dict[str, list[str]] = {}  # noqa: RUF012
@@ -63,7 +52,7 @@ class Electorate(NamedTuple):
         return surplus > 0 or (surplus == 0 and group[0] in present)
 
     def missing(self, present: Collection[str]) -> set[str]:
-        """Return the electors that are not known to have died, and are not in `present`."""
+        """Return the electors that are neither dead nor in `present`."""
         return {each for group in self.groups.values() for each in group} - {*present, *self.dead}
 
     def with_dead(self, launcher: str) -> "Electorate":
@@ -80,14 +69,14 @@ class Electorate(NamedTuple):
         return Electorate(groups, superseded, dead)
 
     def changed(self, group: list[str]) -> "Electorate":
-        """Return it with a new group, numbered higher than the others."""
+        """Return it with a new group of the highest number."""
         number = 1 + max([self.superseded, *map(_number, self.groups)])
         return self._replace(groups={**self.groups, f"{number}-{secrets.token_hex(4)}": group})
 
     def settled(self, group: list[str]) -> "Electorate":
-        """Return it when all electors of this group know of it: it supersedes the others."""
+        """Return it once all electors of `group` know of it, so that it supersedes the others."""
         latest = max(self.groups, key=_number, default="")
-        # Others may have come to be known since it began, which are numbered higher.
+        # Groups that became known since then have higher numbers.
         if not latest or self.groups[latest] != group:
             return self.changed(group).settled(group)
         return self.merged(Electorate(superseded=_number(latest) - 1))
@@ -97,28 +86,21 @@ def _number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
-# The leader's part in this rule.
-
-
 class Electors:
-    """Decides whether some hosts may form a generation.
-
-    Args:
-      num_listed: number of hosts that may lead. A single one always may.
-    """
+    """The leader's part in the quorum rule; a single listed host may always form a generation."""
 
     def __init__(self, num_listed: int) -> None:
         self._num_listed = num_listed
         self._electorate = Electorate()
-        self._group: list[str] = []  # the electors of the last generation that this leader formed
+        self._group: list[str] = []  # electors of this leader's last generation
 
     def record_join(self, known: dict[str, Any] | None) -> None:
-        """Record what a host that has joined knows of electors."""
+        """Record the electors that a joined host knows."""
         if known is not None:
             self._electorate = self._electorate.merged(Electorate(**known))
 
     def record_death(self, remote: RemoteHost) -> None:
-        """Record that the launcher of a host has died."""
+        """Record the death of a host's launcher."""
         self._electorate = self._electorate.with_dead(remote.id)
 
     def may_form(self, remotes: Iterable[RemoteHost]) -> bool:
@@ -127,7 +109,7 @@ class Electors:
             return True
         remotes = [*remotes]
         if not all(remote.lifeline for remote in remotes):
-            return False  # they could not see whether this leader dies
+            return False  # they could not see this leader die
         are_all_listed = len(_listed(remotes)) == self._num_listed
         return are_all_listed or self._electorate.has_quorum({remote.id for remote in remotes})
 
@@ -137,10 +119,7 @@ class Electors:
         return not known.groups or bool(known.missing({remote.id for remote in remotes}))
 
     def form(self, remotes: Iterable[RemoteHost], home: str) -> dict[str, Any] | None:
-        """Record that these hosts form a generation, and return the facts for them.
-
-        `home`: the id of the leader's own host.
-        """
+        """Record a generation of these hosts, led by the host `home`; return the facts for it."""
         if self._num_listed == 1:
             return None
         group = sorted(_listed(remotes).values(), key=lambda launcher: launcher != home)
@@ -150,28 +129,25 @@ class Electors:
         return self._electorate._asdict()
 
     def settle(self) -> dict[str, Any] | None:
-        """Record that all hosts of the generation know its electors, and return the facts."""
+        """Record that all hosts of the generation know its electors; return the facts."""
         if self._num_listed == 1:
             return None
         self._electorate = self._electorate.settled(self._group)
         return self._electorate._asdict()
 
 
-# The ids of the hosts that may lead, in the order of --rdzv-endpoint.
+# Ids of the hosts that may lead, in the order of --rdzv-endpoint.
 def _listed(remotes: Iterable[RemoteHost]) -> dict[int, str]:
     listed = {remote.listed: remote.id for remote in remotes if remote.listed is not None}
     return dict(sorted(listed.items()))
 
 
-# The host's part in it.
-
-
 class KnownElectors:
-    """The `Electorate` that this host knows, from leaders and by its lifelines to them."""
+    """The host's part in the quorum rule: the `Electorate` from leaders and lifelines."""
 
     def __init__(self) -> None:
         self._electorate = Electorate()
-        self._leader = ""  # of the last generation in which this host took part
+        self._leader = ""  # of the last generation of this host
 
     def record(self, known: dict[str, Any] | None) -> None:
         """Record what a leader knows; None if only one host may lead."""
@@ -179,14 +155,14 @@ class KnownElectors:
             self._electorate = self._electorate.merged(Electorate(**known))
 
     def record_generation(self, known: dict[str, Any] | None, leader: str) -> None:
-        """Record what a leader knows, and that this host takes part in its generation."""
+        """Record what a leader knows as this host joins its generation."""
         self.record(known)
         self._leader = leader
 
     def facts(self, link: LeaderConnection) -> dict[str, Any]:
-        """Return all that is known, with the death of the last leader if it was seen."""
-        # Without this host, a leader may have changed the electors before it died. With it, this
-        # host knows of the change.
+        """Return all known facts, with the last leader's death if it was seen."""
+        # Only the leader of this host's last generation: another one may have changed the electors,
+        # without this host, before it died.
         if link.has_leader_died and link.leader == self._leader:
             self._electorate = self._electorate.with_dead(link.leader)
         return self._electorate._asdict()

@@ -1,4 +1,4 @@
-"""`jdp run`: one launcher from its start to its exit code, and the leader in it while it leads."""
+"""`jdp run`: one launcher from its start to its exit code, and its leader while it leads."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,11 @@ _PEEK_S = 1.0
 
 
 class Candidacy:
-    """Leads when this host says so, and resigns when another launcher has a better claim.
+    """Leads when this host says so, and resigns for a launcher with a better claim.
 
     Args:
-      options, token, rendezvous: of the run.
       say, show: of `Leader`.
-      resigned: is called when this launcher no longer leads.
+      resigned: called when this launcher no longer leads.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Candidacy:
         rendezvous.turn_away()
 
     def lead(self, home: str) -> None:
-        """Lead; `home` is the id of this launcher's host."""
+        """Lead; `home` is this host's id."""
         listener = self._rendezvous.listen()
         self._leader = Leader(
             *(self._options, self._token, listener, self._say, self._show, self._claim)
@@ -64,7 +63,7 @@ class Candidacy:
             self._looking = start_task(self._look_for_better())
 
     async def end(self, code: int, why: str) -> None:
-        """Report how the run ended to the hosts, if this launcher leads."""
+        """Report the end of the run to the hosts, if this launcher leads."""
         if self._looking is not None:
             self._looking.cancel()
         if self._leader is not None:
@@ -76,7 +75,7 @@ class Candidacy:
         own = self._rendezvous.own or 0
         return claim_of(self._leader.has_generation, self._leader.number, own)
 
-    # A leader without a generation may be one that the others have left.
+    # The others may have left a leader without a generation.
     async def _look_for_better(self) -> None:
         assert self._leader is not None
         addresses, own = self._rendezvous.addresses, self._rendezvous.own
@@ -116,7 +115,7 @@ class Candidacy:
             self._endpoint = None
 
 
-# The claim of the launcher that leads at that address, or None.
+# Return the claim of the launcher that leads at an address, or None.
 async def _peek(address: Address) -> list[int] | None:
     heard: asyncio.Future[list[int] | None] = asyncio.get_running_loop().create_future()
 
@@ -124,7 +123,7 @@ async def _peek(address: Address) -> list[int] | None:
         if not heard.done():
             heard.set_result(read_claim(facts.get("claim")) if kind == "challenge" else None)
 
-    with contextlib.suppress(OSError):  # a timeout, too
+    with contextlib.suppress(OSError):  # also a timeout
         async with asyncio.timeout(_PEEK_S):
             channel = Channel(await connect(address, _PEEK_S), hear, lambda why: hear("", {}))
             try:
@@ -139,7 +138,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 def run(options: Options) -> int:
-    """Run a program on the processes of this host, together with other hosts if there are any."""
+    """Run a program on this host, together with other hosts if there are any."""
     _open_standard_streams()
     try:
         meeting = election.find(options)
@@ -188,8 +187,7 @@ async def _run(options: Options, resources: HostResources, meeting: election.Ren
         await host.leave()
 
 
-# A daemon may have closed them. The next files would get their descriptors, which are pipes in the
-# processes.
+# A daemon may have closed them; the next files would reuse descriptors of the processes' pipes.
 def _open_standard_streams() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -198,13 +196,13 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-# Otherwise asyncio would only log an error of a callback, and the run would never end.
+# Otherwise asyncio would only log a callback's error, and the run would never end.
 def _record_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
     if not bug.done():
         bug.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
 
-# Before the logs are opened, and after they are closed.
+# Before the logs open, and after they close.
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         data = f"jdp run: {text}\n".encode(errors="backslashreplace")

@@ -1,16 +1,15 @@
-"""This host's part in a run: it joins, and starts, watches and ends processes as the leader says.
+"""This host's part in a run: it starts, watches and ends processes for the leader.
 
 States, and what ends them:
 
-  joining       the host looks for the leader. Until it joins (waiting), or the timeout (over)
-  waiting       the host has joined. Until `go` (a generation)
-  a generation  processes of it run here, see `local_generation.py`. Until all of them have ended
-                and were waited for (waiting)
+  joining       the host searches for the leader; until it joins (waiting) or times out (over)
+  waiting       the host has joined; until `go` (a generation)
+  a generation  its processes run here, see `local_generation.py`; until all have ended (waiting)
   over          the run is over for this host; the message `over` leads here from any state
 
-If the leader is lost, the other hosts continue without this one. So this host kills its processes
-and joins again once they have ended; it keeps its standbys and commit memory. Processes that were
-asked to end may use their shutdown timeout first, since their checkpoint counts; then it is over.
+If the leader is lost, the other hosts continue without this one. So this host kills its processes,
+keeps its standbys and commit memory, and joins again. Processes that were asked to end may first
+use their shutdown timeout, since their checkpoint counts; then it is over.
 """
 
 import asyncio
@@ -45,9 +44,9 @@ class KnownRun:
     """What a leader has told this host of the run.
 
     Attributes:
-      id: of this launcher alone.
-      generation: number of the last one, -1 before the first.
-      step: the last that all processes of this host called in it; None if it is not known.
+      id: unique to this launcher.
+      generation: the last one, -1 before the first.
+      step: the last that all processes of this host called in it, or None.
     """
 
     def __init__(self, options: Options) -> None:
@@ -70,17 +69,17 @@ class KnownRun:
         self._electors.record_generation(known["electorate"], leader)
 
     def record_past(self, known: dict[str, Any]) -> None:
-        """Record what the leader knows; `known` as above."""
+        """Record what the leader knows."""
         self._record_history(known["history"])
         self._electors.record(known["electorate"])
 
     def record_step(self, known: dict[str, Any]) -> None:
-        """Record that all processes of a generation have made a step; `known` as above."""
+        """Record that all processes of a generation made a step."""
         self._has_stepped = True
         self.record_past(known)
 
     def record_loss(self, leader: str, why: str, silent_s: float) -> None:
-        """Record that the leader at an address is lost, with the seconds of silence before that."""
+        """Record the loss of the leader at an address, after `silent_s` of silence."""
         text = f"the leader at {leader} was lost: {why}"
         self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
 
@@ -110,7 +109,7 @@ class KnownRun:
 
 
 async def save_commit(resources: HostResources) -> dict[str, Any]:
-    """Return the answer of `jdp/checkpoint/last_commit.py`, empty if there never was a commit."""
+    """Return the answer of `jdp/checkpoint/last_commit.py`; {} if there never was a commit."""
     if not os.fstat(resources.commit_file).st_size:
         return {}
     resources.say("the latest commit goes to the checkpoint directory now. Ctrl-C skips that.")
@@ -130,7 +129,7 @@ async def save_commit(resources: HostResources) -> dict[str, Any]:
 
 
 class CoordinatorPort:
-    """A port that is reserved, so that no other program gets it meanwhile."""
+    """A reserved port, which no other program can get."""
 
     def __init__(self) -> None:
         self._socket = _bound()
@@ -141,11 +140,11 @@ class CoordinatorPort:
         return self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Let process 0 listen there."""
+        """Release the port, for process 0."""
         self._socket.close()
 
     def renew(self) -> int:
-        """Reserve another one, and return its number."""
+        """Reserve another port and return it."""
         self._socket.close()
         self._socket = _bound()
         return self.number
@@ -162,37 +161,35 @@ def _bound() -> socket.socket:
     return reserved
 
 
-# The part of this host in a run.
-
-
-# Interval in seconds between beats; `heartbeat_timeout_s` spans at least five.
+# Seconds between beats, or a fifth of `heartbeat_timeout_s` if that is less.
 BEAT_S = 0.2
 
 
-# Seconds in which the first process may come to `jdp.init()`. A script that never calls it may wait
-# there for the others.
+# Seconds for the first process to reach `jdp.init()`. A script that never calls it may wait for the
+# others meanwhile.
 _FIRST_S = 10.0
 
 
 class Outcome(NamedTuple):
-    """How a run ended: its exit code and why, for people."""
+    """How a run ended: exit code, and reason for people."""
 
     code: int
     why: str
 
 
 class _First(NamedTuple):
-    """The first process of a generation here, and the processes that are to be its forks."""
+    """The first process of a generation here, and the assignments of its forks."""
 
     process: Process
     rest: tuple[Assignment, ...]
-    later: asyncio.TimerHandle  # the rest is started without it then
+    later: asyncio.TimerHandle  # starts the rest without it
 
 
 class Agent:
-    """This host's part in a run; the arguments are those of `LeaderConnection` and `Process`.
+    """This host's part in a run.
 
-    `lead` is called with the id of this launcher when it is to lead.
+    Args:
+      lead: called with the id of this launcher when it is to lead.
 
     Attributes:
       search: where this host looks for its leader.
@@ -211,7 +208,7 @@ class Agent:
         self._options, self._resources = options, resources
         self._port = CoordinatorPort()
         self._run = KnownRun(options)
-        self._generation: LocalGeneration | None = None  # the one that has processes here
+        self._generation: LocalGeneration | None = None  # the one with processes here
         self._standbys = Standbys(
             options.num_standbys,
             start=lambda local_id, parent: self._start(local_id, None, parent),
@@ -220,10 +217,10 @@ class Agent:
             say=resources.say,
         )
         self._first: _First | None = None  # while the rest of a generation waits for it
-        self._has_stepped = False  # whether each process of the generation has finished a step
+        self._has_stepped = False  # whether each process of the generation finished a step
         self._signal: int | None = None
         self._was_signalled = False  # this launcher; `_signal` may come from another host
-        self._uses_jdp = False  # whether one of its processes called jdp.init()
+        self._uses_jdp = False  # whether a process called jdp.init()
         self._changed = asyncio.Event()
         self.search = LeaderSearch(
             *(rendezvous, options.heartbeat_timeout_s),
@@ -244,8 +241,8 @@ class Agent:
         self._saver: asyncio.Task[None] | None = None
 
     def stop(self, number: int) -> None:
-        """End the run at a signal to this launcher; an interrupt after that kills at once."""
-        # A scheduler signals all hosts: a signal to another one does not count as the first.
+        """End the run at a signal; an interrupt after that kills at once."""
+        # A scheduler signals all hosts: another host's signal is not the first of two.
         at_once = number == signal.SIGINT and self._was_signalled
         self._was_signalled = True
         if not self._link.is_joined and self._generation is None:
@@ -256,12 +253,12 @@ class Agent:
             self._generation.kill_processes()
 
     def show_stacks(self) -> None:
-        """Have all processes of this host show their stacks."""
+        """Print the stacks of all processes of this host."""
         if self._generation is not None:
             self._generation.show_stacks([*self._generation.statuses()])
 
     async def leave(self, timeout_s: float = 5.0) -> None:
-        """Leave the run when all processes have been waited for, at most for `timeout_s`."""
+        """Leave the run once all processes have ended, within `timeout_s`."""
         self._finish(1, "")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -361,7 +358,7 @@ class Agent:
             self._start_rest(assignments, None)
 
     def _start_first(self, assignment: Assignment, *rest: Assignment) -> None:
-        """Start one process, and the rest as its forks when it waits in `jdp.init()`."""
+        """Start one process, and the rest as its forks once it waits in `jdp.init()`."""
         assert self._generation is not None
         process = self._start(assignment.local_id, assignment)
         self._generation.processes.append(process)
@@ -369,7 +366,7 @@ class Agent:
         self._first = _First(process, rest, later)
 
     def _end_first(self) -> None:
-        """Start the rest of the generation and its standbys, and let the first process continue."""
+        """Start the rest of the generation and the standbys, and let the first process continue."""
         assert self._first is not None
         (process, rest, later), self._first = self._first, None
         later.cancel()

@@ -1,4 +1,4 @@
-"""The console of a launcher: lines of processes, and below them how far the run is."""
+"""The console of a launcher: lines of processes, and below them the progress."""
 
 import os
 import select
@@ -11,47 +11,43 @@ from jdp.launch.options import Options
 from jdp.worker.live_line import LiveLine
 from jdp.worker.run_progress import RunSummary
 
-# Interval in seconds between lines where there is no terminal.
+# Seconds between lines without a terminal.
 PLAIN_S = 30.0
 
 
 class Console:
-    """The standard output and error of a launcher. Only the thread of `OutputMux` writes to it.
+    """The standard output and error of a launcher, written by the thread of `OutputMux` alone.
 
     Args:
-      options: of the run.
-      out, err: the streams; None: those of the launcher.
-
-    Attributes:
-      streams: by STDOUT and STDERR.
+      out, err: None: those of the launcher.
     """
 
     def __init__(
         self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
     ) -> None:
         self.streams = {STDOUT: out or sys.stdout.buffer, STDERR: err or sys.stderr.buffer}
-        self._closed: set[int] = set()  # streams that cannot be written to any more
+        self._closed: set[int] = set()  # broken streams
         self._is_alone = options.nnodes[1] * options.nproc_per_node[1] == 1
         self._wanted = options.progress
         self._live: LiveLine | None = None
-        self._on_its_terminal: set[int] = set()  # streams that go to the terminal of the line
+        self._on_its_terminal: set[int] = set()  # streams to the terminal of the line
         self._plain_at: float | None = None  # when a plain line is due
         self._has_plain = False
-        self._last = ""  # the last plain line, or the summary that the next one shows
+        self._last = ""  # the last plain line, or the summary of the next one
 
     def write(self, stream: int, line: bytes) -> None:
-        """Write a line, above the live line if there is one."""
+        """Write a line above the live line."""
         if self._live is not None and stream in self._on_its_terminal:
             line = self._live.above(line)
         self._put(stream, line)
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own."""
-        # As Python's standard error does: a path may have bytes that are no text.
+        """Write the launcher's own line."""
+        # Paths may have bytes that are not text.
         self.write(STDERR, f"jdp run: {text}\n".encode(errors="backslashreplace"))
 
     def prefix(self, name: str, number: int) -> bytes:
-        """Return the beginning of each line of a process; empty if there is only one process."""
+        """Return the prefix of a process's lines; empty for a single process."""
         if self._is_alone:
             return b""
         if os.environ.get("NO_COLOR") or not _is_terminal(self.streams[STDOUT]):
@@ -59,7 +55,7 @@ class Console:
         return f"\x1b[{36 - number % 6}m[{name}]\x1b[0m ".encode()
 
     def show_summary(self, summary: RunSummary) -> None:
-        """Show how far the run is: at once on a terminal, else every PLAIN_S."""
+        """Show the progress: at once on a terminal, else every PLAIN_S."""
         if self._wanted == "off":
             return
         now = time.monotonic()
@@ -75,14 +71,14 @@ class Console:
                 self._say_last()
 
     def refresh(self) -> None:
-        """Draw the live line again if output was written."""
+        """Redraw the live line if output erased it."""
         if self._live is not None and self._live.is_due:
             self._draw()
 
     def end(self) -> None:
-        """End the live line, or show the last summary if plain lines were shown before."""
+        """End the live line, or show the last summary after plain lines."""
         if self._live is not None:
-            self.refresh()  # the last lines of output may have erased it just now
+            self.refresh()  # the last output may have erased it
             self._put(STDERR, self._live.end())
             self._live = None
         elif self._has_plain:
@@ -119,10 +115,10 @@ class Console:
 
 
 def write_all(stream: IO[bytes], data: bytes) -> None:
-    """Write and flush, also where another program has made the stream non-blocking."""
+    """Write and flush, also to a stream that another program made non-blocking."""
     while True:
         try:
-            data = data[stream.write(data) or 0 :]  # None of a raw one that is full
+            data = data[stream.write(data) or 0 :]  # a full raw stream returns None
             stream.flush()
             if not data:
                 return
@@ -132,12 +128,11 @@ def write_all(stream: IO[bytes], data: bytes) -> None:
 
 
 def _is_terminal(stream: IO[bytes]) -> bool:
-    # rich takes both for terminals of 80 columns that know no sequences.
+    # rich takes both for terminals of 80 columns without sequences.
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _same_terminal(streams: dict[int, IO[bytes]]) -> set[int]:
-    """Return the streams that write to the terminal of STDERR."""
     device = os.fstat(streams[STDERR].fileno()).st_rdev
     return {
         each

@@ -1,4 +1,4 @@
-"""A host's connection to the leader, found, proved, kept alive and found again; its lifeline."""
+"""A host's connection to the leader: join, proof, heartbeat, rejoin, lifeline."""
 
 import asyncio
 import contextlib
@@ -13,18 +13,13 @@ from jdp.launch.election import LeaderSearch
 from jdp.launch.options import Options
 from jdp.worker import build_info
 
-# To open it; a leader that is busy may take long.
+# Seconds to open it; a busy leader may be slow.
 _OPEN_S = 10.0
 _RETRY_S = 0.5
 
 
 class LeaderLifeline:
-    """A `Lifeline` to the leader at an address, which is opened in the background.
-
-    Args:
-      token, address: of the run; where the leader listens.
-      launcher: id of this launcher, which has joined.
-    """
+    """A `Lifeline` to the leader, opened in the background; `launcher` is this one's id."""
 
     def __init__(self, token: str, address: tuple[str, int], launcher: str) -> None:
         self._token, self._address, self._launcher = token, address, launcher
@@ -32,8 +27,8 @@ class LeaderLifeline:
         self._opening = start_task(self._open())
 
     async def shows_death(self) -> bool:
-        """Whether the leader has died; its other connection has ended."""
-        # The kernel of its host may end this one later.
+        """Whether the leader has died; call it after the end of the other connection."""
+        # The kernel of its host may close this connection later.
         for _ in range(20):
             if self._lifeline is None or self._lifeline.has_died:
                 break
@@ -41,14 +36,14 @@ class LeaderLifeline:
         return self._lifeline is not None and self._lifeline.has_died
 
     def leave(self) -> None:
-        """Close it, and let the leader know that this launcher lives."""
+        """Close it with a farewell."""
         self._opening.cancel()
         if self._lifeline is not None:
             self._lifeline.leave()
 
     async def _open(self) -> None:
         while self._lifeline is None:
-            with contextlib.suppress(OSError):  # a timeout, too
+            with contextlib.suppress(OSError):  # also a timeout
                 await self._try()
             if self._lifeline is None:
                 await asyncio.sleep(_RETRY_S)
@@ -65,7 +60,7 @@ class LeaderLifeline:
                 }
                 channel.send("lifeline", id=self._launcher, source=source, **own)
             elif connection.is_token_proof(facts.get("proof"), self._token, "leader", *nonces):
-                # At once: the end of the connection may be the next to be read.
+                # At once: the connection's end may be read next.
                 is_direct = bool(facts.get("is_direct"))
                 self._lifeline = Lifeline(channel, lambda: None, is_direct)
                 ended.set()
@@ -78,7 +73,8 @@ class LeaderLifeline:
                 await ended.wait()
             finally:
                 if self._lifeline is None:
-                    # The leader may have taken it for a lifeline already, and the end for a death.
+                    # The leader may already use it as a lifeline, and would take its end for a
+                    # death.
                     channel.send("farewell")
                     channel.close_connection()
 
@@ -87,21 +83,18 @@ RETRY_S = 0.5
 
 
 class LeaderConnection:
-    """Joins the run, and notices when the leader is lost.
+    """Joins the run, and detects the loss of the leader.
 
     Args:
-      options, token: of the run.
-      search: decides where to look for the leader.
       introduce: returns the facts of `join`, apart from the proof.
-      joined: is called when this host has joined, with whether a generation lives.
-      received: is called with kind and facts of each message after that.
-      lost: is called with the reason when the leader is lost.
-      gave_up: is called with the reason when this host cannot join.
+      joined: called when this host has joined, with whether a generation runs.
+      received: called with kind and facts of each later message.
+      lost: called with the reason when the leader is lost.
+      gave_up: called with the reason when this host cannot join.
 
     Attributes:
-      is_joined: whether it has joined.
-      leader: id of the launcher that leads, or led last.
-      has_leader_died: whether that launcher is known to have died.
+      leader: id of the last leader's launcher.
+      has_leader_died: whether that launcher is known to be dead.
     """
 
     def __init__(
@@ -129,28 +122,28 @@ class LeaderConnection:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the leader has answered."""
+        """Seconds since the leader answered."""
         return max(0.0, time.monotonic() - self._lease_s + self._options.heartbeat_timeout_s)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message to the leader, if there is one."""
+        """Send a message to the leader, if joined."""
         if self.is_joined and self._channel is not None:
             self._channel.send(kind, **facts)
 
     def beat(self, **facts: Any) -> None:
-        """Send a beat, and give up a leader that has not answered for too long."""
+        """Send a beat, and drop a leader that has been silent too long."""
         self.send("beat", at=time.monotonic(), **facts)
         if self.is_joined and not self._search.leads and time.monotonic() > self._lease_s:
             self._end_lifeline()
             self._disconnected(f"silent for {self._options.heartbeat_timeout_s:g} s")
 
     def join_again(self) -> None:
-        """Look for a leader again."""
+        """Search for a leader again."""
         self._task.cancel()
         self._task = start_task(self._join_again())
 
     def follow_another(self) -> None:
-        """Look for another leader, since this one has resigned."""
+        """Search for another leader, since this one resigned."""
         self.leave()
         self._search.end_wait()
         self._task = start_task(self._join())
@@ -189,7 +182,7 @@ class LeaderConnection:
         )
         self._gave_up(with_code("JDP307", text))
 
-    # Returns the reason for a failure, "" on success.
+    # Return the reason for a failure, "" on success.
     async def _try(self, place: int) -> str:
         address = self._search.addresses[place]
         self._answer = asyncio.get_running_loop().create_future()
@@ -203,9 +196,9 @@ class LeaderConnection:
             return error.strerror or (why if isinstance(error, TimeoutError) else str(error))
         self._channel = Channel(connection, self._receive, self._disconnected)
         try:
-            # An answer counts though it comes as the time ends: with it this host has joined.
+            # An answer at the deadline counts: this host has joined.
             done, _ = await asyncio.wait([self._answer], timeout=give_up - time.monotonic())
-        finally:  # also if this task is cancelled: a late answer is not for the next attempt
+        finally:  # also on cancellation: a late answer is not for the next attempt
             if not self.is_joined:
                 self._close_channel()
         if done and not (why := self._answer.result()):
@@ -224,7 +217,7 @@ class LeaderConnection:
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         match kind:
-            # An unauthenticated peer may send the first three kinds, but not the others.
+            # Only the first three kinds may come from an unauthenticated peer.
             case "challenge":
                 given = (facts.get(name) for name in ("protocol", "code", "claim"))
                 self._prove(str(facts.get("nonce")), *given)

@@ -1,11 +1,10 @@
-"""The processes of a generation on this host, from `go` until none of them is left.
+"""The processes of a generation on this host, from `go` until none is left.
 
 States, and what ends them:
 
-  RUNNING   the processes live. Until one fails or `end` (ENDING), one has saved or `stop`
-            (STOPPING)
-  STOPPING  the processes were asked to end. Until `end`, or until none of them was saving for
-            `shutdown_timeout_s` (ENDING)
+  RUNNING   until a process fails or `end` (ENDING), or one has saved or `stop` (STOPPING)
+  STOPPING  the processes were asked to end; until `end`, or `shutdown_timeout_s` after the last
+            save in progress (ENDING)
   ENDING    the processes were killed
 
 Processes may end in each state; the generation is over when the last one was waited for.
@@ -32,7 +31,7 @@ from jdp.worker.progress_board import window_of
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return the number of OOM kills in the cgroup of this process, None if it is not known."""
+    """Return the number of OOM kills in this process's cgroup, or None."""
     for file in _of_cgroup(root):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
@@ -58,27 +57,25 @@ def _of_cgroup(root: Path) -> list[Path]:
     return files
 
 
-# Asks NCCL's RAS service which ranks of a job on GPUs hang.
-#
-# Each process with a communicator of NCCL 2.24 or later has a thread of that service, and each of
-# them answers for the whole job. They speak lines of text, as NVIDIA's client `ncclras` does. It
-# was tried with NCCL 2.32.
+# NCCL's RAS service (NCCL 2.24 or later) tells which ranks of a GPU job hang. Each process with a
+# communicator has a thread that answers for the whole job, in lines of text as NVIDIA's client
+# `ncclras` reads them. Tried with NCCL 2.32.
 
 
 _DEFAULT = "localhost:28028"
-# NCCL waits so long for answers of other processes, and then for as long again.
+# NCCL waits this long for other processes, then as long again.
 _LEG_S = 5
 _REPORT_S = 2 * _LEG_S + 2.0
-# A process that is stopped accepts connections and does not answer; the next try may reach another.
+# A stopped process accepts connections without an answer; the next try may reach another.
 _GREETING_S = 1.0
 _NUM_TRIES = 5
 
-# A report is shown up to here.
+# A longer report is cut.
 _MAX_BYTES = 1 << 16
 
 
 async def ask() -> str:
-    """Return the report of the service on this host, or a line that says why there is none."""
+    """Return NCCL's report, or a line that says why there is none."""
     address = os.environ.get("NCCL_RAS_ADDR") or _DEFAULT
     try:
         report = await _asked(address)
@@ -149,28 +146,25 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, li
     return answer.decode(errors="replace").strip()
 
 
-# The generation.
-
-
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
-# Interval in seconds between checks whether a process is still saving.
+# Seconds between checks whether a process still saves.
 _LOOK_S = 0.2
 
-# The facts of `news` of a host without processes.
+# `news` of a host without processes.
 NO_NEWS: dict[str, dict[int, Any]] = {"statuses": {}, "windows": {}}
 
 
 class LocalGeneration:
-    """The processes of a generation that run on this host.
+    """The processes of a generation on this host.
 
     Args:
-      options, send, say: of the host; `send` sends a message to the leader.
-      ended: is called when no process is left.
-      stuck: is called with the reason when killed processes do not end.
+      send: sends a message to the leader.
+      ended: called when no process is left.
+      stuck: called with the reason when killed processes do not end.
 
     Attributes:
-      processes: those not yet waited for; initially empty.
+      processes: those not yet waited for.
       step: the last step that all of them called.
       saved: whether a process has saved and ended.
     """
@@ -195,7 +189,7 @@ class LocalGeneration:
         self._num_sent: dict[int, int] = {}  # records of steps, by process
         self._asking: asyncio.Task[None] | None = None  # held, or it may be collected
         self._deadline: asyncio.TimerHandle | None = None
-        self._saving_s = -math.inf  # when one of them was last seen to save
+        self._saving_s = -math.inf  # when one was last seen saving
 
     @property
     def is_running(self) -> bool:
@@ -204,15 +198,15 @@ class LocalGeneration:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether its processes were asked to end, and have time for it."""
+        """Whether its processes were asked to end, within the timeout."""
         return self._state is State.STOPPING
 
     def statuses(self) -> dict[int, ProcessStatus]:
-        """Return the statuses of its processes, by process id."""
+        """Return the statuses by process id."""
         return {process.process_id: process.slot.read() for process in self.processes}
 
     def news(self) -> dict[str, dict[int, Any]]:
-        """Return the statuses of its processes, and the windows of those that have made steps."""
+        """Return the statuses, and the windows of processes with new steps."""
         windows = {}
         for process in self.processes:
             times, i = process.slot.times, process.process_id
@@ -221,13 +215,11 @@ class LocalGeneration:
                 self._num_sent[i] = windows[i].num_written
         return {"statuses": self.statuses(), "windows": windows}
 
-    # --- messages and ends of its processes ---
-
     def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         """Record a message of a process."""
         if kind == "failed":
-            # It is about to exit, and the others need not wait for it; a lone process may clean up
-            # first. If another process is dying, this error may be a consequence of that.
+            # It will exit, and the others need not wait; a lone process may clean up first. If
+            # another process is dying, this error may be a consequence.
             assert process.assignment is not None
             is_alone = process.assignment.num_processes == 1
             if not is_alone and not any(other.is_dying() for other in self.processes):
@@ -240,7 +232,7 @@ class LocalGeneration:
 
     def record_exit(self, process: Process) -> None:
         """Record that a process has ended and was waited for."""
-        # Read pending messages of the others first, since this exit may end them.
+        # Read pending messages of the others first: this exit may end them.
         for other in [*self.processes]:
             other.read()
         self._record_step(process)
@@ -248,7 +240,7 @@ class LocalGeneration:
         code = process.popen.returncode
         if code == SAVED:
             self.saved = True
-            # The others are about to save and end, so no exit code from now on is a failure.
+            # The others will save and end, so later exit codes are not failures.
             self.stop(None)
         if self.is_stopping or code in (0, SAVED) or process.died_first:
             self._tell_exit(process, code)
@@ -282,10 +274,8 @@ class LocalGeneration:
         step = process.step()
         self.step = step if self.step is None else min(self.step, step)
 
-    # --- commands to its processes ---
-
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, by a signal unless `number` is None, and kill them later."""
+        """Ask its processes to end, with a signal if given, and kill them after the timeout."""
         if self._state is State.RUNNING:
             self._state = State.STOPPING
             self._set_deadline(self._end_unless_saving)
@@ -295,7 +285,7 @@ class LocalGeneration:
                     process.signal(number if number == signal.SIGINT else signal.SIGTERM)
 
     def kill_processes(self) -> None:
-        """Kill its processes; one that was dying before counts as ended by itself."""
+        """Kill its processes; one that was already dying counts as ended by itself."""
         if self._state is State.ENDING:
             return
         for process in self.processes:
@@ -312,24 +302,21 @@ class LocalGeneration:
             process.kill()
 
     def show_stacks(self, process_ids: list[int], *, asks_nccl: bool = False) -> None:
-        """Have all write their Python stacks to standard error, and show these on the console.
-
-        `asks_nccl`: whether to send the report of NCCL's RAS service to the leader, on GPUs.
-        """
+        """Print the stacks of these processes; `asks_nccl`: also send NCCL's report."""
         if asks_nccl and any(it.assignment and it.assignment.gpus for it in self.processes):
             self._asking = start_task(self._ask_nccl())
         for process in self.processes:
             if process.process_id in process_ids:
                 process.reveal()
-            # The handler is in C and needs no GIL. The signal would kill a process without one,
-            # before `jdp.init()` or after its interpreter has ended.
+            # The handler is in C and needs no GIL. A process without it, before `jdp.init()` or
+            # after its interpreter ended, would be killed.
             if catches_signal(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 
     async def _ask_nccl(self) -> None:
         self._send("nccl", report=await ask())
 
-    # Let a process that is saving overrun the timeout, then give it a grace period to exit.
+    # A saving process may overrun the timeout, then gets a grace period to exit.
     def _end_unless_saving(self) -> None:
         now, statuses = time.monotonic(), self.statuses()
         if any(it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in statuses.values()):

@@ -1,7 +1,7 @@
-"""The output of the processes of this host: shown on the console, written to files.
+"""The output of this host's processes: on the console and in files.
 
-One thread reads all of it, so that a stopped console blocks the processes, as it would without a
-launcher, but never the launcher itself. Only that thread touches a `WorkerOutput`.
+One thread reads all of it, so that a stopped console blocks the processes, as without a launcher,
+but never the launcher. That thread alone touches a `WorkerOutput`.
 """
 
 import os
@@ -24,14 +24,14 @@ from jdp.worker.run_progress import RunSummary
 
 
 class AppendFile:
-    """A file that is appended to. After the first error, which is reported, nothing is written.
+    """A file for appending; the first error is reported and ends it.
 
     Args:
-      path: of the file, whose folder is made; None: nothing is written.
-      say: prints a line for people who watch the run.
+      path: None for no file; missing folders are made.
+      say: prints a line for people.
 
     Attributes:
-      path: of the file; None once nothing is written.
+      path: None once it is not written.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
@@ -40,13 +40,13 @@ class AppendFile:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered, so that the lines of a killed run are in the file.
+                # Unbuffered: keeps the lines of a killed run.
                 self._file = path.open("ab", buffering=0)
             except OSError as error:
                 self._fail(error)
 
     def write(self, data: bytes) -> None:
-        """Append to the file, unless writing to it has failed before."""
+        """Append to the file, unless a write failed before."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -77,16 +77,13 @@ class AppendFile:
 # A longer line is shown in parts.
 MAX_LINE_BYTES = 2**20
 
-# A progress bar ends its lines with a carriage return, and is shown while it moves. A carriage
-# return at the very end may be half of \r\n, so it waits for the next bytes.
+# Progress bars end lines with a carriage return and are shown while they move. A final one may be
+# half of \r\n, so it waits for the next bytes.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class LineSplitter:
-    r"""Splits a stream into lines.
-
-    Attributes:
-      rest: a line that has no end so far.
+    r"""Splits a stream into lines; `rest` is the unfinished one.
 
     >>> splitter = LineSplitter()
     >>> splitter.split(b"10%\r20%\r\n3"), splitter.rest
@@ -99,7 +96,7 @@ class LineSplitter:
         self.rest = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the lines that end in the next bytes; no bytes are the end of the stream."""
+        """Return the lines that end in the next bytes; b"" ends the stream."""
         text, end, lines = self.rest + data, 0, []
         for found in _END_OF_LINE.finditer(text) if data else ():
             lines.append(text[end : found.end()])
@@ -111,15 +108,15 @@ class LineSplitter:
         return lines
 
 
-# Number of last lines kept for each process, and the length each line is cut to.
+# Last lines kept for each process, and the length each is cut to.
 TAIL_LINES = 50
 TAIL_LINE_CHARS = 1000
 
-# Number of last lines kept of a standby that waits; most write none.
+# Lines kept of a waiting standby; most write none.
 _HELD_LINES = 1000
 
-# JAX's CPU collectives write such a line for each rank. It goes to the files only, unless the
-# script wrote to the same line.
+# JAX's CPU collectives print this for each rank. It goes to the files only, unless the script wrote
+# to the same line.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+\s*"
@@ -130,11 +127,11 @@ class OutputReader(Protocol):
     """Reads the pipes of all processes in one thread: `OutputMux`."""
 
     def prefix(self, name: str, number: int) -> bytes:
-        """Return the beginning of each line of a process."""
+        """Return the prefix of a process's lines."""
         ...
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the thread call this, after all calls posted before."""
+        """Call this in the thread, after all earlier calls."""
         ...
 
     def drain(self, output: "WorkerOutput") -> None:
@@ -142,7 +139,7 @@ class OutputReader(Protocol):
         ...
 
     def show(self, output: "WorkerOutput", stream: int, line: bytes) -> None:
-        """Write a line to the console, unless it is filtered out."""
+        """Write a line to the console, unless it is filtered."""
         ...
 
     def open_file(self, name: str) -> AppendFile:
@@ -151,10 +148,7 @@ class OutputReader(Protocol):
 
 
 class WorkerOutput:
-    """The output of one process. Made by `Logs.add`.
-
-    `waits`: whether all that it writes is of its assignment, as that of a fork: it is held.
-    """
+    """The output of one process, made by `OutputMux.add`; `waits`: hold it until the assignment."""
 
     def __init__(
         self, logs: OutputReader, process: Started, local_rank: int, waits: bool = False
@@ -173,22 +167,22 @@ class WorkerOutput:
         self._logs = logs
 
     def assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        """Call the process by its number, and show the output of a standby, from now on."""
+        """Name the process by its id, and show a standby's output from now on."""
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def hold(self) -> None:
-        """Keep the lines of a standby that waits from now on, and show them when it is assigned.
+        """Keep the lines of a waiting standby, and show them when it is assigned.
 
-        It may write as soon as it hears that it is wanted, before `assign` has taken effect.
+        It may write as soon as it is woken, before `assign` has taken effect.
         """
         self._logs.post(self._hold)
 
     def reveal(self) -> None:
-        """Show the process on the console from now on, against --local-ranks-filter."""
-        self.is_revealed = True  # not posted: its next output may be read before a posted call runs
+        """Show the process on the console, against --local-ranks-filter."""
+        self.is_revealed = True  # not posted: its next output may be read before a posted call
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
-        """Return the last lines, at most TAIL_LINES, with all that an ended process has written."""
+        """Return the last TAIL_LINES lines, complete for an ended process."""
         done: Future[list[str]] = Future()
 
         def collect() -> None:
@@ -204,7 +198,7 @@ class WorkerOutput:
             return list(self.tail)
 
     def receive(self, stream: int, data: bytes) -> None:
-        """Show and write bytes read from `stream`; empty at its end. In the thread."""
+        """Show and write bytes of `stream`, empty at its end; in the thread."""
         for line in self._splitters[stream].split(data):
             self._file.write(line)
             if _GLOO.fullmatch(line):
@@ -235,7 +229,7 @@ class WorkerOutput:
         before = self._file
         if before.path is not None:
             before.close_file()
-            # Not renamed: a run that was resumed may have written to the new file before.
+            # Not renamed: a resumed run may have written to the new file.
             self._file = self._logs.open_file(f"generation_{generation}/process_{process_id}.log")
             self._file.append_contents(before.path)
         if not self.pipes:
@@ -246,20 +240,17 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2][:TAIL_LINE_CHARS]
 
 
-# Size of a read from a pipe, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
+# Size of a read, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
-# Lines of processes that are compared with a traceback before it is shown.
+# Lines compared with a traceback before it is shown.
 _SHOWN_LINES = 1000
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"  [\w.]*(Error|Exception|Exit|Interrupt)\b")
 
 
 class OutputMux:
-    """Reads the processes of this host, shows their lines, and writes their files.
-
-    `out` and `err` are the consoles; None: those of the launcher.
-    """
+    """Reads this host's processes, shows their lines, and writes their files."""
 
     def __init__(
         self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
@@ -284,10 +275,10 @@ class OutputMux:
     def add(
         self, process: Started, local_rank: int, *, standby: bool = False, waits: bool = False
     ) -> WorkerOutput:
-        """Read a started process, until it closes its pipes.
+        """Read a started process until it closes its pipes.
 
-        `local_rank` is used until it is assigned one. A standby is not shown before that, and a
-        process that `waits` only after that.
+        A standby is hidden until it is assigned; the lines of a process that `waits` are then
+        shown, too.
         """
         output = WorkerOutput(self, process, local_rank, waits)
         output.is_standby = standby or waits
@@ -296,20 +287,20 @@ class OutputMux:
         return output
 
     def finish(self, timeout_s: float = 2.0) -> None:
-        """Show and write the rest of the output, and end the thread within `timeout_s`."""
+        """Show and write the remaining output, and end the thread within `timeout_s`."""
         self.post(self._finish)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._waker.close()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the thread call this, after all calls posted before."""
+        """Call this in the thread, after all earlier calls."""
         self._calls.append(call)
-        with suppress(OSError):  # full, so that it will wake up anyway; or closed
+        with suppress(OSError):  # full: it will wake up anyway; or closed
             self._waker.send(b"x")
 
     def drain(self, output: WorkerOutput) -> None:
-        """Read the pipes of a process until they are empty. In the thread."""
+        """Read the pipes of a process until they are empty; in the thread."""
         for pipe in [*output.pipes]:
             # Bounded: the process may write faster than this reads.
             for _ in range(_MAX_READS):
@@ -317,7 +308,7 @@ class OutputMux:
                     break
 
     def show(self, output: WorkerOutput, stream: int, line: bytes) -> None:
-        """Write a line to the console, unless it is filtered out. In the thread."""
+        """Write a line to the console, unless it is filtered; in the thread."""
         if output.is_revealed or self._options.is_shown(output.local_rank, stream):
             self.console.write(stream, output.prefix + line)
             self._shown.append(line.decode(errors="replace").rstrip())
@@ -327,11 +318,11 @@ class OutputMux:
             self.say(f"only local rank {shown} is shown; --local-ranks-filter all shows all")
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own to the console. In the thread."""
+        """Write the launcher's own line to the console; in the thread."""
         self.console.say(self.shortened(text))
 
     def shortened(self, text: str) -> str:
-        """Return a text with the error alone in place of a traceback that a process has shown."""
+        """Return a text with only the error in place of a traceback that was shown."""
         lines = text.split("\n")
         if f"  {_TRACEBACK}" not in lines:
             return text
@@ -345,7 +336,7 @@ class OutputMux:
         return "\n".join([*lines[:begin], *lines[errors[-1] :]])
 
     def show_summary(self, summary: RunSummary) -> None:
-        """Show how far the run is; only the latest one if the console is stopped."""
+        """Show the progress, the latest alone if the console is stopped."""
         self._summary = summary
         if not self._is_summary_due:
             self._is_summary_due = True
@@ -374,13 +365,13 @@ class OutputMux:
                 call = self._calls.popleft()
                 try:
                     call()
-                except Exception as error:  # the output must be read all the same
+                except Exception as error:  # the output must still be read
                     self.say(f"a bug in the launcher's log thread, which continues: {error!r}")
             self.console.refresh()
         self._selector.close()
         self._woken.close()
 
-    # Whether there may be more.
+    # Return whether more may follow.
     def _read_once(self, output: WorkerOutput, pipe: IO[bytes]) -> bool:
         try:
             data = os.read(pipe.fileno(), _READ_BYTES)

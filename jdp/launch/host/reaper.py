@@ -1,8 +1,8 @@
-"""A process that outlives the launcher by a moment, to kill the processes of the run.
+"""A process that briefly outlives the launcher, to kill the processes of the run.
 
-The death signal of `spawn` ends the launcher's children, but not their children. The guardian holds
-one end of a pipe, which is closed when the launcher ends, however that happens. It is a program of
-its own, without jdp, so that it is small and starts at once.
+The death signal of `spawn` reaches the launcher's children, but not their children. The guardian
+holds one end of a pipe, which closes when the launcher ends in any way. It is a program without
+jdp, so it is small and starts at once.
 """
 
 import os
@@ -14,21 +14,21 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-# A variable by which the guardian finds processes that left their process group.
+# Marks processes, so that the guardian finds those that left their group.
 MARK = "JDP_GUARDIAN"
 
-# Seconds that a resource tracker has to clean up; it needs some milliseconds.
+# Seconds for a resource tracker to clean up; it needs milliseconds.
 _TRACKER_S = 2.0
 
 
 class Guardian:
-    """Watches over the processes of one launcher, which are started after it.
+    """Watches over the processes of one launcher that are started after it.
 
-    Each is started with the variables of `environment`, and its group is added; the group is
-    removed when the process was killed and waited for.
+    Start each with the variables of `environment`, and add its group; remove the group once the
+    process was killed and waited for.
 
     Args:
-      added, removed: are called with the pid of each child of the launcher, the guardian included.
+      added, removed: called with the pid of each child of the launcher, including the guardian.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Guardian:
     ) -> None:
         self._added, self._removed = added, removed
         mark = secrets.token_hex(16)
-        # A launcher may run in a process of another launcher, whose mark it hands on.
+        # A launcher may run in a process of another launcher, whose mark it passes on.
         marks = filter(None, [os.environ.get(MARK), mark])
         self.environment = {MARK: ",".join(marks)}
         """Variables that each process must be started with."""
@@ -59,12 +59,12 @@ class Guardian:
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Forget a group whose leader was waited for: its number may soon be another's."""
+        """Forget a group: its number may soon be reused."""
         self._removed(group)
         self._tell(f"-{group}\n")
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all processes that are left, and wait for their end."""
+        """Kill all remaining processes, and wait for their end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -85,7 +85,7 @@ class Guardian:
 
 
 def main() -> None:
-    """Run as the guardian: read groups until the launcher is gone, then kill them."""
+    """Read groups until the launcher is gone, then kill them."""
     for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     mark = sys.argv[1].encode()
@@ -95,7 +95,7 @@ def main() -> None:
     for group in groups:
         kill_group(group)
     end = time.monotonic() + _TRACKER_S
-    # Repeated, since a process may start another one while it is killed.
+    # Repeated: a process may start another while it is killed.
     while marked := _marked(mark):
         for pid in marked:
             if not _is_tracker(pid) or time.monotonic() > end:
@@ -104,10 +104,10 @@ def main() -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill all processes of a group but Python's resource tracker.
+    """Kill all processes of a group except Python's resource trackers.
 
-    A process that starts others by `multiprocessing` without fork may have a tracker. When all its
-    users have ended it removes their files from /dev/shm, and ends, too.
+    A process that uses `multiprocessing` without fork may have a tracker. It removes the files of
+    its users from /dev/shm when they have ended, and ends, too.
     """
     members = [pid for pid in _processes() if _group_of(pid) == group]
     trackers = {*filter(_is_tracker, members)}
@@ -144,7 +144,7 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-# The processes that were started with `mark` in their environment. That of a zombie is empty.
+# Return the processes started with `mark`; a zombie's environment is empty.
 def _marked(mark: bytes) -> list[int]:
     found = []
     for pid in _processes():

@@ -1,4 +1,4 @@
-"""Starts processes that end with their launcher, and kills them with their children."""
+"""Starts processes that die with their launcher, and kills them with their children."""
 
 import os
 import subprocess
@@ -14,17 +14,14 @@ from jdp.launch.host.reaper import kill_group
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
-_SUFFIX = "-cache"  # of JAX's entries
+_SUFFIX = "-cache"
 
-# Longer than between two pieces of one file, shorter than between a program and its next run.
+# Longer than between two pieces of a file, shorter than between a program and its next run.
 _JUST_NOW_S = 1.0
 
 
 def folder(inherited: Mapping[str, str]) -> str:
-    """Return the folder of programs of all runs: that of the environment, or else of the user.
-
-    A user without a home, as in a container with an arbitrary user id, gets a new one.
-    """
+    """Return the cache folder of the environment or the user; a temporary one without a home."""
     if VARIABLE in inherited:
         return inherited[VARIABLE]
     caches = inherited.get("XDG_CACHE_HOME")
@@ -39,8 +36,8 @@ def folder(inherited: Mapping[str, str]) -> str:
 def drop_torn(folder: Path) -> None:
     """Remove programs that were being written when a process was killed.
 
-    JAX writes a program in place. For a truncated one, each process warns and compiles it
-    again, and does not replace it.
+    JAX writes a program in place, and never replaces a truncated one: each process warns and
+    compiles again.
     """
     oldest = time.time() - _JUST_NOW_S
     with suppress(OSError), os.scandir(folder) as entries:
@@ -50,10 +47,8 @@ def drop_torn(folder: Path) -> None:
                     os.unlink(entry)
 
 
-# Runs before the program, in its process. The death signal comes when the launcher dies, but not if
-# it died before prctl was called: then the process has another parent already. A handler of the
-# launcher may have blocked signals, a shell ignores Ctrl-C and Ctrl-\ for programs that it runs
-# with "&", and exec keeps both.
+# Runs before the program, in its process. If the launcher died before prctl, no signal comes, and
+# the parent has changed. exec keeps signals that the launcher blocked or a shell ignored for "&".
 _BEFORE = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -74,7 +69,7 @@ class Started(Protocol):
     """A started process: a `subprocess.Popen` or a fork."""
 
     pid: int
-    returncode: Any  # None before it was waited for
+    returncode: Any  # None until it was waited for
     stdout: Any
     stderr: Any
 
@@ -86,10 +81,11 @@ class Started(Protocol):
 def spawn(
     command: Sequence[str], environment: Mapping[str, str], *, pass_fds: Iterable[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a process group of its own, which Ctrl-C does not reach.
+    """Start a program in its own process group, out of reach of Ctrl-C.
 
-    It is killed when the thread that called `spawn` ends, so that must be the main thread. Its
-    standard output and error are pipes, which `jdp.launch.host.output` reads.
+    It is killed when the calling thread ends, so call this in the main thread. It has these
+    variables alone, and keeps `pass_fds` under the same numbers. Its stdout and stderr are pipes.
+    Its group has its pid as number.
     """
     return subprocess.Popen(
         ends_with_this(command),
@@ -105,16 +101,15 @@ def spawn(
 
 def ends_with_this(command: Sequence[str]) -> list[str]:
     """Return a command whose process is killed when the thread that starts it ends."""
-    # A preexec_fn would run Python between fork and exec, where the locks of other threads, such as
-    # the one that reads logs, are never released.
+    # A preexec_fn would run Python after fork, where other threads' locks are never released.
     return [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid()), *command]
 
 
 def kill(process: Started) -> None:
-    """Kill a process and its children, such as the processes of a data loader.
+    """Kill a process and its children, such as data loaders.
 
-    Call it before the process is waited for, also if it has ended: until then no other group can
-    have its number.
+    Call it before the process is waited for, even if it has ended: until then its group number is
+    not reused.
     """
     if process.returncode is None:
         kill_group(process.pid)
@@ -123,26 +118,25 @@ def kill(process: Started) -> None:
 def environment(
     inherited: Mapping[str, str] = os.environ, /, *, num_gpus: int = 0, **own: str
 ) -> dict[str, str]:
-    """Return the variables of each process: defaults, the inherited ones, and its own.
+    """Return the variables of a process: defaults, the inherited ones, its own.
 
     >>> environment({"PYTHONUNBUFFERED": "x"}, JDP_GUARDIAN="7")["PYTHONUNBUFFERED"]
     'x'
     """
     defaults = {
-        # Output is shown at once, also when the process is killed.
+        # Show output at once, also of a killed process.
         "PYTHONUNBUFFERED": "1",
-        # A crash inside a library shows where each thread was.
+        # Show each thread at a crash in a library.
         "PYTHONFAULTHANDLER": "1",
-        # A process that takes over finds the programs of the process before.
+        # A replacement finds the programs of its predecessor.
         VARIABLE: folder(inherited),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
     if not num_gpus:
-        # XLA on CPU maps its temporaries anew in each step, which costs a page fault for every
-        # 4 KiB. With huge pages the time of synchronisation in a step of 100 MB fell from 54 to
-        # 10 ms.
+        # XLA on CPU maps its temporaries anew in each step, with a page fault for every 4 KiB. Huge
+        # pages cut the synchronisation of a 100 MB step from 54 to 10 ms.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    # A reader of the environment of a process must not be able to join the run.
+    # Who reads a process's environment must not be able to join the run.
     inherited = {name: value for name, value in inherited.items() if name != "JDP_TOKEN"}
     return {**defaults, **inherited, **own}

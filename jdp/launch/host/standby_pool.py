@@ -1,7 +1,4 @@
-"""Processes in reserve: they ran the script up to `jdp.init()`, and wait there.
-
-A standby that can be forked stays in reserve while it is forked for the processes that are needed.
-"""
+"""Standbys: processes that ran the script up to `jdp.init()`, and wait there."""
 
 import signal
 from collections.abc import Callable
@@ -13,16 +10,15 @@ from jdp.worker.exit_codes import in_words
 class Standbys:
     """The standbys of this host.
 
-    They are forked from a process that waits in `jdp.init()`. Where none can be forked, they are
-    started when every process of a generation has finished its first step, or when the host joins
-    a run in progress. They are killed by `stop` and at the end.
+    They are forks of a process that waits in `jdp.init()`; a forked standby stays in reserve.
+    Without forks they start when every process of a generation has finished its first step, or
+    when the host joins a running generation.
 
     Args:
       number: of standbys to keep.
-      start: starts one, given the local id that it will probably have, and the process to fork.
+      start: starts one, given its likely local id, and the process to fork or None.
       can_fork: whether processes of this host can be forked, as far as is known.
-      ready: is called when all of them wait, or when there will be none.
-      say: prints a line for people who watch the run.
+      ready: called when all of them wait, or when there will be none.
     """
 
     def __init__(
@@ -36,7 +32,7 @@ class Standbys:
         self._number, self._start, self._can_fork = number, start, can_fork
         self._ready, self._say = ready, say
         self._processes: list[Process] = []
-        self._dropped: list[Process] = []  # killed, and not waited for yet
+        self._dropped: list[Process] = []  # killed, and not yet waited for
         self._wanted = 0  # now
         self._one_parked = False
         self._gave_up = False
@@ -53,7 +49,7 @@ class Standbys:
         return sum(process.parked for process in self._processes)
 
     def fill(self, parent: Process | None = None) -> None:
-        """Start the missing standbys, also to replace stopped or dying ones."""
+        """Start missing standbys, and replace stopped or dying ones."""
         for process in [each for each in self._processes if not each.can_run()]:
             self._processes.remove(process)
             self._dropped.append(process)
@@ -68,8 +64,8 @@ class Standbys:
         self._say_ready()
 
     def take_standby(self) -> Process | None:
-        """Return one that waits, or that soon will because others have; None if there is none."""
-        # The cause of the death that it is to replace may have killed or stopped it, too.
+        """Return a waiting standby, or one that will soon wait because others do; else None."""
+        # The cause of the failure may have killed or stopped it, too.
         able = [process for process in self._processes if process.can_run()]
         chosen = min(able, default=None, key=lambda process: not process.parked)
         if chosen is None or not (self._one_parked or chosen.parked):
@@ -83,18 +79,18 @@ class Standbys:
         return chosen
 
     def _parent(self) -> Process | None:
-        """Return a standby that can be forked, None if there is none."""
+        """Return a standby that can be forked, or None."""
         return next((p for p in self._processes if p.can_fork and p.can_run()), None)
 
     def record_parked(self) -> None:
-        """Record that one of them waits in `jdp.init()` now."""
+        """Record that one of them waits in `jdp.init()`."""
         self._one_parked = True
         if self._wanted > len(self._processes) + len(self._dropped):
             self.fill()
         self._say_ready()
 
     def record_exit(self, process: Process) -> None:
-        """Forget one that has ended, and report it if it was needed."""
+        """Remove one that ended, and report it if it was needed."""
         if process in self._dropped:
             self._dropped.remove(process)
             if self._wanted:

@@ -24,9 +24,9 @@ from jdp.worker.local_devices import num_gpus
 from jdp.worker.process_status import COMPILING, STARTING
 from jdp.worker.progress_board import Board
 
-# NCCL refuses two ranks on one GPU without it, and before NCCL 2.30 always.
+# Without it NCCL refuses two ranks on one GPU; before 2.30 NCCL always does.
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-# JAX takes this part of a GPU when it starts, unless the other variables say otherwise.
+# The fraction of a GPU that JAX takes by default.
 _TAKEN = 0.75
 _FRACTION = "XLA_CLIENT_MEM_FRACTION"
 _OF_MEMORY = (_FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -76,23 +76,16 @@ def memory_of_shared(
     return {_FRACTION: f"{_TAKEN * num_gpus / num_slots:.3g}"}
 
 
-# Processes that a process of the run has left behind.
-#
-# A helper that was started with `setsid` and an empty environment has neither the process group
-# nor the mark by which the guardian finds what is left (`reaper.py`). But its parent is the
-# launcher once the process that started it has ended, since the launcher is a subreaper (`man 2
-# prctl`).
+# A helper started with `setsid` and an empty environment has neither the process group nor the mark
+# that the guardian looks for (`reaper.py`). But the launcher is a subreaper (`man 2 prctl`), so it
+# becomes the helper's parent once the process that started it has ended.
 
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """The adopted children of this launcher; none before `start_adopting`.
-
-    Attributes:
-      adopts: whether the launcher becomes the parent of orphans.
-    """
+    """The adopted children of this launcher; `adopts`: whether orphans become its children."""
 
     def __init__(self) -> None:
         self._own: set[int] = set()
@@ -101,8 +94,8 @@ class Orphans:
     def start_adopting(self) -> None:
         """Adopt orphans from now on, if the system can.
 
-        A launcher that has other children already, such as a sidecar of a shell that became the
-        launcher by `exec`, adopts none: their helpers could not be told from those of the run.
+        A launcher with other children, such as a shell's sidecar before `exec`, adopts none: their
+        helpers would look like the run's.
         """
         found = children()
         if found is not None and found <= self._own:
@@ -115,15 +108,15 @@ class Orphans:
             self.adopts = False
 
     def add_own(self, pid: int) -> None:
-        """Record a child that the launcher has started."""
+        """Record a child that the launcher started."""
         self._own.add(pid)
 
     def remove_own(self, pid: int) -> None:
-        """Forget a child that was waited for."""
+        """Remove a child that was waited for."""
         self._own.discard(pid)
 
     def reap(self) -> set[int]:
-        """Wait for the orphans that have ended, and return the others; quick."""
+        """Wait for ended orphans, and return the others, without blocking."""
         left = set()
         for pid in (children() or set()) - self._own if self.adopts else ():
             with suppress(ChildProcessError):
@@ -132,7 +125,7 @@ class Orphans:
         return left
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all orphans, and the orphans that these leave, for at most `timeout_s` seconds."""
+        """Kill all orphans and the orphans that these leave, within `timeout_s`."""
         end = time.monotonic() + timeout_s
         while (left := self.reap()) and time.monotonic() < end:
             for pid in left:
@@ -145,8 +138,8 @@ def _prctl(option: int, value: int) -> int:
     return ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# Seconds for a fork, while the launcher does nothing else. It takes 0.1 s for each GB of small
-# objects, and nothing for large arrays.
+# Seconds for a fork, which blocks the launcher: 0.1 s for each GB of small objects, and almost no
+# time for large arrays.
 _FORK_TIMEOUT_S, _FORK_TIMEOUT_S_PER_GB, _MAX_FORK_TIMEOUT_S = 1.0, 0.25, 3.0
 
 # PF_EXITING of Linux, in the flags of /proc/PID/stat.
@@ -157,12 +150,11 @@ class HostResources:
     """Resources that the processes of this host share.
 
     Raises:
-      ValueError: if the GPUs of this host cannot be divided evenly.
+      ValueError: the GPUs of this host cannot be divided evenly.
 
     Attributes:
       gpus: of each slot.
-      orphans: of the processes that have ended.
-      commit_file: descriptor of the commit memory. The launcher owns it, so that a commit outlives
+      commit_file: descriptor of the commit memory, owned by the launcher, so that a commit outlives
         the process that wrote it.
     """
 
@@ -184,17 +176,17 @@ class HostResources:
 
     @property
     def can_fork(self) -> bool:
-        """Whether processes of the run may be forked: the launcher must become their parent."""
+        """Whether processes may be forked: the launcher must become their parent."""
         return self._wants_forks and self.orphans.adopts and self._why_no_forks is None
 
     def refuse_forks(self, why: str) -> None:
-        """Record, and report once, why no process of the run can be forked."""
+        """Record, and report once, why processes cannot be forked."""
         if self._wants_forks and self._why_no_forks is None:
             self._why_no_forks = why
             self.say(f"each process imports its modules itself, since {why}.")
 
     def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
-        """Return the assignments of the processes of this host in a generation."""
+        """Return the assignments of this host's processes in a generation."""
         return [
             Assignment(
                 process_id=first + local_id,
@@ -207,11 +199,11 @@ class HostResources:
         ]
 
     def say(self, text: str) -> None:
-        """Print a line for people who watch the run, without waiting for the console."""
+        """Print a line for people, without waiting for the console."""
         self.logs.post(lambda: self.logs.say(text))
 
     def release(self) -> None:
-        """Kill all processes that are left, and show their last output."""
+        """Kill all remaining processes, and show their last output."""
         try:
             self.guardian.kill_all()
         finally:
@@ -222,7 +214,7 @@ class HostResources:
 
 
 class Fork:
-    """A fork of a process of the run, with what the launcher uses of a `subprocess.Popen`."""
+    """A fork, with the used part of the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -241,20 +233,18 @@ class Process:
     """A process that runs the script.
 
     Args:
-      resources: of this host.
-      local_id: its expected local id.
+      local_id: the expected one.
       assignment: None for a standby.
-      told: is called with the process, kind and facts of each message.
-      died: is called with the process when it has ended and was waited for.
-      parent: a process that `can_fork`, which is forked; None: the script is started.
+      told: called with the process, kind and facts of each message.
+      died: called with the process once it was waited for.
+      parent: a process that `can_fork`, to be forked; None: start the script.
 
     Attributes:
-      assignment: None for a standby.
       parked: whether it has reached `jdp.init()`.
       can_fork: whether it waits there and can be forked.
       restored_step: step of the run at which it began.
       has_ended: whether its script has ended.
-      traceback: of the error that its script raised.
+      traceback: of its script's error.
       died_first: whether it was dying when its generation was killed.
     """
 
@@ -288,7 +278,7 @@ class Process:
 
     @property
     def is_fork(self) -> bool:
-        """Whether its parent was forked for it."""
+        """Whether it is a fork of its parent."""
         return isinstance(self.popen, Fork)
 
     def _start(self, assignment: Assignment | None, parent: "Process | None") -> spawn.Started:
@@ -350,12 +340,12 @@ class Process:
 
     @property
     def process_id(self) -> int:
-        """Its number in the generation."""
+        """Its id in the generation."""
         assert self.assignment is not None
         return self.assignment.process_id
 
     def is_dying(self) -> bool:
-        """Whether it has begun to exit: its connections are closed before it can be waited for."""
+        """Whether it has begun to exit; its connections close before it can be waited for."""
         return self._state()[1]
 
     def can_run(self) -> bool:
@@ -378,7 +368,7 @@ class Process:
         return 0.0
 
     def step(self) -> int:
-        """Return the step of the run that it has called last."""
+        """Return the step of the run that it called last."""
         return self.restored_step + self.slot.read().steps
 
     def assign(self, assignment: Assignment) -> None:
@@ -388,15 +378,15 @@ class Process:
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
 
     def go(self) -> None:
-        """Let it continue after `jdp.init()` with its assignment."""
+        """Let it leave `jdp.init()` with its assignment."""
         assert self.assignment is not None
         self._may_go, self.can_fork = True, False
         self._requests.close()
         self._channel.send("go", **self.assignment._asdict())
 
     def signal(self, number: int) -> None:
-        """Send a signal to it, not to its children: data loaders continue while it saves."""
-        # Popen.send_signal would reap a process that has ended and leave its children running.
+        """Send it a signal, not its children: data loaders continue while it saves."""
+        # Popen.send_signal would reap an ended process and leave its children running.
         signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
@@ -404,11 +394,11 @@ class Process:
         spawn.kill(self.popen)
 
     def reveal(self) -> None:
-        """Show its output on the console from now on, against the filter."""
+        """Show its output on the console, against the filter."""
         self._output.reveal()
 
     def read(self) -> None:
-        """Receive the messages that it has sent so far."""
+        """Receive the messages that it has sent."""
         self._channel.read()
 
     def last_lines(self) -> list[str]:

@@ -1,1 +1,1 @@
-"""The launcher that leads a run: it chooses the hosts, and recovers after a failure."""
+"""The leader of a run: it assigns ranks, and recovers after a failure."""

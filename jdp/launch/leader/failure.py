@@ -1,4 +1,4 @@
-"""The causes for which a generation ends, with their words for people."""
+"""The causes that end a generation, with their texts."""
 
 import signal
 import time
@@ -8,25 +8,23 @@ from jdp.error_codes import with_code
 from jdp.worker.exit_codes import STALLED, exit_code, in_words
 from jdp.worker.run_progress import LeaderLoss
 
-# Of the causes below.
 CODES = ("JDP301", "JDP302", "JDP303", "JDP304", "JDP305", "JDP311")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The cause for which a generation ends.
+    """The cause that ends a generation.
 
     Attributes:
-      text: in words.
-      code: exit code of the run if it ends with this.
-      full_text: for people, with the traceback or the last output of the process.
-      error_code: such as "JDP301", the code of the page about it; "" if nothing is wrong.
+      code: exit code of the run if it ends now.
+      full_text: with the traceback or last output of the process.
+      error_code: such as "JDP301"; "" without a fault.
       silent_s: seconds until it was noticed.
       is_of_program: whether a process failed by itself; false for a lost host and for SIGKILL.
-      error: the last line of the traceback if the script raised; `full_text` has the whole.
-      step: of the run that the process has called last, if it is known.
+      error: last line of the script's traceback.
+      step: last step that the process called, if known.
       is_sure: whether it cannot be the consequence of another failure.
-      grows: whether nothing is wrong, and there is room for more processes.
+      grows: not a fault: there is room for more processes.
       noticed: time.monotonic() of it.
     """
 
@@ -53,9 +51,11 @@ def exit_of_process(
     step: int | None = None,
     out_of_memory: bool = False,
 ) -> Cause:
-    """Return the cause that a process failed by itself, with the `returncode` of Popen.
+    """Return the cause for a process that failed by itself.
 
-    `last_lines` of its output are shown if there is no traceback of its script.
+    Args:
+      returncode: of Popen.
+      last_lines: of its output, shown without a traceback.
 
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
     the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
@@ -77,14 +77,14 @@ def exit_of_process(
         error=(traceback or "").rstrip().rpartition("\n")[2],
         step=step,
         is_of_program=returncode != -signal.SIGKILL,
-        # A process that is killed may be reported after processes that failed because of its
-        # death. SIGABRT is not sure: JAX aborts a process that has lost another one.
+        # The report of a killed process may follow those of failures that it caused. SIGABRT is
+        # unsure, since JAX aborts a process that lost another.
         is_sure=returncode < 0 and returncode != -signal.SIGABRT,
     )
 
 
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
-    """Return the cause that a process made no progress, and the others waited for it."""
+    """Return the cause for a process without progress that the others waited for."""
     text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
     full_text = with_code("JDP303", f"the cause: {report}")
     return Cause(text, STALLED, full_text, "JDP303", stalled_s)
@@ -108,21 +108,21 @@ def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> 
 
 
 def after_end(why: Cause, process_id: int) -> Cause:
-    """Return the cause that a process failed after another one had ended, perhaps because of it."""
+    """Return the cause for a process that failed after, and perhaps because, another one ended."""
     text = f"process {process_id} came to the end of the script"
     full_text = f"{text}. After that:\n{why.full_text}"
     return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
 
 
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
-    """Return the cause that a host was lost, or was silent for too long."""
+    """Return the cause for a lost or silent host."""
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
     return Cause(text, 1, full_text, "JDP305", silent_s, is_of_program=False)
 
 
 def loss_of_leader(loss: LeaderLoss) -> Cause:
-    """Return the cause that the leader before this one was lost, as a host has seen it."""
+    """Return the cause for the loss of the previous leader, as a host saw it."""
     full_text = with_code("JDP311", f"the cause: {loss.why}.")
     return Cause(
         *(loss.why, 1, full_text, "JDP311", loss.silent_s),
@@ -133,7 +133,7 @@ def loss_of_leader(loss: LeaderLoss) -> Cause:
 
 
 def growth() -> Cause:
-    """Return the cause that there is room for more processes."""
+    """Return the cause for a restart with more processes."""
     return Cause("there is room for more processes", 0, "", "", grows=True)
 
 

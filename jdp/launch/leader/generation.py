@@ -1,10 +1,10 @@
-"""The running generation, as the leader sees it, and the cause of its end.
+"""The running generation, as the leader sees it.
 
 States, and what ends them:
 
   RUNNING   until a process fails, a host is lost, the watch gives up or the run can grow (ENDING),
-            or until a signal, or a process that saved and ended (STOPPING)
-  STOPPING  its processes were asked to end. Until a second signal (ENDING)
+            or until a signal or a process that saved and ended (STOPPING)
+  STOPPING  its processes were asked to end; until a second signal (ENDING)
   ENDING    its processes are being killed
 
 Processes may end in each state; the generation is over when no host has any left.
@@ -34,9 +34,9 @@ def find(
     statuses: Mapping[int, ProcessStatus],
     steps_of_ended: Mapping[int, int],
 ) -> Cause | None:
-    """Return why a process waits in a step for ones that ended without calling it, None if none.
+    """Return the cause if a process waits in a step that ended processes did not call, or None.
 
-    A step that all have called, and the final work of a single process, are limited by the watch.
+    The watch limits a step that all have called, and the final work of a single process.
     """
     for i, status in statuses.items():
         if i in steps_of_ended or not waits(status) or now - status.progress_s < grace_s:
@@ -51,12 +51,9 @@ State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
 
 class Generation:
-    """Processes that start together and end together.
+    """Processes that start and end together.
 
     Attributes:
-      number: 0 for the first.
-      size: number of processes.
-      state: see above.
       parts: by host; a part is removed when its last process has ended.
       told: facts by kind of message and by process.
       cause: why it ends.
@@ -80,9 +77,9 @@ class Generation:
         self.cause: Cause | None = None
         self.step: int | None = None
         self._returncodes: dict[int, int] = {}  # of processes that ended by themselves
-        self._blamed: tuple[RemoteHost, int] | None = None  # a slot of a host
+        self._blamed: tuple[RemoteHost, int] | None = None  # slot of a host
         self._ended_before_stop: set[int] = set()
-        self._first_end: float | None = None  # time at which the first process ended
+        self._first_end: float | None = None  # when the first process ended
         self._grace_s = options.shutdown_timeout_s
         self._events, self._report = events, report
         self._progress = ProgressWatch(self.size, options.timeout_s, say, self._write)
@@ -99,33 +96,33 @@ class Generation:
 
     @property
     def closed_step(self) -> str:
-        """The step that was saved last, in words; "" if no process has reported it."""
+        """The last saved step in words, or ""."""
         steps = [facts["step"] for facts in self.told.get("closed", {}).values()]
         return f"step {max(steps)}" if steps else ""
 
     @property
     def is_done(self) -> bool:
-        """Whether all processes have ended with code 0."""
+        """Whether all processes ended with code 0."""
         return [*self._returncodes.values()] == [0] * self.size
 
     @property
     def is_finished(self) -> bool:
-        """Whether all processes have ended with code 0, none of them because it was asked to."""
+        """Whether all processes ended with code 0, unasked."""
         finished = self._ended_before_stop | self.told.get("closed", {}).keys()
         return self.is_done and len(finished) == self.size
 
     @property
     def may_grow(self) -> bool:
-        """Whether each process has made a step and none has ended.
+        """Whether each process made a step and called `restore`, and none has ended.
 
-        Also each has called `restore`: otherwise all would begin again at step 0.
+        Without `restore` all would start again at step 0.
         """
         return self.stepped and self._told_by_all("restored") and self._first_end is None
 
     def record_told(
         self, remote: RemoteHost, process_id: int, pid: int, what: str, facts: dict
     ) -> bool:
-        """Record a message of a process, and return whether it was the last one to send that."""
+        """Record a message of a process; return whether all processes have sent its kind now."""
         self._write(what, process_id=process_id, host=remote.name, pid=pid, **facts)
         self._progress.record_told(process_id, what, facts)
         told = self.told.setdefault(what, {})
@@ -147,7 +144,7 @@ class Generation:
         step: int | None = None,
         out_of_memory: bool = False,
     ) -> None:
-        """Record how a process ended by itself, which may be a failure, and its last status."""
+        """Record how a process ended by itself, perhaps a failure, and its last status."""
         self._returncodes[process_id] = returncode
         self._report.record_end(process_id, ProcessStatus.of_json(status))
         if returncode == 0:
@@ -169,18 +166,18 @@ class Generation:
     def record_statuses(
         self, remote: RemoteHost, ahead_s: float, statuses: dict[str, list], windows: dict
     ) -> None:
-        """Record statuses and windows of a host's processes, whose clock is `ahead_s` behind."""
+        """Record statuses and windows of a host whose clock is `ahead_s` behind."""
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
             self._progress.record_windows(windows)
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
-        """Record that a host has no processes of it left, and their last common step."""
+        """Record that a host has no process left, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
         self.parts.pop(remote, None)
 
     def process_metrics(self) -> tuple[ProcessMetrics, ...]:
-        """Return the numbers of its processes that live."""
+        """Return the metrics of its living processes."""
         slow = self._progress.slow()
         return tuple(
             ProcessMetrics(i, part.remote.name, status.counts.data_s, slow.get(i))
@@ -189,7 +186,7 @@ class Generation:
         )
 
     def poll(self, now: float) -> None:
-        """Look whether the processes make progress, and fail if they do not."""
+        """Fail if the processes make no progress."""
         statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
         self._report.record(statuses)
         stall = self._progress.poll(now, statuses)
@@ -200,9 +197,9 @@ class Generation:
             self.fail(why)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:
-        """Record the cause for which it ends, and the process to blame, if any.
+        """Record the cause of the end, and the process to blame.
 
-        The first cause counts, unless it is uncertain and a later one is certain.
+        The first cause counts, unless it is unsure and a later one is sure.
         """
         if self.cause is None or (why.is_sure and not self.cause.is_sure):
             self.cause, self._blamed = why, None
@@ -211,36 +208,32 @@ class Generation:
                 self._blamed = part.remote, part.slots[process_id - part.first]
 
     def blame(self, now: float) -> None:
-        """Record the failure for the slot of the process to blame, which may then pause."""
+        """Record the failure for the blamed slot, which may then rest."""
         if self._blamed is not None:
             remote, slot = self._blamed
             remote.slots[slot].fail(now, can_rest=len(remote.free(now)) > remote.least)
 
-    # --- messages to the hosts ---
-
     def start(self, **facts: Any) -> None:
-        """Have its processes started, with these facts for the `Assignment` of each."""
+        """Start its processes, with these facts for their `Assignment`."""
         for host_id, part in enumerate(self.parts.values()):
             part.begin(self.number, num_processes=self.size, host_id=host_id, **facts)
         hosts = [remote.name for remote in self.parts]
         self._write("formed", num_processes=self.size, hosts=hosts)
 
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, by a signal unless `number` is None."""
+        """Ask its processes to end, with a signal if given."""
         self.state = State.STOPPING
         self._ended_before_stop = self._came_to_end()
         self._send("stop", signal=number)
 
     def kill_processes(self) -> None:
-        """Have its processes killed."""
+        """Kill its processes."""
         self.state = State.ENDING
         self._send("end")
 
     def _send(self, kind: str, **facts: Any) -> None:
         for remote in self.parts:
             remote.channel.send(kind, **facts)
-
-    # --- conclusions ---
 
     def _write(self, event: str, **facts: Any) -> None:
         self._events.write(event, generation=self.number, **facts)
@@ -260,7 +253,7 @@ class Generation:
         exited = {i for i, code in self._returncodes.items() if code == 0}
         return exited | self.told.get("ended", {}).keys()
 
-    # The number of steps that each of them has called; -1 if it did not send that.
+    # Steps that each of them called; -1 if unknown.
     def _steps_of_ended(self) -> dict[int, int]:
         told = self.told.get("ended", {})
         return {i: told.get(i, {}).get("steps", -1) for i in self._came_to_end()}

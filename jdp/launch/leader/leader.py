@@ -1,23 +1,21 @@
 """The leader of a run: it begins generations on hosts, and recovers after a failure.
 
 The launcher that listens at the rendezvous address leads. If there are several addresses, the hosts
-choose one (`jdp/launch/election.py`), which may form the generations for which it has a
-quorum (`jdp/launch/quorum.py`). A `Agent` manages its own processes, as on any other host, so a
-run on one host has a single `RemoteHost`.
-`jdp/worker/messages.py` lists the messages between hosts and the leader.
+elect one (`jdp/launch/election.py`), which needs a quorum for each generation
+(`jdp/launch/quorum.py`). An `Agent` manages the leader's own processes, as on any host.
+`jdp/worker/messages.py` lists the messages.
 
 States, and what ends them:
 
-  gathering     no generation is running. Until enough hosts have joined (a generation), or the join
-                timeout or a signal (over)
-  a generation  see `generation.py`. Until no host has processes of it (gathering, or over if
-                the run does not continue)
-  over          the exit code is known. Until the hosts have left
+  gathering     no generation runs; until enough hosts joined (a generation), or the join timeout
+                or a signal (over)
+  a generation  see `generation.py`; until no host has processes of it (gathering, or over)
+  over          the exit code is known; until the hosts have left
 
-Fencing: a host kills its processes if no beat is answered for `heartbeat_timeout_s`, and the leader
-declares a host lost after 1.5 times that without a message. So processes of an old generation never
-run alongside a new one, whatever the network does. A host whose connection is closed has exited or
-kills its processes immediately.
+Fencing: a host kills its processes if no beat is answered for `heartbeat_timeout_s`. The leader
+declares a host lost after 1.5 times that without a message. So processes of two generations never
+run side by side, whatever the network does. A host whose connection closed has exited or kills its
+processes at once.
 """
 
 import asyncio
@@ -43,7 +41,7 @@ from jdp.worker.run_progress import LeaderLoss, RunHistory, RunSummary
 
 
 class LastCommits:
-    """Waits until all hosts have written their latest commit to the checkpoint directory.
+    """Waits until all hosts have written their last commit to the checkpoint directory.
 
     Args:
       code: exit code of the run.
@@ -62,15 +60,15 @@ class LastCommits:
             remote.channel.send("save commit")
 
     def record_answer(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record the commit that a host has saved."""
+        """Record the commit that a host saved."""
         self._answers[remote] = facts
 
     def are_saved(self, remotes: list[RemoteHost]) -> bool:
-        """Whether all hosts that are left have answered."""
+        """Whether all remaining hosts have answered."""
         return all(remote in self._answers for remote in remotes)
 
     def outcome(self) -> tuple[int, str]:
-        """Return the exit code, and a text for people: the reason, and how to continue."""
+        """Return the exit code, and a text with the reason and how to resume."""
         saved = [facts for facts in self._answers.values() if "step" in facts]
         if saved:
             latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
@@ -96,13 +94,7 @@ class LastCommits:
 
 
 class RunEnd:
-    """Ends a run.
-
-    Args:
-      members: the hosts.
-      events, report: which hear of it.
-      recoveries: those of the run.
-    """
+    """Ends a run."""
 
     def __init__(
         self, members: Membership, events: Events, report: RunReport, recoveries: Recoveries
@@ -113,11 +105,11 @@ class RunEnd:
 
     @property
     def is_saving(self) -> bool:
-        """Whether hosts are writing their latest commit, after which the run ends."""
+        """Whether hosts write their last commit, after which the run ends."""
         return self._last_commits is not None
 
     def follows(self, generation: Generation, signal: int | None) -> bool:
-        """Whether the run ends with a generation, which this then begins."""
+        """Whether the run ends with this generation; then begin the end."""
         why = generation.cause
         if generation.saved:
             saved = f"saved {generation.closed_step}".rstrip()
@@ -135,7 +127,7 @@ class RunEnd:
         return True
 
     def give_up(self, code: int, why: str) -> None:
-        """End the run when its latest commit is on the disk."""
+        """End the run once its last commit is on disk."""
         self._members.is_ending = True
         found, recoveries = self._report.summary(), self._recoveries
         last = recoveries.last_step or found and found.target
@@ -143,12 +135,12 @@ class RunEnd:
         self._last_commits.ask(self._members.remotes)
 
     def record_saved(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record the commit that a host has saved."""
+        """Record the commit that a host saved."""
         if self._last_commits is not None:
             self._last_commits.record_answer(remote, facts)
 
     def poll(self, *, at_once: bool = False) -> None:
-        """End the run if all hosts have saved their commit, or `at_once`."""
+        """End the run if all hosts saved their commit, or `at_once`."""
         commits = self._last_commits
         if commits is not None and (at_once or commits.are_saved(self._members.remotes)):
             self.finish(*commits.outcome())
@@ -161,28 +153,24 @@ class RunEnd:
 
 
 class Succession:
-    """Takes the past of a run over, and hands it on.
+    """Inherits the past of a run from hosts, and sends it to them.
 
-    The host of the latest generation counts, of several the one that knows of most recoveries.
-
-    Args:
-      run_id: of the run, if the options name it.
-      electors, recoveries: of the leader, to which the past is given.
+    Of the hosts in the latest generation, the one that knows most recoveries counts.
 
     Attributes:
-      number: of the last generation that hosts know; -1 for none.
-      run_id: of the run; None if nobody knows it.
+      number: the last generation that hosts know; -1 for none.
+      run_id: None if unknown.
     """
 
     def __init__(self, run_id: str | None, electors: Electors, recoveries: Recoveries) -> None:
         self.number, self.run_id = -1, run_id
         self._electors, self._recoveries = electors, recoveries
         self._history = RunHistory()
-        self._loss: LeaderLoss | None = None  # of the leader before
+        self._loss: LeaderLoss | None = None  # of the previous leader
         self._leads = False  # whether this leader has formed a generation
 
     def record_join(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record what a host knows: the facts of its `join`."""
+        """Record the facts of a host's `join`."""
         self._electors.record_join(facts.get("electorate"))
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self.run_id = self.run_id or facts["run_id"]
@@ -197,7 +185,7 @@ class Succession:
             self._loss = min(self._loss or loss, loss, key=lambda each: each.at)
 
     def take_over(self) -> str:
-        """Have the run continue after the last generation of another leader, if there was one."""
+        """Continue after the last generation of another leader, if any."""
         is_first, self._leads = not self._leads, True
         if not is_first or self.number < 0:
             return ""
@@ -205,18 +193,14 @@ class Succession:
         return self._recoveries.take_over(self._history, failure.loss_of_leader(loss))
 
     def begin_generation(self, plan: Plan, home: str) -> dict[str, Any]:
-        """Record the next generation, and return the facts for its hosts.
-
-        Args:
-          home: the id of the leader's own host.
-        """
+        """Record the next generation, return the facts for its hosts; `home` is the leader's."""
         self.number += 1
         self.run_id = self.run_id or secrets.token_hex(4)
         electorate = self._electors.form((part.remote for part in plan), home)
         return {"run_id": self.run_id, "known": self._known(electorate)}
 
     def settle(self) -> dict[str, Any]:
-        """Record that all hosts of the generation know its electors, and return the facts."""
+        """Record that all hosts of the generation know its electors; return the facts."""
         return self._known(self._electors.settle())
 
     def _known(self, electorate: dict[str, Any] | None) -> dict[str, Any]:
@@ -224,15 +208,12 @@ class Succession:
         return {"electorate": electorate, "history": history.facts()}
 
 
-# Interval in seconds between checks for stalls and silent hosts.
+# Seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2
 
 
 class Leader:
-    """Decides for all hosts.
-
-    `show` gets how far the run is, the others are of `Membership`.
-    """
+    """Decides for all hosts; `show` gets summaries, the other arguments are of `Membership`."""
 
     def __init__(
         self,
@@ -272,7 +253,7 @@ class Leader:
         return self._generation is not None
 
     def metrics(self) -> RunMetrics:
-        """Return the numbers of the run now."""
+        """Return the current metrics of the run."""
         return RunMetrics(
             self.number,
             sum(remote.standbys for remote in self.members.remotes),
@@ -286,12 +267,12 @@ class Leader:
         self._end.give_up(1, why)
 
     def resign(self) -> None:
-        """Stop leading, since another one leads; no generation may be running."""
+        """Stop leading in favor of another leader; no generation may run."""
         self.members.resign()
         self._stop()
 
     async def finish_run(self, code: int, why: str, timeout_s: float = 5.0) -> None:
-        """End the run, unless it is over, wait until all hosts have left, and stop."""
+        """End the run, wait until all hosts have left, and stop."""
         if not self.members.is_over:
             self._end.finish(code, why)
         await self.members.end_connections(timeout_s)
@@ -304,7 +285,7 @@ class Leader:
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
         self._succession.record_join(remote, facts)
-        self._has_restored |= remote.generation >= 0  # which another leader has led
+        self._has_restored |= remote.generation >= 0  # another leader led it
         asyncio.get_running_loop().call_soon(self._consider)
         return self._generation is not None
 
@@ -389,7 +370,7 @@ class Leader:
             self._gather(now)
         self._wake(now)
 
-    # Calls _consider when the next slot is free, or after LOOK_S.
+    # Call _consider when the next slot is free, or after LOOK_S.
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

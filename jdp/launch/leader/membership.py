@@ -1,4 +1,4 @@
-"""The hosts of a run: which may join, which have joined, and which are lost."""
+"""The hosts of a run: which may join, have joined, and are lost."""
 
 import asyncio
 import functools
@@ -19,16 +19,16 @@ from jdp.launch.options import Options
 from jdp.worker import build_info
 from jdp.worker.messages import MAX_LINE_BYTES
 
-# A connection that has not proved that it knows the token may send so much, and take so long.
+# Limits of a connection until it proves that it knows the token.
 VISITOR_BYTES = 1 << 16
 VISITOR_S = 10.0
-# Of more connections the oldest one is closed: a host proves itself at once. They may have a
-# quarter of the descriptors that this process may open.
+# Beyond this many the oldest connection is closed, since a host proves itself at once. They may use
+# a quarter of this process's descriptors.
 MAX_VISITORS = 256
 
 
 class Refusal(NamedTuple):
-    """The reason why a host may not join, and whether asking again is of no use."""
+    """Why a host may not join, and whether to stop asking."""
 
     why: str
     is_final: bool
@@ -38,14 +38,13 @@ class Admission:
     """Listens for hosts, and admits those that know the token.
 
     Args:
-      listener: a listening socket, which is closed at the end.
-      token: the secret.
+      listener: closed at the end.
       judge: returns the reason to refuse a host, given the facts of its `join`, or None.
-      admit: is called with the channel of an admitted host, the facts of its `join` and the
-        leader's proof, and sends `welcome` with that.
+      admit: called with the channel, the facts of `join` and the leader's proof, which it sends in
+        `welcome`.
       code: digest of this build without comments; None if no other host can come.
       claim: returns the claim of this leader, see `jdp/launch/election.py`.
-      attach: is called with the channel of a lifeline, the facts of its message and the leader's
+      attach: called with the channel of a lifeline, the facts of its message and the leader's
         proof.
     """
 
@@ -70,7 +69,7 @@ class Admission:
         self._loop.add_reader(listener, self._accept)
 
     def stop_listening(self) -> None:
-        """Admit no more hosts."""
+        """Stop admitting hosts."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for visitor in [*self._visitors]:
@@ -134,19 +133,17 @@ _THROUGH_PROXY = (
 
 
 class Membership:
-    """The hosts that have joined, in the order in which they did.
+    """The hosts of a run, in the order of their `join`.
 
     Args:
-      options, token, listener, say, events: of the run. The listening socket is closed at the end.
-      joined: is called with a host and the facts of its `join`; returns whether a generation lives.
-      received: is called with a host, and kind and facts of its message.
-      lost: is called with a host that is gone, and the cause that it would be.
-      died: is called with a host whose launcher has died.
+      joined: called with a host and the facts of its `join`; returns whether a generation runs.
+      received: called with a host, and kind and facts of its message.
+      lost: called with a lost host, and the cause that this would be.
+      died: called with a host whose launcher has died.
       claim: of `Admission`.
 
     Attributes:
-      remotes: the hosts.
-      home: id of the leader's own host, once it is known.
+      home: id of the leader's own host, once known.
       is_ending: whether the run ends, so that no host may join.
       is_over: whether it has ended, so that hosts leave.
     """
@@ -165,7 +162,7 @@ class Membership:
         claim: Callable[[], list[int]],
     ) -> None:
         self.remotes: list[RemoteHost] = []
-        self._lost_remotes: list[RemoteHost] = []  # whose lifelines may still show their death
+        self._lost_remotes: list[RemoteHost] = []  # their lifelines may still show their death
         self.home = ""
         self.is_ending = self.is_over = False
         self._all_left = asyncio.Event()
@@ -177,38 +174,38 @@ class Membership:
         )
 
     def could_form_more(self, now: float, num_processes: int) -> bool:
-        """Whether a generation with more processes than that could be formed at once."""
+        """Whether a larger generation could be formed at once."""
         plan = rank_assignment.make(self.remotes, self._options.nnodes[0], now) or []
         is_quick = all(part.remote.is_ready for part in plan)
         return is_quick and rank_assignment.size(plan) > num_processes
 
     def free_after(self, now: float) -> list[float]:
-        """Return the times after `now` at which slots of hosts have rested."""
+        """Return the times after `now` at which slots have rested."""
         free_at = (slot.free_at for remote in self.remotes for slot in remote.slots)
         return [at for at in free_at if at > now]
 
     def remove_silent_hosts(self, now: float) -> None:
-        """Remove the hosts that have been silent for longer than a host that lives can be."""
+        """Remove the hosts that are silent for longer than a living host can be."""
         silence_s = 1.5 * self._options.heartbeat_timeout_s
         for remote in [*self.remotes]:
             if remote.id != self.home and now - remote.heard > silence_s:
                 self._remove(remote, f"silent for {now - remote.heard:.1f} s")
 
     def go_on_without_lost_hosts(self) -> None:
-        """Send lost hosts a farewell: from now on they must not see the death of this launcher."""
+        """Send lost hosts a farewell, so that they never count this launcher as dead."""
         for remote in self._lost_remotes:
             remote.end_connection()
         self._lost_remotes.clear()
 
     def end_run(self, **outcome: Any) -> None:
-        """Report to all hosts how the run ended."""
+        """Send the end of the run to all hosts."""
         self.is_ending = self.is_over = True
         for remote in self.remotes:
             remote.channel.send("over", **outcome)
         self._check_all_left()
 
     async def end_connections(self, timeout_s: float) -> None:
-        """Wait until the other hosts have left, then stop listening, and close all connections."""
+        """Wait until the other hosts have left, stop listening, and close all connections."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_left.wait()

@@ -1,8 +1,8 @@
-"""Serves the metrics of a run by HTTP, in the format of Prometheus, where the run is led.
+"""Serves the metrics of a run over HTTP in the format of Prometheus, on the leader.
 
-One thread answers one scrape after the other, so strangers that connect cannot exhaust the
-launcher: a connection delays the next scrape by TIMEOUT_S at most. The event loop of the leader
-collects the numbers for each scrape, since its state belongs to that loop.
+One thread answers the scrapes one by one, so strangers cannot exhaust the launcher: a connection
+delays the next scrape by at most TIMEOUT_S. The leader's event loop collects the numbers, since it
+owns their state.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from jdp.launch.leader.failure import CODES
 from jdp.launch.leader.progress_watch import Slow
 from jdp.worker.run_progress import RunHistory, RunSummary
 
-# Seconds for which a connection may last, and the leader may be busy.
+# Seconds that a connection may last, and the leader may be busy.
 TIMEOUT_S = 5.0
 
-# Gauges of a `RunSummary`: its attribute, the name and the help.
+# Gauges of a `RunSummary`: attribute, name, help.
 _OF_SUMMARY = (
     ("step", "jdp_step", "Last step that all processes have called, over all lives of the run."),
     ("target", "jdp_target_steps", "Step at which the loop over jdp.batches ends."),
@@ -41,14 +41,7 @@ _OF_SUMMARY = (
 
 
 class ProcessMetrics(NamedTuple):
-    """The numbers of a process that lives.
-
-    Attributes:
-      process_id: its number in the run.
-      host: name of its host.
-      data_s: seconds that it waited for data.
-      slow: how slow it is; None if it is not.
-    """
+    """Metrics of a living process; `data_s` is its wait for data, `slow` None for a fast one."""
 
     process_id: int
     host: str
@@ -57,13 +50,12 @@ class ProcessMetrics(NamedTuple):
 
 
 class RunMetrics(NamedTuple):
-    """The numbers of a run at the time of a scrape.
+    """Metrics of a run at the time of a scrape.
 
     Attributes:
-      generation: number of the last one; -1 before the first.
-      standbys: that wait, on all hosts.
-      processes: those of the running generation.
-      history: lost seconds and recoveries.
+      generation: the last one; -1 before the first.
+      standbys: waiting, on all hosts.
+      processes: of the running generation.
       summary: None before the first step.
     """
 
@@ -75,7 +67,7 @@ class RunMetrics(NamedTuple):
 
 
 def require_endpoint(port: int | None, *, may_lead: bool) -> None:
-    """Refuse metrics that cannot be served, before any process is started."""
+    """Refuse metrics that cannot be served, before any process starts."""
     if port is None:
         return
     if importlib.util.find_spec("prometheus_client") is None:
@@ -92,25 +84,21 @@ def require_endpoint(port: int | None, *, may_lead: bool) -> None:
 
 
 class RunCollector:
-    """Collects the metrics of a run for `prometheus_client`, from any thread.
-
-    Args:
-      read: returns the numbers; it is called in the running event loop.
-    """
+    """Collects metrics for `prometheus_client` from any thread; the event loop runs `read`."""
 
     def __init__(self, read: Callable[[], RunMetrics]) -> None:
         self._read, self._loop = read, asyncio.get_running_loop()
 
     def collect(self) -> Iterator[Any]:
-        """Yield the families of metrics of the run now."""
+        """Yield the current metric families."""
         answer: Future[RunMetrics] = Future()
         try:
             self._loop.call_soon_threadsafe(self._answer, answer)
-        except RuntimeError:  # the loop is closed, since the run is over
+        except RuntimeError:  # the loop is closed: the run is over
             return
         yield from _families(answer.result(TIMEOUT_S))
 
-    # An error is that of the scrape, and not of the run.
+    # An error belongs to the scrape, not to the run.
     def _answer(self, answer: Future[RunMetrics]) -> None:
         try:
             answer.set_result(self._read())
@@ -122,20 +110,17 @@ class MetricsEndpoint:
     """Serves the metrics of a run until it is closed.
 
     Args:
-      port: to listen at, on all addresses of this host; 0 for any free one.
-      read: that of `RunCollector`.
+      port: on all addresses of this host; 0 for any free one.
+      read: of `RunCollector`.
 
     Raises:
-      OSError: if it cannot listen there.
-
-    Attributes:
-      url: of the metrics.
+      OSError: it cannot listen there.
     """
 
     def __init__(self, port: int, read: Callable[[], RunMetrics]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
-        registry = CollectorRegistry()  # without the metrics of the launcher's Python
+        registry = CollectorRegistry()  # without metrics of the launcher's Python
         registry.register(RunCollector(read))  # type: ignore[arg-type]
         self._server = _Server.of_port(port)
         self._server.set_app(make_wsgi_app(registry))
@@ -143,7 +128,7 @@ class MetricsEndpoint:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Begin to close it; a scrape that is answered now does not keep the run waiting."""
+        """Begin to close it, without waiting for a running scrape."""
         threading.Thread(target=self._server.shutdown, daemon=True).start()
 
     def _serve(self) -> None:
@@ -154,7 +139,7 @@ class MetricsEndpoint:
 def serve(
     port: int | None, read: Callable[[], RunMetrics], say: Callable[[str], None]
 ) -> MetricsEndpoint | None:
-    """Serve the metrics of a run, if there is a port for that, and report where or why not."""
+    """Serve the metrics of a run if there is a port, and report where or why not."""
     if port is None:
         return None
     try:
@@ -167,16 +152,16 @@ def serve(
 
 
 class _Server(WSGIServer):
-    # IPv4 comes in as IPv6 where there are both.
+    # A dual-stack IPv6 socket accepts IPv4, too.
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     allow_reuse_port = False  # two runs would take turns
 
     @classmethod
     def of_port(cls, port: int) -> "_Server":
-        """Return a server that listens at a port of all addresses."""
+        """Return a server on a port of all addresses."""
         return make_server("", port, lambda *_: [], cls, _Handler)
 
-    # That of http.server asks DNS for the name of the host, which may take long.
+    # http.server's method asks DNS for the host's name, which may be slow.
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -184,7 +169,7 @@ class _Server(WSGIServer):
         self.server_name, self.server_port = socket.gethostname(), self.server_address[1]
         self.setup_environ()
 
-    # A client that has gone is no news.
+    # Ignore clients that have gone.
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
 
@@ -192,7 +177,7 @@ class _Server(WSGIServer):
 class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
-    # A socket's timeout begins anew with each byte of a slow client.
+    # A socket's timeout restarts with each byte of a slow client.
     def handle(self) -> None:
         timer = threading.Timer(self.timeout or TIMEOUT_S, self._disconnect)
         timer.start()
@@ -226,7 +211,7 @@ def _families(run: RunMetrics) -> Iterator[Any]:
     yield CounterMetricFamily("jdp_lost_seconds", text, run.history.lost_s)
     text = "Recoveries from failures, by the error code of the first failure of each."
     recoveries = CounterMetricFamily("jdp_recoveries", text, labels=["cause"])
-    # With those that did not happen yet: Prometheus cannot see the rise of a counter from nothing.
+    # Zero before the first: Prometheus cannot see the rise of a new counter.
     for cause, number in {**dict.fromkeys(CODES, 0), **run.history.recoveries}.items():
         recoveries.add_metric([cause], number)
     yield recoveries

@@ -1,9 +1,8 @@
-"""Watches the progress of a generation, and reports processes that hang, or are slow.
+"""Watches the progress of a generation, and reports hanging or slow processes.
 
-All processes of a run take the same time for a step, since they reduce together. So a slow process
-shows in the parts of that time: it waits less than the others. Where waits are not known (see
-`progress_board`), its devices idle more than those of the others before a step. In steps that
-wait in jdp's library and in XLA's collectives too, it shows in one of the two.
+All processes take the same time for a step, since they reduce together. A slow process waits less
+than the others. If waits are unknown (see `progress_board`), its devices idle longer before a step.
+Steps with waits in both jdp's library and XLA show it in one of the two.
 """
 
 import bisect
@@ -14,12 +13,11 @@ from jdp.worker.hang_detector import HangDetector, Stall
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.progress_board import NUM_RECORDS, Window
 
-# A process is slow if it costs the others so much of the median step, and so many microseconds.
+# A process is slow if it costs the others this fraction of the median step, and these us.
 LEAST_SHARE, LEAST_US = 0.05, 1000
-# Nearly all steps have to show at least half of it. A process that is named stays so as long as it
-# costs half of it.
+# Nearly all steps must show half of it; a named process stays named down to half of it.
 _HALF = 0.5
-# A cost, or the time in a part, has changed if it is so many times as large or small.
+# A cost, or the time in a part, has changed by this factor.
 _CHANGE = 1.5
 
 # Parts of a step, by the name of their median in a `Window`.
@@ -29,7 +27,7 @@ PARTS = {
     "host": "on its host, between steps",
     "paused": "in its commits, saves and other phases",
 }
-# The part of a process that loses most of the cost in none of them alone.
+# The part of a process that loses its time in several.
 SEVERAL = "several"
 
 
@@ -37,13 +35,11 @@ class Slow(NamedTuple):
     """A slow process.
 
     Attributes:
-      cost_us: how long the others wait for it in each step.
-      step_us: of the step.
-      part: of its time in which it is slower than the others, a key of PARTS. SEVERAL if it loses
-        less than half of the cost there, for example since it is late in turns in its input and on
-        its host.
-      own_us: its time in that part, or of SEVERAL in all of them.
-      usual_us: likewise, of the others.
+      cost_us: wait of the others in each step.
+      part: key of PARTS in which it loses most time; SEVERAL if less than half of the cost, for
+        example if it is late by turns in its input and on its host.
+      own_us: its time in that part; for SEVERAL in all parts.
+      usual_us: the same of the others.
     """
 
     cost_us: int
@@ -54,7 +50,7 @@ class Slow(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of each step that the others wait."""
+        """The fraction of each step that the others wait."""
         return self.cost_us / max(self.step_us, 1)
 
 
@@ -65,16 +61,16 @@ class _Medians:
         self._ordered = sorted(values)
 
     def without(self, value: int) -> int:
-        """Return the lower median of the others, after removing one that is `value`."""
+        """Return the lower median without one element that is `value`."""
         middle = (len(self._ordered) - 2) // 2
         return self._ordered[middle + (bisect.bisect_left(self._ordered, value) <= middle)]
 
 
 class Comparison:
-    """The windows of all processes of a run, compared with each other.
+    """The windows of all processes of a run, compared.
 
     Args:
-      windows: by process, two or more, over the same steps or some just before or after.
+      windows: by process, two or more, over nearly the same steps.
     """
 
     def __init__(self, windows: Mapping[int, Window]) -> None:
@@ -85,18 +81,11 @@ class Comparison:
         }
         has_waits = any(each.waited_high for each in windows.values())
         knows_waits = has_waits and all(each.knows_waits for each in windows.values())
-        # Names of the numbers that show a slow process. Each process but the last one waits.
+        # Numbers that show a slow process; every other process waits for it.
         self._measures = ["waited"] * has_waits + ["idle"] * (not knows_waits)
 
     def slow(self) -> dict[int, Slow]:
-        """Return the slow processes.
-
-        >>> usual = Window(25, 25, 20000, 0, 500, 0, 15000, 4500, 4000, 5000, 500, 400, 600, 1)
-        >>> late = usual._replace(compute=19500, waited=0, waited_low=0, waited_high=0)
-        >>> found = Comparison({0: usual, 1: usual, 2: usual, 3: late}).slow()
-        >>> [(process, it.part, it.share) for process, it in found.items()]
-        [(3, 'compute', 0.225)]
-        """
+        """Return the slow processes."""
         if any(each.num_records < NUM_RECORDS for each in self._windows.values()):
             return {}
         return {i: self.slowness(i) for i in self._windows if self._is_slow(i)}
@@ -110,7 +99,7 @@ class Comparison:
         )
 
     def is_over(self, process: int) -> bool:
-        """Whether a process that was slow is no longer."""
+        """Whether a process is no longer slow."""
         least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
         return all(self._cost_us(process, it) < _HALF * least_us for it in self._measures)
 
@@ -145,24 +134,24 @@ class Comparison:
         return own.idle_low - self._medians["idle_high"].without(own.idle_high)
 
 
-# The time of a step that is not spent on waiting, as far as the waits are known.
+# The time of a step without known waits.
 def _own_us(window: Window, measure: str) -> int:
     return window.step - window.waited if measure == "waited" else window.idle
 
 
 class SlowProcesses:
-    """The slow processes of a generation, named when they become slow, change, and are over."""
+    """The slow processes of a generation, reported when they become slow, change, and recover."""
 
     def __init__(self) -> None:
         self._named: dict[int, Slow] = {}
 
     @property
     def named(self) -> list[int]:
-        """The processes that are named as slow."""
+        """The processes reported as slow."""
         return [*self._named]
 
     def poll(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
-        """Return the facts, and a line for people, of each process for which they have changed."""
+        """Return the facts and a line of each process that changed."""
         if len(windows) < 2:
             return {}
         compared = Comparison(windows)
@@ -208,14 +197,7 @@ def _ms(us: int) -> str:
 
 
 class ProgressWatch:
-    """Reports to people and to the events of the run.
-
-    Args:
-      size: number of processes.
-      timeout_s: that of `HangDetector`.
-      say: prints a line for people.
-      write: writes an event.
-    """
+    """Reports to people by `say`, and to the events of the run by `write`."""
 
     def __init__(
         self,
@@ -227,28 +209,28 @@ class ProgressWatch:
         self._size, self._say, self._write = size, say, write
         self._watch = HangDetector(timeout_s)
         self._slow = SlowProcesses()
-        self._windows: dict[int, Window] = {}  # of the latest steps, by process
+        self._windows: dict[int, Window] = {}  # latest windows, by process
         self._has_new_windows = False
         self._has_compiled_imports = False
 
     def record_told(self, process_id: int, what: str, facts: Mapping[str, Any]) -> None:
-        """Record a message of a process, and report the first one of a start without bytecode."""
+        """Record a message of a process, and report the first start without bytecode."""
         if what == "compiled_imports" and not self._has_compiled_imports:
             self._has_compiled_imports = True
             self._say(_line_of_imports(process_id, **facts))
 
     def record_windows(self, windows: Mapping[str, list]) -> None:
-        """Record the windows of processes that have made steps."""
+        """Record the windows of processes."""
         self._windows |= {int(i): Window(*each) for i, each in windows.items()}
         self._has_new_windows = self._has_new_windows or bool(windows)
 
     def slow(self) -> dict[int, Slow]:
-        """Return the facts of the processes that are named as slow, in their latest steps."""
+        """Return the current facts of the processes reported as slow."""
         compared = Comparison(self._windows)
         return {i: compared.slowness(i) for i in self._slow.named}
 
     def poll(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Report what is new, and return a stall that was reported now."""
+        """Report news, and return a stall that was reported now."""
         if self._has_new_windows and len(self._windows) == self._size:
             self._has_new_windows = False
             steps = max((each.steps for each in statuses.values()), default=0)

@@ -1,4 +1,4 @@
-"""Chooses the hosts and slots of the next generation, and waits until there are enough."""
+"""Chooses the hosts and slots of the next generation, once there are enough."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,13 +13,12 @@ from jdp.worker.process_status import ProcessStatus
 
 @dataclass
 class Part:
-    """The part of a generation that runs on one host.
+    """The part of a generation on one host.
 
     Attributes:
-      remote: the host.
-      first: number of its first process; the others follow.
+      first: id of its first process; the others follow.
       slots: of the host, one for each process.
-      statuses: of its processes, by process id, on the leader's clock.
+      statuses: by process id, on the leader's clock.
     """
 
     remote: RemoteHost
@@ -29,11 +28,11 @@ class Part:
 
     @property
     def process_ids(self) -> range:
-        """The numbers of its processes."""
+        """The ids of its processes."""
         return range(self.first, self.first + len(self.slots))
 
     def begin(self, generation: int, **facts: Any) -> None:
-        """Have its processes started, with these facts for the `Assignment` of each."""
+        """Start its processes, with these facts for their `Assignment`."""
         self.remote.take_part(generation)
         self.remote.channel.send(
             "go", first=self.first, slots=self.slots, generation=generation, **facts
@@ -46,19 +45,18 @@ class Part:
         }
 
 
-# In the order of their processes.
+# In the order of process ids.
 Plan = list[Part]
 
 
 def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
-    """Return the plan of a generation that would be formed now."""
-    # The end of a connection may be known before the host is removed.
+    """Return the plan of a generation formed now, or None."""
+    # A connection may end before its host is removed.
     there = [remote for remote in remotes if remote.channel.is_open]
-    # A host that has just joined would start its processes from nothing. Unless it is needed, the
-    # others do not wait for that.
+    # A newly joined host starts its processes from scratch; the others wait only if they need it.
     settled = [remote for remote in there if remote.took_part or remote.is_ready]
     chosen = settled if len(settled) >= least else there
-    # Hosts without a number stay in the order in which they joined.
+    # Hosts without a rank keep the order of joining.
     chosen.sort(key=lambda remote: (remote.host_id is None, remote.host_id))
     if len(chosen) < least:
         return None
@@ -78,21 +76,21 @@ def size(plan: Plan) -> int:
 
 
 def coordinator(plan: Plan, home: str) -> str:
-    """Return the "address:port" of process 0; `home` is the id of the leader's own host."""
+    """Return "address:port" of process 0; `home` is the id of the leader's host."""
     first, *others = [part.remote for part in plan]
     address = first.address
     if address is None:
-        # The leader's own host has the address at which others have found the leader.
+        # The leader's own host has the address at which others found the leader.
         is_home = first.id == home and others
         address = others[0].leader_address if is_home else first.seen_address
     return f"[{address}]:{first.port}" if ":" in address else f"{address}:{first.port}"
 
 
 class Gathering:
-    """The time before a generation, until there are enough hosts for one.
+    """The time before a generation, until enough hosts are there.
 
-    Before the first generation (`is_start`) it is worth waiting for more hosts than are needed;
-    later hosts of that kind make the run grow when they arrive.
+    Before the first generation (`is_start`) it waits for more hosts than needed; later ones make
+    the run grow when they join.
     """
 
     def __init__(self, options: Options, is_start: bool, electors: Electors | None = None) -> None:
@@ -102,7 +100,7 @@ class Gathering:
         self._enough_since: float | None = None
 
     def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
-        """Return the plan of the generation to form now; None if it is not time for one."""
+        """Return the plan of the generation to form now, or None."""
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
         if chosen is None or not self._electors.may_form(part.remote for part in chosen):
@@ -116,7 +114,7 @@ class Gathering:
         return None if may_wait and len(chosen) < most else chosen
 
     def timeout_error(self, remotes: list[RemoteHost], now: float) -> str | None:
-        """Return the error that too few hosts have joined in time; None if there is time left."""
+        """Return the error of too few hosts after the timeout, or None."""
         least, most = self._options.nnodes
         may_form = self._electors.may_form(remotes)
         if (

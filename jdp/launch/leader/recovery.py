@@ -1,4 +1,4 @@
-"""Decides whether a run continues after a failure, and measures how long that takes."""
+"""Decides whether a run continues after a failure, and times recoveries."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -20,22 +20,8 @@ class _Failure(NamedTuple):
 class RestartBudget:
     """Counts the failures of a run.
 
-    A failure is forgotten when it is older than the window and the run has come to a later step: a
-    program that fails at one step again and again ends, however long it takes to come there.
-
-    Args:
-      max_restarts: number of failures that a run may have within the window.
-      window_s: seconds.
-
-    >>> from jdp.launch.leader.failure import loss_of_host
-    >>> budget, lost = RestartBudget(1, 600.0), loss_of_host("a", "silent", 5.0)
-    >>> for now, step in (0.0, 10), (700.0, 20):
-    ...     print(budget.reason_to_end(lost, step, now) or "continues")
-    ...     budget.record_failure(lost, step, now)
-    continues
-    continues
-    >>> budget.reason_to_end(lost, step=30, now=800.0)
-    '1 failure within 600 s is as many as --max-restarts 1 allows'
+    A failure expires when it is older than `window_s` seconds and the run has passed its step. So a
+    program that keeps failing at one step ends, however long it takes to reach it.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
@@ -65,15 +51,15 @@ class RestartBudget:
         return ""
 
     def record_failure(self, why: Cause, step: int | None, now: float) -> None:
-        """Record that the run continues after a failure; arguments as for `reason_to_end`."""
+        """Record that the run continues after a failure."""
         self._failures.append(_Failure(now, step, why.error))
 
     def failures(self) -> list[tuple[float, int | None, str]]:
-        """Return time, step and error of each failure that counts."""
+        """Return time, step and error of each unexpired failure."""
         return [*self._failures]
 
     def take_over(self, failures: list[tuple[float, int | None, str]]) -> None:
-        """Begin with the failures that another leader has recorded."""
+        """Begin with the failures that another leader recorded."""
         self._failures = [_Failure(*each) for each in failures]
 
     def _is_over(self, failure: _Failure, step: int | None, now: float) -> bool:
@@ -81,7 +67,7 @@ class RestartBudget:
         return is_past and now - failure.at > self._window_s
 
 
-# The messages that all processes send in turn, and the name of the time before each.
+# Messages that all processes send in turn, and the name of the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 
 
@@ -89,21 +75,22 @@ _UNCACHED = "not cached: on CPUs XLA forgets the order of its collectives in a c
 
 
 class Outage:
-    """The time from a failure until all processes of a next generation have made a step.
+    """The time from a failure to the first step of a next generation, across repeated failures.
 
-    Failures on the way belong to it. `step` is the last step before, if it is known.
+    Args:
+      step: the last step before it, if known.
     """
 
     def __init__(self, step: int | None) -> None:
         self._step = step
-        # The step, and the same with the steps of models that were trained before.
+        # The step, and the step including models trained before.
         self._restored: tuple[int, int] | None = None
         self._compile_s, self._is_uncached = 0.0, False
         self._causes: list[Cause] = []
         self._times: list[tuple[str, float]] = []
 
     def record_failure(self, cause: Cause) -> None:
-        """Record the cause for which a generation has ended."""
+        """Record why a generation ended."""
         self._causes.append(cause)
         self._times = self._times[:1] or [("", cause.noticed)]
         self._times.append(("end_s", time.monotonic()))
@@ -119,14 +106,14 @@ class Outage:
             self._is_uncached = any(facts.get("is_uncached") for facts in told)
 
     def record_restored(self, told: Iterable[dict[str, Any]]) -> None:
-        """Record what each process has restored last before its first step."""
+        """Record what each process restored before its first step."""
         for facts in told:
             steps = facts["step"], facts["base"]
             self._restored = min(self._restored or steps, steps)
 
     @property
     def text(self) -> str:
-        """Return the causes, in words."""
+        """The causes, in words."""
         return ", then ".join(cause.text for cause in self._causes)
 
     def record(self) -> dict[str, Any]:
@@ -169,7 +156,7 @@ class Outage:
 
 
 class Recoveries:
-    """Decides whether a run continues after a failure, and reports how long that took.
+    """Decides whether a run continues after a failure, and reports each recovery.
 
     Attributes:
       stepped: whether some generation has finished a step, so that the program works.
@@ -189,7 +176,7 @@ class Recoveries:
 
     @property
     def text(self) -> str:
-        """Return the causes of the outage that lasts, in words; "" if there is none."""
+        """The causes of the current outage in words, or ""."""
         return "" if self._outage is None else self._outage.text
 
     def reason_to_end(self, why: Cause, generation: Generation) -> str:
@@ -202,7 +189,7 @@ class Recoveries:
         return reason and f"It is not started again: {reason}."
 
     def record_failure(self, why: Cause, generation: Generation) -> None:
-        """Record that the run continues after this generation, which ended for this cause."""
+        """Record that the run continues after this generation."""
         if not why.grows:
             self._budget.record_failure(why, _step(why, generation), why.noticed)
         self._begin_outage(why, generation.step if generation.stepped else None)
@@ -212,7 +199,7 @@ class Recoveries:
         return self._report.history()._replace(failures=self._budget.failures())
 
     def take_over(self, history: RunHistory, why: Cause) -> str:
-        """Begin with the past of the run, whose last leader was lost with its generation."""
+        """Begin with the past of a run whose leader was lost with its generation."""
         self._budget.take_over(history.failures)
         self._report.take_over(history)
         if reason := self._budget.reason_to_end(why, why.step, why.noticed):
@@ -222,7 +209,7 @@ class Recoveries:
         return ""
 
     def _begin_outage(self, why: Cause, step: int | None) -> None:
-        if why.error:  # the output of the process may not be shown otherwise
+        if why.error:  # the process's output may be filtered
             self._say(why.full_text)
         elif not why.grows:
             self._say(f"{why.text}. Restarting all processes.")
@@ -255,6 +242,6 @@ class Recoveries:
             )
 
 
-# The steps of the failed process, which may have called more than the others.
+# The failed process may have called more steps than the others.
 def _step(why: Cause, generation: Generation) -> int | None:
     return generation.step if why.step is None else why.step

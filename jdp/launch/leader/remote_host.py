@@ -6,9 +6,9 @@ from typing import Any
 
 from jdp.launch.connection import Channel, Lifeline
 
-# A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that, and
-# so on up to MAX_REST_S. If the run needs the slot, all processes wait for BACKOFF_S, twice that
-# for each further failure, and at most for MAX_BACKOFF_S.
+# A slot that fails twice within WINDOW_S rests for REST_S, doubled each time up to MAX_REST_S. If
+# the run needs the slot, all processes wait for BACKOFF_S, doubled for each failure up to
+# MAX_BACKOFF_S.
 WINDOW_S = 60.0
 REST_S = 60.0
 MAX_REST_S = 3600.0
@@ -17,14 +17,7 @@ MAX_BACKOFF_S = 5.0
 
 
 class HostSlot:
-    """Room for one process on a host, with its GPUs.
-
-    >>> slot = HostSlot()
-    >>> slot.fail(now=0.0, can_rest=True)
-    >>> slot.fail(now=10.0, can_rest=True)
-    >>> slot.free_at
-    70.0
-    """
+    """Room for one process on a host, with its GPUs."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
@@ -32,11 +25,7 @@ class HostSlot:
         self._num_rests = 0
 
     def fail(self, now: float, can_rest: bool) -> None:
-        """Record that its process failed at `now`, and keep the slot empty after several failures.
-
-        Args:
-          now: seconds.
-        """
+        """Record a failure at `now` in seconds; after several the slot rests."""
         self._failures = [at for at in self._failures if now - at < WINDOW_S] + [now]
         if len(self._failures) < 2:
             return
@@ -48,19 +37,19 @@ class HostSlot:
 
 
 class RemoteHost:
-    """A host that has joined, with the facts of its `join`.
+    """A joined host, with the facts of its `join`.
 
     Attributes:
       address: of --local-addr.
       seen_address: of the host, as the leader sees it.
       leader_address: of the leader, as the host sees it.
       port: free on the host, for a coordinator.
-      least: number of processes without which the host cannot take part.
-      listed: its place in --rdzv-endpoint; None if it may not lead.
+      least: processes that the host needs to take part.
+      listed: index in --rdzv-endpoint; None if it may not lead.
       lifeline: shows its death, if several hosts may lead.
       generation: the last one in which it took part.
-      took_part: whether it took part since it joined.
-      is_ready: whether a change would be quick, since its standbys wait, or it has none.
+      took_part: since it joined.
+      is_ready: whether a change would be quick: its standbys wait, or it has none.
       heard: time.monotonic() of its last message.
     """
 
@@ -82,7 +71,7 @@ class RemoteHost:
         self.heard = time.monotonic()
 
     def end_connection(self, lifeline_after_s: float = 0.0) -> None:
-        """Close the connection; the lifeline may show for some seconds that the host has died."""
+        """Close the connection, after `lifeline_after_s` the lifeline, which may show a death."""
         self.channel.close_connection()
         if self.lifeline is not None and not lifeline_after_s:
             self.lifeline.leave()
@@ -94,14 +83,11 @@ class RemoteHost:
         self.generation, self.took_part, self.is_ready = generation, True, False
 
     def becomes_ready(self, generation: int) -> bool:
-        """Record that its standbys wait, and return whether that is new.
-
-        `generation`: the last one that the host knew; the message may be about an earlier one.
-        """
+        """Record that its standbys wait in `generation`, if current; return whether that is new."""
         is_new = generation == self.generation and not self.is_ready
         self.is_ready = self.is_ready or is_new
         return is_new
 
     def free(self, now: float) -> list[int]:
-        """Return the slots in which a process may be started now."""
+        """Return the slots in which a process may start now."""
         return [i for i, slot in enumerate(self.slots) if slot.free_at <= now]

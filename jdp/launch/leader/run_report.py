@@ -1,4 +1,4 @@
-"""Reports how far the run is: to the console of the leading host, and as events for programs."""
+"""Reports the progress of a run to the leader's console, and as events."""
 
 import json
 import math
@@ -13,17 +13,14 @@ from jdp.worker.run_progress import RunHistory, RunProgress, RunSummary
 
 
 class Events:
-    """Writes events to a file of JSON lines, with the time; the arguments are of `AppendFile`."""
+    """Writes events to a file of JSON lines."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._file = AppendFile(path, say)
         self.close_file = self._file.close_file
 
     def write(self, event: str, **facts: Any) -> None:
-        """Write the name of an event, `time.time()`, and its facts.
-
-        NaN and infinities, which JSON lacks, become strings, as in the lines of `jdp.log`.
-        """
+        """Write an event with `time.time()`; NaN and infinities become strings, as in `jdp.log`."""
         record = {"event": event, "at": time.time()} | {k: _in_json(v) for k, v in facts.items()}
         self._file.write(json.dumps(record).encode() + b"\n")
 
@@ -32,18 +29,13 @@ def _in_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Intervals in seconds between summaries: on the console, and among the events.
+# Seconds between summaries: on the console, among the events.
 SHOW_S = 0.5
 EVENT_S = 30.0
 
 
 class RunReport:
-    """Reports how far the run is.
-
-    Args:
-      show: shows a summary to people who watch the run.
-      events: gets one as event "progress", every EVENT_S and at the end.
-    """
+    """Reports summaries: by `show` to people, every EVENT_S and at the end as event "progress"."""
 
     def __init__(self, show: Callable[[RunSummary], None], events: Events) -> None:
         self._show, self._events = show, events
@@ -55,7 +47,7 @@ class RunReport:
         return self._progress.history(time.monotonic())
 
     def summary(self) -> RunSummary | None:
-        """Return how far the run is; None before its first step."""
+        """Return the progress; None before the first step."""
         return self._progress.summary(time.monotonic())
 
     def take_over(self, history: RunHistory) -> None:
@@ -63,24 +55,24 @@ class RunReport:
         self._progress.take_over(history)
 
     def begin_generation(self, size: int, restored: Mapping[int, dict[str, Any]]) -> None:
-        """Record that all processes of a generation have made their first step."""
+        """Record that all processes of a generation made their first step."""
         now = time.monotonic()
         self._progress.begin_generation(now, size, restored)
         self._event_at = min(self._event_at, now + EVENT_S)
 
     def record_failure(self, at: float, step: int | None, error_code: str) -> None:
-        """Record that the generation ends; the arguments are those of `RunProgress`."""
+        """Record that the generation ends."""
         self._progress.record_failure(at, step, error_code)
 
     def record(self, statuses: Mapping[int, ProcessStatus]) -> None:
-        """Record statuses of processes of the generation, and report if it is time."""
+        """Record statuses of processes, and report if it is due."""
         now = time.monotonic()
         self._progress.record(now, statuses)
         if now >= min(self._show_at, self._event_at):
             self._report(now)
 
     def record_end(self, process_id: int, status: ProcessStatus) -> None:
-        """Record the last status of a process, which has ended."""
+        """Record the last status of a process that ended."""
         self._progress.record_end(time.monotonic(), process_id, status)
 
     def end_run(self) -> None:
