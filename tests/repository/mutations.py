@@ -287,7 +287,7 @@ ROOMS = {
         Mutation(
             "GPUs behind an empty entry of CUDA_VISIBLE_DEVICES count",
             "worker/local_devices.py",
-            "# a name with a blank before it.\n            break\n",
+            "# name after a blank.\n            break\n",
             "            continue\n",
             "test_cli.py::test_gpus_are_those_that_cuda_sees",
         ),
@@ -431,8 +431,8 @@ ROOMS = {
         Mutation(
             "a command whose output is closed ends in a traceback",
             "__main__.py",
-            '    print(end="", flush=True)  # without',
-            "    sys.stdout.flush()  # without",
+            '    print(end="", flush=True)  # raises',
+            "    sys.stdout.flush()  # raises",
             "test_cli.py::test_a_command_whose_output_is_closed_ends_without_a_traceback",
         ),
         Mutation(
