@@ -1,1 +1,1 @@
-"""The state of a run outside of its processes: commits in memory, checkpoints on disk."""
+"""The state of a run outside its processes: commits in memory, checkpoints on disk."""

@@ -15,43 +15,43 @@ from jdp.worker import progress
 
 
 class Checkpointer:
-    """Keeps the state of a run, and where its data stands, outside of its processes.
+    """Keep the state and data position of a run outside its processes.
 
     There are two tiers. A *commit*, every `commit_every` steps, goes to host memory owned by the
-    launcher (there are no commits without `jdp run`); a run recovers from it when a process dies.
-    A *checkpoint*, every `save_every` steps, at the end and at a signal, goes to disk. Both are
+    launcher; without `jdp run` there are no commits. A run recovers from it when a process dies. A
+    *checkpoint*, every `save_every` steps, at the end and at a signal, goes to disk. Both are
     written in the background, from values copied before the next step can donate the state. A step
-    waits only if the previous commit or checkpoint is still being written, so a crash loses
-    at most the steps of two intervals. Commits occupy twice the memory of the state on each host,
-    where each process writes a share of them. CPU devices write into it themselves; on other
-    devices, and without jdp's native library, a copy for commits permanently occupies the size of
-    this share, array by array on the devices of each process. The copy for a checkpoint takes the
-    size of the state, on the devices of process 0, while it is being written.
+    waits only while the previous commit or checkpoint is still being written, so a crash loses at
+    most the steps of two intervals.
 
-    All processes must make the same calls. The state may be on any number of ranks, replicated or
-    sharded, and can be restored on any other number, in any placement. If it is split over
-    processes, each writes its own part; the next host keeps a copy of each part of a commit.
+    Commits occupy twice the memory of the state on each host, where each process writes a share.
+    CPU devices write into it directly. Other devices, or processes without jdp's native library,
+    keep a copy of the share on their devices. A checkpoint takes the size of the state on the
+    devices of process 0 while it is written.
 
-    At SIGTERM, SIGUSR1 or SIGUSR2 to any process all of them save after the same step, and `step`
-    ends the process with exit code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the
-    save. After Ctrl-C the `with` block saves the last step of a single process, unless the next
-    step has donated it; the log says which step is kept. For several processes use `jdp run`.
+    All processes must make the same calls. The state may be replicated or sharded over any number
+    of ranks, and can be restored to any other number, in any placement. If it is sharded over
+    processes, each writes its own shards; the next host keeps a copy of each shard of a commit.
+
+    At SIGTERM, SIGUSR1 or SIGUSR2 to any process, all save after the same step, and `step` exits
+    with code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the save. After Ctrl-C the
+    `with` block saves the last step of a single process, unless the next step has donated it; the
+    log names the kept step. For several processes use `jdp run`.
 
     Args:
-      directory: directory for the checkpoints of this run only, on a disk that process 0 can
-        access; all processes, if the state is split over them. Not a URL.
-      commit_every: number of steps between commits, at least 1, the same on all processes.
-      save_every: number of steps between checkpoints, at least 1.
-      keep: number of latest checkpoints to keep, at least 1.
-      resume: whether to resume from the contents of `directory`. Default: true under
-        `jdp run --resume`, otherwise whether JDP_RESUME is 1. Processes that `jdp run` restarts
-        after a `restore` of the run always resume.
+      directory: for the checkpoints of this run only, on a disk that process 0 can access; all
+        processes, if the state is sharded over them. Not a URL.
+      commit_every: steps between commits, >= 1, the same on all processes.
+      save_every: steps between checkpoints, >= 1.
+      keep: number of latest checkpoints to keep, >= 1.
+      resume: whether to resume from `directory`. Default: true under `jdp run --resume`, otherwise
+        whether JDP_RESUME is 1. Processes that `jdp run` restarts after a `restore` always resume.
       check_replicas: whether `close` checks that the state is bitwise equal on all ranks, see
         `jdp.check_replicas`. Each device reads its copy of the state once.
 
     Raises:
-      TypeError: if a number is not an integer, or `directory` is not a path.
-      ValueError: if a number is out of its range, or `directory` is a URL or empty.
+      TypeError: a number is not an integer, or `directory` is not a path.
+      ValueError: a number is out of its range, or `directory` is a URL or empty.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()
@@ -94,7 +94,7 @@ class Checkpointer:
     def restore(
         self, state: Any, batches: Any = None, *, missing: str = "error", allow: str | None = None
     ) -> Any:
-        """Go on from the latest intact commit or checkpoint, if there is one.
+        """Resume from the latest intact commit or checkpoint, if there is one.
 
         Call it once, after `jdp.init()` and before the loop. A process whose host has no commit
         receives the state from a process that has one.
@@ -103,30 +103,29 @@ class Checkpointer:
           state: the state of step 0. Its leaves give the shapes, dtypes and shardings to restore
             to, so a step compiled for it is not recompiled.
           batches: the run's `jdp.batches(...)`; `jdp.shard_batches(loader)` of a loader that saves
-            its own state; or anything with an int `position`, which is set.
-          missing: "keep" allows a different optimizer, an added average or fewer layers: leaves
-            with the same path, shape and dtype are restored, the others keep their value in
-            `state`, and one log line lists them. "error" raises for such a state.
+            its own state; or an object with an int `position`, which is set.
+          missing: "error" raises if leaves differ. "keep" allows another optimizer, an added
+            average or fewer layers: leaves of the same path, shape and dtype are restored, the
+            others keep their value in `state`, and one log line lists them.
           allow: "new script" lets `jdp run` recover although the script, or a module in its folder,
-            was edited since. After `--resume` edits are always allowed. One log line names the
-            first line that differs. If a step is traced to another program than before, on the
-            same ranks and shapes, one log line names the first operation that differs.
+            was edited. After `--resume` edits are always allowed. One log line names the first
+            edited line. If a step is traced to another program on the same ranks and shapes, one
+            log line names the first differing operation.
 
         Returns:
           The restored state, or `state`.
 
         Raises:
-          TypeError: if `batches` has no position, or a leaf has a type that JAX does not support.
-          ValueError: if the saved state is of a different model (naming the leaves), or has no data
-            position although `batches` is given; if `batches` reads different data than the run
+          TypeError: `batches` has no position, or JAX does not support the type of a leaf.
+          ValueError: the saved state is of a different model (the error names the leaves), or has
+            no data position although `batches` is given; `batches` reads other data than the run
             began with (see `allow` of `jdp.batches`).
-          RuntimeError: if `directory` holds an earlier run and this does not resume it, if this
-            resumes and only Orbax or Flax has written there, if another run writes there, if all
-            checkpoints there are damaged, if the script was edited since the run wrote the state
-            that it recovers, if `commit_every` differs between processes, or if another process
-            failed.
-          OSError: if `directory` cannot be written to; if the state is split over processes, and
-            one of them sees another directory than process 0.
+          RuntimeError: `directory` holds an earlier run that this does not resume; this resumes,
+            and only Orbax or Flax has written there; another run writes there; all checkpoints are
+            damaged; the script was edited since the run wrote the state; `commit_every` differs
+            between processes; or another process failed.
+          OSError: `directory` cannot be written to; or the state is sharded over processes, and one
+            of them sees another directory than process 0.
         """
         if self._session is not None:
             raise RuntimeError("restore was called already: call it once, before the loop.")
@@ -152,7 +151,7 @@ class Checkpointer:
         return state
 
     def step(self, state: Any, batches: Any = None) -> None:
-        """Count a step, and commit or save if it is time.
+        """Count a step, and commit or save if it is due.
 
         Args:
           state: what the step returned. It may be donated to the next one.
@@ -160,39 +159,37 @@ class Checkpointer:
 
         Raises:
           SystemExit: with code 75, after a signal, when the state is saved.
-          ValueError: if `state` was donated, or `batches` is given here and not to `restore`.
-          OSError: if an earlier commit or checkpoint could not be written. This step counts, and is
-            written if it is time.
-          RuntimeError: if `restore` was not called; on every process, if the arguments or the state
-            of a step differed on one of them, or its weight was invalid. That state is not
-            written.
+          ValueError: `state` was donated, or `batches` is given here and not to `restore`.
+          OSError: an earlier commit or checkpoint could not be written. This step counts, and is
+            written if it is due.
+          RuntimeError: `restore` was not called; or, on every process, one of them had different
+            arguments or state in a step, or an invalid weight. That state is not written.
         """
         self._recorded(state, batches).count_step()
 
     def save(self, state: Any, batches: Any = None) -> None:
-        """Write a checkpoint of the last step now, and wait until it is on the disk.
+        """Write a checkpoint of the last step now, and wait until it is on disk.
 
         Args:
           state: what the last step returned.
           batches: as for `restore`.
 
         Raises:
-          OSError: if it cannot be written.
-          RuntimeError: if process 0 could not write it, if `restore` was not called, or as from
-            `step`.
+          OSError: it cannot be written.
+          RuntimeError: process 0 could not write it, `restore` was not called, or as from `step`.
         """
         self._recorded(state, batches).save()
 
     def close(self) -> None:
-        """Save what is not saved yet, wait until it is, and let other runs use the directory.
+        """Save the last step unless it is saved, and release the directory for other runs.
 
         Then compare the state of all ranks, unless `check_replicas=False`. A `with` block calls
-        `close` at its end. If an exception ends the block, nothing is saved or compared.
+        `close` at its end. If an exception ends the block, it does not save or compare.
 
         Raises:
           OSError, RuntimeError: as from `save`.
           RuntimeError: on every process, if the state is not bitwise equal on all ranks. The last
-            step is saved nevertheless, with the values of process 0.
+            step is still saved, with the values of process 0.
         """
         session = self._session
         if session is None or session.is_over:

@@ -1,4 +1,4 @@
-"""Detects edits to the script, and to the programs of its steps, since a run wrote its state."""
+"""Detects edits to the script and its programs since the run wrote its state."""
 
 import logging
 from collections.abc import Mapping
@@ -11,37 +11,33 @@ from jdp.worker import launcher_client, source_files
 
 _log = logging.getLogger("jdp")
 
-# Of a program with more different lines than this, only the digest is kept.
+# Above this many different lines only a program's digest is kept.
 _MAX_LINES = 20_000
 _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
-# kind of a program -> its digest -> how often it has each line
+# kind of a program -> its digest -> count of each line
 _Programs = dict[str, dict[str, Mapping[str, int]]]
 
 
 def facts_of_script() -> dict[str, Any]:
-    """Return the facts about the script of this process that are written with each state."""
+    """Return the facts about this process's script that are written with each state."""
     source_files.record()
     return {"run": _run()[0], "sources": source_files.digests()}
 
 
 class Edits:
-    """Finds changes of the program since the state was written from which a run continues.
-
-    Args:
-      allows: whether a recovery may follow an edit of the script.
-    """
+    """Finds changes of the program since the state was written; `allows` edits in recoveries."""
 
     def __init__(self, *, allows: bool) -> None:
         self._allows = allows
-        self._step: int | None = None  # at which the state was written; None if programs are known
+        self._step: int | None = None  # of the written state; None once programs are compared
         self._programs: _Programs = {}
 
     def continue_from(self, facts: Mapping[str, Any]) -> None:
         """Compare the user's files with the digests in `facts`, and log an edit.
 
-        A recovery with edited files raises. A resumption that the user requested may follow an
-        edit. Programs are compared later, by `compare_programs`.
+        A recovery with edited files raises, unless allowed; a requested resume may follow an edit.
+        `compare_programs` compares the programs later.
         """
         self._step, self._programs = facts["step"], dict(facts.get("programs", {}))
         edit = source_files.difference(facts.get("sources", {}))
@@ -58,10 +54,9 @@ class Edits:
         _warn("jdp: the program was edited since it wrote step %d: %s.", facts["step"], edit)
 
     def compare_programs(self) -> None:
-        """After the first step, log each program that differs from that which wrote the state.
+        """After the first step, log each program that differs from the one that wrote the state.
 
-        It may rightly differ, so this is never an error: a step may be made anew for each phase of
-        a run, or capture the number of steps from which the run continues.
+        This is never an error: a step may depend on the phase of the run or on the restored step.
         """
         step, self._step = self._step, None
         if step is None:
@@ -83,7 +78,7 @@ class Edits:
             )
 
     def facts_of_programs(self) -> _Programs:
-        """Return the programs of the training steps so far, which are written with each state."""
+        """Return the programs of the training steps so far, to write with each state."""
         found = {**self._programs}
         for kind, programs in startup.traced.kinds().items():
             mine = {digest: _few(program.counts) for digest, program in programs.items()}

@@ -1,9 +1,9 @@
-"""The last commit, in memory of the host that outlives the processes that write to it.
+"""The last commit, in host memory that outlives the processes that write it.
 
-The memory is an anonymous file created by the launcher. Its first page holds two records; each
-record describes a commit: its facts, which have a place for each record, and its values. A commit
-is written in three steps: clear the record of the older commit, write the values and the facts,
-write the new record. So whenever the writer dies, at least one record describes an intact commit.
+The memory is an anonymous file of the launcher. Its first page holds two records, each of which
+describes a commit: facts and values. A write clears the record of the older commit, writes values
+and facts, then writes the new record. So at any death of the writer, at least one record describes
+an intact commit.
 """
 
 import json
@@ -16,20 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Magic, which changes with the format; commit number, higher in the newer commit; start offset of
-# its values; bytes of its facts; bytes of its values; checksum of these fields and the facts.
+# Magic, which changes with the format; commit number, higher in the newer; offset of the values;
+# bytes of the facts; bytes of the values; checksum of these fields and the facts.
 _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 2".ljust(16, b"\0")
 _PAGE_BYTES = 4096
 _ALIGNMENT = 64
-# The file is sparse: memory is taken only where something is written. In an area are the records,
-# the facts of each commit, and the values.
+# The file is sparse. An area holds the records, the facts of each commit, and the values.
 _AREA_BYTES = 1 << 42
 _FACTS_BYTES = 1 << 30
 MARKS = 3 << 30  # between facts and values, for `host_commits.py`
 _VALUES = 1 << 32
-# From the start of a page to the values. JAX on CPUs copies them then; values at a multiple of 64
-# bytes it would use where they lie.
+# Offset of the values in their page. Without it JAX on CPUs would alias values at a multiple of 64
+# bytes instead of copying them.
 _SHIFT_BYTES = 16
 
 
@@ -43,7 +42,7 @@ class Commit(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts written with the values."""
+        """The facts written with the values."""
         return json.loads(self.text)
 
 
@@ -58,17 +57,10 @@ class Draft(NamedTuple):
 
 
 class CommitMemory:
-    """Two commits in an area of a file, of which only the older is ever touched.
+    """Two commits in an area of a file, of which only the older is overwritten.
 
     One process writes to an area, or several write a commit together. Any process may read while no
-    write is in progress. The file starts empty. Processes that write parts of a split state have an
-    area each.
-
-    >>> memory = CommitMemory(os.memfd_create("example"))
-    >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
-    >>> latest = memory.latest()
-    >>> latest.facts, memory.read(latest)
-    ({'step': 10}, array([0, 1, 2], dtype=uint8))
+    write is in progress. The file starts empty. Processes that write shards each have an area.
     """
 
     def __init__(self, file: int, area: int = 0) -> None:
@@ -85,30 +77,26 @@ class CommitMemory:
         return [commit for slot in (0, 1) if (commit := self._commit(slot))]
 
     def latest(self, accepts: Callable[[dict[str, Any]], bool] | None = None) -> Commit | None:
-        """Return the latest intact commit with such facts; None if there is none."""
+        """Return the latest intact commit with accepted facts, or None."""
         found = [each for each in self.intact() if accepts is None or accepts(each.facts)]
         return max(found, default=None, key=lambda commit: commit.number)
 
     def forget(self, accepts: Callable[[dict[str, Any]], bool]) -> None:
-        """Clear the records of commits with such facts, which the next write then replaces."""
+        """Clear the records of commits with accepted facts; the next write replaces them."""
         for slot in (0, 1):
             found = self._commit(slot)
             if found is not None and accepts(found.facts):
                 _write(self._file, bytes(_RECORD.size), self._base + slot * _RECORD.size)
 
     def free_areas(self, num_areas: int) -> None:
-        """Free the memory of all areas behind the first `num_areas`."""
+        """Free the memory of all areas but the first `num_areas`."""
         if os.fstat(self._file).st_size > num_areas * _AREA_BYTES:
             os.ftruncate(self._file, num_areas * _AREA_BYTES)
 
     def read(self, commit: Commit, first: int = 0, num_bytes: int | None = None) -> np.ndarray:
-        """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all.
-
-        Args:
-          first: byte of the values to begin at, >= 0.
-        """
+        """Copy values of a commit, `[num_bytes]` uint8, from byte `first`; default: all."""
         num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
-        # Aligned so that JAX on CPU uses this memory without a copy, for all ranks at once.
+        # Aligned, so that JAX on CPU uses it without a copy, for all ranks at once.
         room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
         skipped = -room.ctypes.data % _ALIGNMENT
         data = room[skipped : skipped + num_bytes]
@@ -121,9 +109,9 @@ class CommitMemory:
         return data
 
     def view(self, commit: Commit) -> np.ndarray:
-        """Return the values of a commit where they lie, `[num_bytes]` uint8, to be read only.
+        """Return the values of a commit in place, `[num_bytes]` uint8, read-only.
 
-        They change when the commit is written over, and must not be read after `free_areas`.
+        They change when the commit is overwritten, and are invalid after `free_areas`.
         """
         if not commit.num_bytes:
             return np.empty(0, np.uint8)
@@ -134,11 +122,7 @@ class CommitMemory:
         return np.frombuffer(mapped, np.uint8)[skipped:]
 
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
-        """Write a commit, with its values part by part, in place of the older one.
-
-        Args:
-          parts: the values, each `[bytes]` uint8.
-        """
+        """Write a commit of values, each `[bytes]` uint8, in place of the older one."""
         draft, at = self.begin(sum(part.size for part in parts)), 0
         for part in parts:
             np.copyto(draft.values[at : at + part.size], part)
@@ -158,7 +142,7 @@ class CommitMemory:
         return Draft(slot, max(numbers) + 1, start, values)
 
     def finish(self, draft: Draft, facts: dict[str, Any]) -> None:
-        """Make a draft, whose values are all written, the latest commit."""
+        """Make a completely written draft the latest commit."""
         text = json.dumps(facts).encode()
         assert len(text) <= _FACTS_BYTES, len(text)
         _write(self._file, text, self._base + _facts_at(draft.slot))
@@ -171,12 +155,12 @@ class CommitMemory:
         next_one = Commit(0, _room(self.latest(), num_bytes), b"", num_bytes)
         last = max(next_one.start, _room(next_one, num_bytes))
         self._make_room(last + num_bytes)
-        # A page enters the page table when it is first touched. Commits stay as they are.
+        # Reading a page maps it and keeps the commits.
         for start in {next_one.start - _VALUES, last - _VALUES}:
             np.max(self._mapped[start : start + num_bytes][own][::_PAGE_BYTES], initial=0)
 
-    # Storing into a mapping takes half the time of a write call. But when the host is out of memory
-    # a store raises SIGBUS, where a call returns an error, so all pages are allocated first.
+    # Storing into a mapping takes half the time of a write call, but raises SIGBUS when the host is
+    # out of memory, so all pages are allocated first.
     def _make_room(self, stop: int) -> None:
         num_bytes, start = stop - _VALUES, self._base + _VALUES
         if num_bytes > self._mapped.size:
@@ -184,7 +168,7 @@ class CommitMemory:
             mapped = mmap.mmap(self._file, num_bytes, offset=start)
             self._mapped = np.frombuffer(mapped, np.uint8)
         elif num_bytes and os.fstat(self._file).st_size < start + num_bytes:
-            # The first process of the host has freed the area since.
+            # The first process of the host has freed the area.
             os.posix_fallocate(self._file, start, self._mapped.size)
 
     def _commit(self, slot: int) -> Commit | None:
@@ -209,10 +193,10 @@ def _facts_at(slot: int) -> int:
     return _PAGE_BYTES + slot * _FACTS_BYTES
 
 
-# Returns an offset where `num_bytes` fit beside the values that must stay: before them, otherwise
-# after them. Commits of equal size alternate between the two.
+# Return an offset for `num_bytes` before or after the values that must stay. Commits of equal size
+# alternate between the two.
 def _room(stays: Commit | None, num_bytes: int) -> int:
-    first = _VALUES + (_SHIFT_BYTES if num_bytes else 0)  # no memory for no values
+    first = _VALUES + (_SHIFT_BYTES if num_bytes else 0)  # empty values need no memory
     if stays is None or first + num_bytes <= stays.start:
         return first
     stop = stays.start + stays.num_bytes

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that shows damage.
+"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that detects damage.
 
     directory/lock                 held by the run that writes here
     directory/1000-1/state/        step 1000 of the run's first life: written by Orbax
-    directory/1000-1/state-2/      what process 2 wrote, if the state was split over processes
+    directory/1000-1/state-2/      what process 2 wrote of a state sharded over processes
     directory/1000-1/manifest      its contents, and the checksum of each of its files
 
-A checkpoint is written under a temporary name and renamed once all its files, the manifest last,
-are on disk. Its checksums detect later damage by a power cut or a bad disk. Only what holds such a
-manifest, or has such a temporary name, is ever removed.
+A checkpoint is written under a temporary name, and renamed once all its files are on disk, the
+manifest last. The checksums detect later damage by a power cut or a bad disk. jdp only removes
+folders with such a manifest or temporary name.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from jdp.checkpoint import manifest, orbax_files
 from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import ArrayForm
 
-# A process that was just killed may still be exiting. An NFS server keeps the lock of a process
-# that died with its host for 90 s.
+# Seconds to wait for the lock: a killed process may still be exiting, and an NFS server keeps the
+# lock of a dead host for 90 s.
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 
-# Lock files of this process. A forked child shares them, and may outlive this process.
+# Lock files of this process; a forked child closes them, since it may outlive this process.
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
@@ -61,10 +61,11 @@ def folder_path(given: Any) -> Path:
 
 
 def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> BinaryIO:
-    """Return the file that keeps other runs out of a directory until it is closed.
+    """Create and lock a directory; return the file that holds the lock until it is closed.
 
-    Creates the directory. `resumes`: the lock holder may be this same run, on a host that died.
-    `timeout_s`: how long to wait for it, if not as long as that takes.
+    Args:
+      resumes: whether the lock may be of this same run, on a host that died.
+      timeout_s: how long to wait for it; default by `resumes`.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -74,7 +75,7 @@ def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> Bina
             default_s = _LOST_TIMEOUT_S if resumes else _TIMEOUT_S
             _lock(file, path, default_s if timeout_s is None else timeout_s)
             file.seek(0)
-            if not b"process ".startswith(file.read(8)):  # a write that failed leaves its beginning
+            if not b"process ".startswith(file.read(8)):  # a failed write leaves the beginning
                 raise FileExistsError("the file `lock` there is not of jdp")
             file.truncate(0)
             now = datetime.datetime.now(datetime.UTC)
@@ -119,22 +120,22 @@ def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
 _log = logging.getLogger("jdp")
 
 _NAME = re.compile(r"(\d+)-(\d+)")
-# Nobody else gives such names, so what has them may be removed.
+# Only jdp uses such names, so it may remove them.
 _UNFINISHED, _GATHERING = ".jdp-part", ".jdp-gathering"
 _NAME_OF_GATHERING = re.compile(rf"(\d+)-(\d+)-.*{re.escape(_GATHERING)}")
 _DAMAGED, _REMOVED = ".damaged", f".removed{_UNFINISHED}"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, intact when it was written. Sorts by life of the run, then by step."""
+    """A checkpoint, perhaps damaged later. Sorts by life of the run, then by step."""
 
-    life: int  # of the run that wrote it: each restore begins a new one, counting from 1
+    life: int  # each restore begins a new one, from 1
     step: int
     path: Path
 
 
 class Folder:
-    """The checkpoints of one run, in a folder that is made when it is locked."""
+    """The checkpoints of one run."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = folder_path(path)
@@ -143,7 +144,7 @@ class Folder:
         self._torn: set[Path] = set()
 
     def lock(self, *, resumes: bool = False, timeout_s: float | None = None) -> None:
-        """Keep other runs out until `unlock`, as `locked` does; remove unfinished checkpoints."""
+        """Lock the folder until `unlock`, as `locked` does, and remove unfinished checkpoints."""
         if self._lock is not None:
             return
         self._lock = locked(self.path, resumes=resumes, timeout_s=timeout_s)
@@ -151,22 +152,22 @@ class Folder:
             self.discard(left_over)
 
     def unlock(self) -> None:
-        """Let other runs in."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def owner(self) -> str:
-        """Return the text in the lock, equal in all processes that see the same directory."""
+        """Return the lock's text, equal in all processes that see the same directory."""
         try:
             return (self.path / "lock").read_text()
         except OSError:
             return ""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints, latest first, damaged or not.
+        """Return all checkpoints, latest first, damaged or not.
 
-        The manifest says which one it is; where that is damaged, the name of the folder.
+        The manifest gives life and step, or the folder's name if it is damaged.
         """
         if not self.path.is_dir():
             return []
@@ -181,16 +182,16 @@ class Folder:
         return sorted(found, reverse=True)
 
     def checkpoint(self, life: int, step: int) -> Checkpoint:
-        """Return a checkpoint, which may be on another host only."""
+        """Return a checkpoint, which may be only on another host."""
         place = Checkpoint(life, step, self.place(life, step))
         return next((each for each in self.checkpoints() if each[:2] == place[:2]), place)
 
     def place(self, life: int, step: int) -> Path:
-        """Return the folder to which a checkpoint is written."""
+        """Return the folder of a written checkpoint."""
         return self.path / f"{step}-{life}"
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return the facts written with a checkpoint."""
+        """Verify a checkpoint, and return the facts written with it."""
         try:
             found = _manifest_with_files(checkpoint.path)
             for name, (_, checksum) in found["files"].items():
@@ -207,7 +208,7 @@ class Folder:
         return orbax_files.read(checkpoint.path / "state", names) if names else {}
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Write JSON-serializable facts and nonempty arrays; return when they are on disk."""
+        """Write JSON-serializable facts and nonempty arrays to disk."""
         part = self.part(life, step)
         try:
             self.begin(part)
@@ -219,17 +220,17 @@ class Folder:
             raise self.failure(step, arrays, error) from error
 
     def part(self, life: int, step: int, *, attempt: int | None = None) -> Path:
-        """Return where a checkpoint is while it is written, perhaps in the n-th attempt."""
+        """Return the folder of a checkpoint while it is written."""
         name = f"{step}-{life}" if attempt is None else f"{step}-{life}.{attempt}"
         return self.path / f"{name}{_UNFINISHED}"
 
     def begin(self, part: Path) -> None:
-        """Make an empty folder for a checkpoint that is to be written."""
+        """Make an empty folder for a checkpoint."""
         self.discard(part)
         part.mkdir()
 
     def gathering(self, life: int, step: int, tag: str) -> Path:
-        """Return the folder in which hosts gather the parts of a commit, and make it if need be."""
+        """Make and return the folder in which hosts gather the shards of a commit."""
         path = self.path / f"{step}-{life}-{tag}{_GATHERING}"
         path.mkdir(exist_ok=True)
         return path
@@ -241,7 +242,7 @@ class Folder:
         manifest.write(part, facts, sums)
         _sync(part)
         place = self.place(life, step)
-        if self._is_damaged(place):  # as when the last commit of a run takes its place
+        if self._is_damaged(place):  # as when the last commit replaces it
             self.remove(place)
         if os.path.lexists(place):  # a rename would replace an empty folder
             raise FileExistsError(f"{place} is there already")
@@ -254,10 +255,10 @@ class Folder:
         shutil.rmtree(part, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Remove what is older than the latest `count` intact checkpoints, and gathered parts.
+        """Remove all but the latest `count` intact checkpoints, and gathered shards.
 
-        A damaged one takes the place of none: known damage, a manifest or sizes that are wrong. One
-        in a folder that somebody has renamed is kept.
+        A checkpoint that is known to be damaged, or has a bad manifest or sizes, does not count.
+        Renamed folders are kept.
         """
         self.discard_gathering()
         num_intact = 0
@@ -270,9 +271,9 @@ class Folder:
                 num_intact += 1
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, if it is there and can be removed.
+        """Remove a checkpoint, if possible.
 
-        One without a readable manifest is renamed: nothing proves that jdp wrote its files.
+        A checkpoint without a readable manifest is renamed, since jdp may not own its files.
         """
         # Renamed first, so that an interrupted removal does not look like a checkpoint.
         is_own = manifest.exists(path)
@@ -285,7 +286,7 @@ class Folder:
                 shutil.rmtree(part)
 
     def discard_gathering(self, up_to: tuple[int, int] | None = None) -> None:
-        """Remove commits that were not gathered completely, since there is a later checkpoint."""
+        """Remove incompletely gathered commits, up to (life, step) if given."""
         for left_over in self.path.glob(f"*{_GATHERING}"):
             numbers = _NAME_OF_GATHERING.fullmatch(left_over.name)
             if numbers and (up_to is None or (int(numbers[2]), int(numbers[1])) <= up_to):
@@ -339,13 +340,13 @@ class Folder:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, perhaps a damaged one, rather than a folder of others."""
+    """Whether a folder is a checkpoint, perhaps damaged."""
     parts = (path / "state").is_dir() or any(path.glob("state-[0-9]*/"))
     return path.is_dir() and (parts or (path / "manifest").is_file())
 
 
 def _manifest_with_files(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files have the sizes that it says."""
+    """Return the manifest of a checkpoint, and check the sizes of its files."""
     found = manifest.read(path)
     for name, (num_bytes, _) in found["files"].items():
         try:
@@ -377,11 +378,11 @@ def _form(form: ArrayForm | None) -> str:
 
 
 def sealed(state: Path) -> dict[str, list[Any]]:
-    """Bring a folder of a checkpoint to the disk; return size and checksum of each file."""
+    """Sync a folder of a checkpoint to disk; return size and checksum of each file."""
     if not state.exists():
         return {}
     files = [file for file in sorted(state.rglob("*")) if file.is_file()]
-    # Orbax does not sync some of its files, nor any of its folders.
+    # Orbax does not sync all its files, nor its folders.
     for path in [*state.rglob("*"), state]:
         _sync(path)
     return {
@@ -406,24 +407,21 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Directories of checkpoints of other tools: whose they are, and how to bring them over.
-
-
 # "1000" or "run_1000" of a CheckpointManager, "checkpoint_1000" of Flax.
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _TREE, _STEP_OF_MANAGER = "_METADATA", "_CHECKPOINT_METADATA"
 
 
 class ForeignCheckpoints(NamedTuple):
-    """The checkpoints of another tool in a directory."""
+    """Checkpoints of another tool in a directory."""
 
     path: Path
     tool: str
-    steps: dict[int | None, list[Path]]  # the PyTrees of Orbax of each step; None: of no step
+    steps: dict[int | None, list[Path]]  # Orbax PyTrees by step; None: without a step
 
     @property
     def latest(self) -> int | None:
-        """Return the latest step."""
+        """The latest step."""
         return max((step for step in self.steps if step is not None), default=None)
 
     def __str__(self) -> str:
@@ -458,7 +456,7 @@ class ForeignCheckpoints(NamedTuple):
 
 
 def find_foreign(path: Path) -> ForeignCheckpoints | None:
-    """Return the checkpoints of another tool in a directory, if that is what it holds."""
+    """Return the checkpoints of another tool in a directory, or None."""
     if not path.is_dir() or manifest.exists(path) or manifest.exists(path.parent):
         return None
     if (path / _TREE).is_file():

@@ -1,14 +1,14 @@
 """Commits that the processes of a host write together, each its share of the values.
 
-All of them begin the same draft, because they see the same records. Each marks its share as begun,
-and as written. The process of share 0 waits for the marks of all, makes the draft a commit, and
-marks that; the others begin the next one after that. A mark says of which state the share is: of
-which step, after how many calls of train steps.
+All processes begin the same draft, because they see the same records. Each marks its share as
+begun, and as written, with the step of its state and its number of train step calls. The process of
+share 0 waits for all marks, makes the draft a commit, and marks it; the others begin the next draft
+after that.
 
-When anything goes wrong, the processes go separate ways: a process that fails, or finds that
-another one has or writes a share of another state, writes no more shares until the next life, and
-marks that. Nobody waits for it then, and share 0 writes further commits alone. So a share that was
-marked is never written again while share 0 may still take it for a part of a commit.
+A process breaks up if it fails, or finds that another one has broken up or writes a share of
+another state: it marks itself as ended and writes no more shares until the next life. Then share 0
+writes commits alone, without waiting for it. So a marked share is never overwritten while share 0
+may still make it part of a commit.
 """
 
 import contextlib
@@ -24,27 +24,26 @@ from typing import Any, NamedTuple
 from jdp.checkpoint.commit_memory import MARKS, CommitMemory, Draft
 from jdp.checkpoint.write_plan import Share
 
-# The fields of `CommitMark`. A checksum follows: a mark may be read while it is written.
+# The fields of `CommitMark`; a checksum follows, since a mark may be read during its write.
 _MARK = struct.Struct("<QQQQQQ")
 _MARK_BYTES = _MARK.size + 4
-# Why a process writes no more shares, behind all marks.
+# Why a process broke up, after all marks.
 _REASONS, _REASON_BYTES = MARKS + (1 << 20), 2048
 
-# That a process writes its share now; that it has written it, and of share 0 that there is a
-# commit; that it writes no more shares in this life.
+# A process writes its share; has written it (share 0: there is a commit); has broken up.
 BEGUN, WRITTEN, ENDED = 1, 2, 3
 
 
 class CommitMark(NamedTuple):
-    """Whether a process writes its share or has written it, and of which state.
+    """The status of a process's share, and of which state it is.
 
     Attributes:
-      life: checksum of the tag of the life, since the memory has marks of earlier ones.
+      life: checksum of the life's tag, since marks of earlier lives remain.
       status: BEGUN, WRITTEN or ENDED.
-      number: of the draft that has the share.
+      number: of the draft.
       form: checksum of the layout.
       step: of the state.
-      num_calls: how many calls of train steps led to the state.
+      num_calls: calls of train steps that led to the state.
     """
 
     life: int
@@ -56,23 +55,13 @@ class CommitMark(NamedTuple):
 
 
 class CommitMarks:
-    """The latest mark of each process of a host, in the memory of its commits.
-
-    >>> file = os.memfd_create("example")
-    >>> CommitMarks(file, 1).write(CommitMark(5, WRITTEN, number=2, step=7))
-    >>> CommitMarks(file, 0).read(1).step
-    7
-
-    Args:
-      file: descriptor of the memory.
-      number: of the share of this process.
-    """
+    """The latest mark of each process of a host; this process has share `number`."""
 
     def __init__(self, file: int, number: int) -> None:
         self._file, self._number = file, number
 
     def write(self, mark: CommitMark, reason: str = "") -> None:
-        """Write the mark of this process, and the reason for which it ends."""
+        """Write the mark of this process, and why it ends."""
         text = reason.encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         if mark.status == ENDED:
             with contextlib.suppress(OSError):  # out of memory, which may be the reason
@@ -82,14 +71,14 @@ class CommitMarks:
         os.pwrite(self._file, data, MARKS + self._number * _MARK_BYTES)
 
     def read(self, number: int) -> CommitMark | None:
-        """Return the mark of a share; None if it is being written, or there is none yet."""
+        """Return the mark of a share; None if there is none or it is being written."""
         data = os.pread(self._file, _MARK_BYTES, MARKS + number * _MARK_BYTES)
         mark, checksum = data[: _MARK.size], data[_MARK.size :]
         is_whole = len(data) == _MARK_BYTES and zlib.crc32(mark).to_bytes(4) == checksum
         return CommitMark(*_MARK.unpack(mark)) if is_whole else None
 
     def reason(self, number: int) -> str:
-        """Return why the process of a share has ended; "" if that is not worth a word."""
+        """Return why the process of a share has ended, or ""."""
         data = os.pread(self._file, _REASON_BYTES, _REASONS + number * _REASON_BYTES)
         return data.rstrip(b"\0").decode(errors="replace")
 
@@ -97,37 +86,19 @@ class CommitMarks:
 _log = logging.getLogger("jdp")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
-# For processes that are alive, when this one ends.
+# Seconds to wait for living processes when this one ends.
 _LAST_S = 2.0
-# For other processes while the training thread of this one waits, too.
+# Seconds to wait for other processes while the training thread waits, too.
 _PATIENCE_S = 30.0
 
 
 class HostCommits:
     """The commit memory of a host, as one of its processes uses it.
 
-    Args:
-      file: descriptor of the memory.
-      share: of this process.
-
     Attributes:
-      share: as given.
-      shared: where they write together.
-      own: where this process writes alone.
+      shared: memory of commits written together.
+      own: memory that this process writes alone.
       is_together: whether this process writes shares in this life.
-
-    >>> import os
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> file = os.memfd_create("example")
-    >>> one, other = [HostCommits(file, Share(number, 2)) for number in (0, 1)]
-    >>> drafts = [each.begin(2, form=0) for each in (one, other)]
-    >>> drafts[0].values[0], drafts[1].values[1] = 10, 11
-    >>> facts = {"step": 4, "num_calls": 4}
-    >>> with ThreadPoolExecutor() as pool:
-    ...     list(pool.map(lambda it, draft: it.finish(draft, facts), (one, other), drafts))
-    [True, True]
-    >>> other.shared.read(other.shared.latest())
-    array([10, 11], dtype=uint8)
     """
 
     def __init__(self, file: int, share: Share) -> None:
@@ -140,14 +111,14 @@ class HostCommits:
         self._holds_earlier = share.number == 0
 
     def begin_life(self, tag: str) -> None:
-        """Take part in the commits of a life of the run, of which this is the tag."""
+        """Join the commits of a life of the run."""
         self._life = zlib.crc32(tag.encode())
 
     def begin(self, num_bytes: int, *, form: int | None) -> Draft | None:
-        """Return the memory for the values of a commit, as `CommitMemory.begin`."""
+        """Return the memory for the values of a commit; None if this process does not write."""
         self._awaited_at = math.inf
         if form is not None and self.share.number:
-            # Share 0 marks that it has ended before it looks for this one.
+            # Share 0 marks its end before it looks for this mark.
             if self.is_together:
                 self._marks.write(CommitMark(self._life, BEGUN))
                 if self._has_ended(0):
@@ -163,7 +134,7 @@ class HostCommits:
         return self.own if form is None else self.shared
 
     def finish(self, draft: Draft, facts: dict[str, Any]) -> bool:
-        """Make a draft the latest commit, when all that write it have called this."""
+        """Make a draft the latest commit once all its writers have called this."""
         if draft.form is None or self.share.num_shares == 1:
             self.memory(draft.form).finish(draft, facts)
             return True
@@ -183,29 +154,29 @@ class HostCommits:
         return True
 
     def break_up(self, why: str = "") -> None:
-        """Write no more shares in this life, and let nobody wait for one."""
+        """Write no more shares in this life; other processes stop waiting for them."""
         if self.is_together:
             self.is_together = False
             self._marks.write(CommitMark(self._life, ENDED), why)
 
     def free_earlier(self, num_areas: int = 1) -> None:
-        """Free the areas of earlier lives behind the first ones, once, on the process of share 0.
+        """Free the areas of earlier lives, but for the first ones, once, on the process of share 0.
 
-        When there is a commit of this life, and before other processes may write to their own.
+        Call it after a commit of this life, before other processes may write to their areas.
         """
         if self._holds_earlier:
             self.own.free_areas(num_areas)
             self._holds_earlier = False
 
     def stop_waiting(self) -> None:
-        """Wait for other processes only for a short time: this one ends."""
+        """From now on wait only briefly for other processes, since this one ends."""
         self._stops_at = time.monotonic() + _LAST_S
 
     def hurry(self) -> None:
-        """Wait for other processes for a limited time: the training thread waits for this one."""
+        """From now on limit the wait for other processes, since the training thread waits."""
         self._awaited_at = min(self._awaited_at, time.monotonic())
 
-    # Whether all other shares are written; also if one never will be, and this process follows.
+    # Whether all other shares are written, or this process has broken up.
     def _are_written(self, mine: CommitMark) -> bool:
         are_written = True
         for number in range(1, self.share.num_shares):
@@ -221,7 +192,7 @@ class HostCommits:
             are_written = are_written and mark == mine
         return are_written
 
-    # Share 0 has marked this draft as a commit, or something else after it.
+    # Share 0 has marked this draft as a commit, or something later.
     def _is_committed(self, mine: CommitMark) -> bool:
         if self._marks.read(0) == mine:
             return True
@@ -258,7 +229,7 @@ class HostCommits:
                 )
             time.sleep(_LONGEST_PAUSE_S)
 
-    # Returns False if this process ends first, or has waited for too long.
+    # Return False if this process ends first, or waited too long.
     def _wait(self, is_done: Callable[[], bool]) -> bool:
         began, pause = time.monotonic(), _FIRST_PAUSE_S
         while not is_done():

@@ -1,4 +1,4 @@
-"""Writes the latest commit of a host to the directory of its run, when its processes have ended.
+"""Writes the latest commit of a host to the directory of its run, after its processes have ended.
 
 `jdp run` starts it with the descriptor of the commit memory, and reads its answer in JSON.
 """
@@ -19,16 +19,14 @@ from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import is_split, leaves_of, to_disk, to_disk_named, unpack
 from jdp.checkpoint.split_state import CommitPart
 
-# Makes a checkpoint of a commit in parts, when the processes that wrote it have ended.
-#
-# Each host writes the parts that it has into one folder, one host after the other. The host that
-# adds the last part makes the checkpoint.
+# A commit in shards becomes a checkpoint: each host in turn writes its shards into one folder, and
+# the host that adds the last one makes the checkpoint.
 
 
 def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
-    """Return the records of each commit that this host may help to save, the latest first.
+    """Return the records of each commit that this host may help to save, latest first.
 
-    If this host has whole commits, return only the latest of them.
+    If this host has complete commits, only the latest of them is returned.
     """
     found: dict[tuple[int, int, str], list[CommitPart]] = defaultdict(list)
     for each in records:
@@ -38,9 +36,9 @@ def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
 
 
 def add_parts(folder: Folder, found: Sequence[CommitPart]) -> int:
-    """Write the parts of this host of one commit, and return how many are missing still.
+    """Write this host's shards of one commit to a locked folder; return how many are missing.
 
-    With none missing they are a checkpoint. `folder` is locked.
+    If none is missing, they become a checkpoint.
     """
     facts = found[0].facts
     gathering = folder.gathering(facts["life"], facts["step"], facts["tag"])
@@ -55,13 +53,13 @@ def add_parts(folder: Folder, found: Sequence[CommitPart]) -> int:
     return missing
 
 
-# The folders that hosts have written: number -> pieces, and checksums of the files.
+# Folders that hosts have written: number -> pieces and checksums.
 def _written(gathering: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for path in gathering.glob("*.json"):
         try:
             found[int(path.stem)] = json.loads(path.read_text())
-        except ValueError:  # its host ended while it wrote it
+        except ValueError:  # its host ended during the write
             continue
     return found
 
@@ -100,7 +98,7 @@ def _finish(
 
 Candidate = Commit | list[split_state.CommitPart]
 
-# Hosts write their parts one after the other.
+# Hosts write their shards in turn.
 _GATHERING_TIMEOUT_S = 600.0
 
 
@@ -132,7 +130,7 @@ def save_last_commit(file: int) -> dict[str, Any]:
     return {"error": f"{' and '.join(missing)} are on other hosts, or were not written"}
 
 
-# Returns how many parts are missing.
+# Return how many shards are missing.
 def _save(folder: Folder, memory: CommitMemory, candidate: Candidate) -> int:
     if isinstance(candidate, list):
         return add_parts(folder, candidate)
@@ -152,7 +150,7 @@ def _number(candidate: Candidate) -> tuple[int, int]:
     return facts["life"], facts["step"]
 
 
-# Life and step of the latest intact checkpoint, unless it is older than `least`.
+# Return (life, step) of the latest intact checkpoint from `least` on, or None.
 def _latest_intact(folder: Folder, least: tuple[int, int]) -> tuple[int, int] | None:
     for checkpoint in folder.checkpoints():
         if checkpoint[:2] < least:

@@ -1,4 +1,4 @@
-"""`load`: reads a saved state or a part of it, in any process, and fills a state with values."""
+"""`load`: reads a saved state or a part of it in any process."""
 
 import ast
 import functools
@@ -33,7 +33,7 @@ from jdp.validation import int_at_least
 
 _log = logging.getLogger("jdp")
 
-# Maximum number of leaves of a kind that one message names.
+# Maximum number of leaves of a kind in a message.
 _NUM_NAMED = 8
 
 _INSTEAD = (
@@ -52,13 +52,11 @@ def fill(
     copies: bool = False,
     instead: str = _INSTEAD,
 ) -> tuple[Any, list[Any]]:
-    """Return the state with saved values, and its leaves that were restored.
+    """Return the state with saved values, and the list of restored leaves.
 
     Types, shardings and non-array leaves are kept. A Python number or a 64-bit NumPy array also
-    accepts a saved value of JAX's canonical dtype. `per_rank` state is resized by its rule.
-
-    Args:
-      values: values of `saved`. Nobody must write to them afterwards, unless they are copied.
+    accepts a saved value of JAX's canonical dtype. `per_rank` state is resized by its rule. The
+    values must not be written to afterwards, unless `copies`.
     """
     left = defaultdict(list)
     for old, value in zip(saved, values, strict=True):
@@ -108,7 +106,7 @@ def _listed(title: str, texts: list[str]) -> list[str]:
     return [title + ", ".join(texts)] if texts else []
 
 
-# All processes take part in fetching a leaf, also those that need nothing of it.
+# All processes take part in fetching a leaf, even one that they do not need.
 def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
     if not isinstance(value, SplitValue):
         return placed(x, value, copies=copies)
@@ -120,11 +118,7 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
 
 
 def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
-    """Return a saved value with the type and sharding of `x`.
-
-    Args:
-      copies: whether the result must not share the memory of `value`.
-    """
+    """Return a saved value with the type and sharding of `x`; `copies`: in its own memory."""
     if not isinstance(x, jax.Array):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
@@ -140,7 +134,7 @@ def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
         return jnp.asarray(np.array(value) if copies else value)
     if copies:
         return copied_from_host(value, x.sharding)
-    # A process that holds no part of it has nothing to take the dtype from.
+    # A process without a shard has no dtype to infer.
     get = value.__getitem__
     return jax.make_array_from_callback(x.shape, x.sharding, get, dtype=x.dtype)
 
@@ -169,26 +163,26 @@ def load(
 ) -> Any:
     """Load a checkpoint, or a part of it, for inference, export or fine-tuning.
 
-    This does not need `jdp.init`, works on any number of devices, and may run while a run writes
-    to the directory.
+    It does not need `jdp.init`, works on any number of devices, and may run while a run writes to
+    the directory.
 
     Args:
-      directory: directory of the checkpoints, as given to `jdp.Checkpointer`; or of Orbax: of a
-        CheckpointManager, a step with one PyTree, or a PyTree. Texts in it are left out.
+      directory: of `jdp.Checkpointer`; or of Orbax: of a CheckpointManager, a step with one PyTree,
+        or a PyTree, whose texts are left out.
       step: step of the checkpoint. Default: the latest intact checkpoint.
       part: path of the part to read, such as `"params"` or `"opt_state[0].mu"`. Default: all.
       like: a tree with the structure of that part. Its leaves give shapes, dtypes and shardings;
         leaves other than arrays and numbers are kept. `jax.ShapeDtypeStruct` leaves are allowed.
 
     Returns:
-      The values in the form of `like`. Without it, NumPy arrays (and JAX random keys) in dicts
-      and lists: attributes become dict keys, and positions 0 to n - 1 become a list.
+      The values in the form of `like`. Without it, NumPy arrays (and JAX random keys) in dicts and
+      lists: attributes become dict keys, and positions 0 to n - 1 become a list.
 
     Raises:
-      FileNotFoundError: if the directory holds no checkpoint.
-      ValueError: if the directory lacks this step, the step lacks this part, or `like` has
-        different leaves, shapes or dtypes; if it is of Flax, or a step has several PyTrees.
-      RuntimeError: if the requested checkpoint is damaged, or all of them are.
+      FileNotFoundError: the directory holds no checkpoint.
+      ValueError: the directory lacks this step, the step lacks this part, or `like` has different
+        leaves, shapes or dtypes; the checkpoint is of Flax, or a step has several PyTrees.
+      RuntimeError: the requested checkpoint is damaged, or all of them are.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()
@@ -240,7 +234,7 @@ def _keys(path: _Path) -> tuple[str, ...]:
 class _SavedState(NamedTuple):
     where: str
     leaves: list[SavedLeaf]
-    read: Callable[[list[int], Any], Sequence[np.ndarray | SplitValue]]  # those with these numbers
+    read: Callable[[list[int], Any], Sequence[np.ndarray | SplitValue]]  # leaves with these numbers
 
 
 def _found(folder: Folder, step: int | None) -> _SavedState:
@@ -261,7 +255,7 @@ def _found(folder: Folder, step: int | None) -> _SavedState:
     return _SavedState(f"step {checkpoint.step} of {folder.path}", leaves, read)
 
 
-# Of a state that was written in parts each leaf is read when it is placed.
+# Shards of a leaf are read when it is placed.
 def _values(
     folder: Folder,
     checkpoint: Checkpoint,
@@ -277,7 +271,7 @@ def _values(
 
 
 def parse(path: str) -> _Path:
-    """Split a path as JAX writes it into its keys, each with its text.
+    """Split a JAX path into its keys, each with its text.
 
     >>> parse(".params['w'][0]")
     [('params', '.params'), ('w', "['w']"), (0, '[0]')]

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: the facts about its state, and size and checksum of each file.
+"""The manifest of a checkpoint: facts about its state, and size and checksum of each file.
 
     {"sha256": of the manifest, "manifest": {"facts": {...}, "files": {name: [bytes, sha256]}}}
 
-`write` refuses what `read` refuses, so a manifest that can be read has all that a restore needs.
+`write` refuses what `read` refuses, so a readable manifest suffices for a restore.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ _NAME = "manifest"
 
 
 class TornError(Exception):
-    """A checkpoint is not as it was written."""
+    """A checkpoint differs from what was written."""
 
 
 def write(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder to the disk."""
+    """Write the manifest of a folder to disk."""
     manifest = json.loads(json.dumps({"facts": facts, "files": files}))
     for fault in _faults(manifest):
         raise ValueError(f"{fault}, which no checkpoint may hold")
@@ -40,7 +40,7 @@ def write(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> N
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the facts and files in the manifest of a folder."""
+    """Return the facts and files in a folder's manifest."""
     try:
         document = json.loads((folder / _NAME).read_bytes())
         manifest, checksum = document["manifest"], document["sha256"]
@@ -54,7 +54,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def exists(folder: Path) -> bool:
-    """Whether a folder has a manifest of jdp, whatever it says."""
+    """Whether a folder has a manifest of jdp, perhaps damaged."""
     try:
         document = json.loads((folder / _NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -66,7 +66,7 @@ def _checksum(manifest: Any) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-# Yields the values that are wrong in a value from JSON.
+# Yields the wrong values in a value from JSON.
 Form = Callable[[Any], Iterator[Any]]
 
 
@@ -116,7 +116,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _is_loop(x: Any) -> bool:
-    is_loop = isinstance(x, dict) and "position" in x  # which may be of the author's form
+    is_loop = isinstance(x, dict) and "position" in x  # perhaps of the author's form
     return is_loop and isinstance(x.get("loaders", []), list)
 
 
@@ -141,7 +141,7 @@ _FACTS = {
 _FILE = _row(_count, _text)
 
 
-# Of several faults the first one is the cause.
+# The first fault is the cause of the others.
 def _faults(manifest: Any) -> Iterator[str]:
     for name in ("facts", "files"):
         if not isinstance(manifest, dict) or not isinstance(manifest.get(name), dict):
@@ -176,7 +176,7 @@ def _faults_of_parts(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def arrays(facts: Mapping[str, Any]) -> dict[str, dict[str, ArrayForm]]:
-    """Return the arrays that each folder of a checkpoint holds, by their names on disk."""
+    """Return the arrays in each folder of a checkpoint, by their names on disk."""
     found: dict[str, dict[str, ArrayForm]] = defaultdict(dict)
     described = zip(shards.pieces(facts), shards.names(facts), shards.described(facts), strict=True)
     for piece, name, leaf in described:

@@ -1,7 +1,7 @@
-"""Arrays in the format of Orbax, written by Orbax, or by several processes.
+"""Arrays in the format of Orbax, written by Orbax or by several processes.
 
-They are zarr arrays in an OCDBT database, which TensorStore writes. Orbax itself writes NumPy
-arrays on process 0 alone, and shards of a `jax.Array` only if all processes meet in its barriers.
+They are zarr arrays in an OCDBT database of TensorStore. Orbax writes NumPy arrays on process 0
+alone, and shards of a `jax.Array` only if all processes meet in its barriers.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ import numpy as np
 
 from jdp.checkpoint.saved_leaves import ArrayForm, SavedLeaf
 
-# TensorStore may keep this many bytes in memory until they are written.
+# TensorStore may buffer this many bytes.
 _BATCH_BYTES = 64 << 20
-_METADATA = b"/.zarray"  # the key of the shape and dtype of an array
-# Else an array of zeros would not be stored, and one of -0.0 would be read as 0.0.
+_METADATA = b"/.zarray"  # key of an array's shape and dtype
+# Otherwise zeros would not be stored, and -0.0 would be read as 0.0.
 _KEEP_ALL = {"store_data_equal_to_fill_value": True}
 
 
 def write_parts(state: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write arrays to a new folder, under their names."""
+    """Write arrays to a new folder, by name."""
     import tensorstore as ts
 
     state.mkdir()
@@ -70,7 +70,7 @@ def forms_of_parts(state: Path) -> dict[str, ArrayForm]:
 
 
 def prepare_parts() -> None:
-    """Import TensorStore ahead of the first write."""
+    """Import TensorStore before the first write."""
     import tensorstore  # noqa: F401
 
 
@@ -103,7 +103,7 @@ def read(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def tree_leaves(tree: Path) -> list[SavedLeaf]:
-    """Describe the arrays and numbers in a PyTree that others wrote."""
+    """Describe the arrays and numbers in another tool's PyTree."""
     with _orbax() as orbax:
         found, _ = jax.tree.flatten_with_path(orbax.metadata(tree).item_metadata.tree)
     return [
@@ -114,7 +114,7 @@ def tree_leaves(tree: Path) -> list[SavedLeaf]:
 
 
 def read_tree(tree: Path, numbers: Collection[int]) -> list[np.ndarray]:
-    """Read those of its `tree_leaves` with these numbers, in order."""
+    """Read the `tree_leaves` with these numbers, in order."""
     ocp = _imported()
     with _orbax() as orbax:
         leaves, form = jax.tree.flatten(orbax.metadata(tree).item_metadata.tree)
@@ -141,20 +141,19 @@ def forms(state: Path) -> dict[str, ArrayForm]:
 
 
 def _imported() -> Any:
-    """Import Orbax, and leave the form of log lines as it is."""
-    # The first line of absl's log, which Orbax writes to, would give the root logger another form.
+    """Import Orbax, and keep the format of log lines."""
+    # Orbax logs to absl, whose first line would set another format on the root logger.
     if not logging.root.handlers and logging.lastResort is not None:
         logging.root.addHandler(logging.lastResort)
     return importlib.import_module("orbax.checkpoint")
 
 
 def prepare() -> None:
-    """Import Orbax ahead of the first write."""
+    """Import Orbax before the first write."""
     _imported()
 
 
-# Configures Orbax for a single process, regardless of the number of processes: only process 0 calls
-# this, with unsharded host arrays.
+# Configured for a single process: only process 0 calls this, with unsharded host arrays.
 @contextlib.contextmanager
 def _orbax() -> Iterator[Any]:
     ocp = _imported()

@@ -1,4 +1,4 @@
-"""Distributes the restored state to all processes, and sets the given state and data to it."""
+"""Restores all processes: values, and the position of the data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,10 +29,10 @@ def restored(
     keeps_missing: bool,
     edits: Edits,
 ) -> Any:
-    """Return `state` with the values that were found, and set the position of `batches`.
+    """Return `state` with the restored values, and set the position of `batches`.
 
     Args:
-      own: where this process writes commits alone; later ones, with missing parts, are cleared.
+      own: memory of this process's own commits; later ones with missing shards are cleared.
     """
     sources, found = everything.sources, everything.latest
     assert found is not None
@@ -56,15 +56,14 @@ def restored(
         if batches is not None:
             set_position(batches, facts, found.where)
         if own is not None:
-            # Before another process of the host begins a commit, in the place of the older record.
+            # Before another process of the host begins a commit over the older record.
             sources.forget_later(found.key, own)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     state_check.vouch_for(taken)  # All processes got them from one source.
     return state
 
 
-# Processes that have the values read them on their own host. No collective runs unless a process
-# lacks the values.
+# Processes read values of their own host; no collective runs unless a process lacks some.
 def _facts(group: tuple[int, ...], found: Latest, sources: Sources) -> dict[str, Any]:
     mine = sources.facts(found.key) if jax.process_index() == found.source else None
     what = "what to restore"
@@ -115,7 +114,7 @@ def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
             f"{where} was written without batches, so it is not known where the data stood. Write "
             "state = ckpt.restore(state), and set batches.position yourself."
         )
-    # jdp 0.1 wrote the position alone
+    # jdp 0.1 wrote only the position
     data = facts.get("data", {"position": facts["position"]})
     own = state_of_data(batches)
     is_loader = own is not None and KEY_OF_LOADER in own

@@ -1,4 +1,4 @@
-"""The commits and checkpoints that processes can restore: gather them, and choose the latest."""
+"""The commits and checkpoints that processes can restore, and the choice of the latest."""
 
 import functools
 import logging
@@ -29,8 +29,8 @@ Saved = tuple[dict[str, Any], list[np.ndarray]]  # facts, values
 class Key(NamedTuple):
     """Identifies a written state of a run; a later state compares greater.
 
-    All commits of one life and step are equal, unless both sides of a network partition began
-    that life. The tag tells them apart.
+    Commits of one life and step are equal; the tag tells apart lives that both sides of a network
+    partition began.
     """
 
     life: int
@@ -40,13 +40,13 @@ class Key(NamedTuple):
 
 
 class Sources:
-    """The states this process can restore: its host's commits or, on process 0, a later checkpoint.
+    """The states that this process can restore: its host's commits; on process 0 also a checkpoint.
 
     Attributes:
-      keys: keys of these states, without commits of which the host may have only parts.
-      records: the parts of commits that processes of this host wrote.
-      is_split: whether the checkpoint was written in parts.
-      life: the last life of the run known to this process.
+      keys: of these states, except commits of which the host may have only shards.
+      records: shards of commits that processes of this host wrote.
+      is_split: whether the checkpoint was written in shards.
+      life: the last life that this process knows.
       torn: the damaged checkpoints, if all are damaged.
     """
 
@@ -65,18 +65,18 @@ class Sources:
         self.keys = [*self._found]
 
     def offer(self) -> dict[str, Any]:
-        """Return the facts about this process for `latest`, as JSON."""
+        """Return this process's facts for `latest`, as JSON."""
         split = [[key, split_state.coverage(found)] for key, found in self.records.items()]
         offer = {"keys": self.keys, "split": split, "is_split": self.is_split}
         return {**offer, "life": self.life, "torn": self.torn}
 
     def read(self, key: Key) -> Saved:
-        """Read one of these states; the values of a commit stay in its memory, to be copied."""
+        """Read one of these states; a commit's values stay in its memory and must be copied."""
         facts, read = self._found[key]
         return facts, read()
 
     def facts(self, key: Key) -> dict[str, Any] | None:
-        """Return the facts of a state; None if this process has none of it."""
+        """Return the facts of a state, or None."""
         if key in self.records:
             return self.records[key][0].facts
         return self._found[key][0] if key in self._found else None
@@ -93,13 +93,13 @@ class Sources:
         return split_state.CommitReader(self.records.get(key, []))
 
     def forget_later(self, key: Key, own: CommitMemory) -> None:
-        """Clear commits with missing parts from this process's area; the next ones replace them."""
+        """Clear this process's later commits with missing shards; the next commits replace them."""
         own.forget(lambda facts: is_split(facts) and _key_of(facts) > key)
 
     def _find_commits(self, memory: CommitMemory) -> None:
         directory = str(self._folder.path)
         for record in split_state.commit_parts(memory):
-            # Another Checkpointer may have written it, if a script trains several models in turn.
+            # A script may train several models in turn, each with a Checkpointer.
             if record.facts["directory"] == directory:
                 self.records[_key_of(record.facts)].append(record)
         commit = memory.latest(lambda facts: not is_split(facts))
@@ -150,32 +150,32 @@ class Latest(NamedTuple):
     source: int  # a process that has it
     lacking: list[int]  # processes that do not
     where: str
-    is_split: bool = False  # whether it was written in parts, or is to be restored in parts
+    is_split: bool = False  # written in shards, or to be restored in shards
 
     @property
     def tier(self) -> str:
-        """Return the name of its tier, as reported to the launcher."""
+        """The name of its tier, as reported to the launcher."""
         return "commit" if self.key.is_commit else "checkpoint"
 
 
 class Found(NamedTuple):
-    """The states that the processes of a run found, and the number of its next life."""
+    """The states that the processes of a run found, and its next life."""
 
     sources: Sources  # of this process
     latest: Latest | None  # equal on all processes, as are life and tag
     life: int
     tag: str
-    hosts: tuple[int, ...]  # the number of the host of each process
+    hosts: tuple[int, ...]  # host index of each process
     sees_directory: bool  # whether this process sees the directory of process 0
 
     def identity(self) -> dict[str, Any]:
-        """Return the facts of the next life and its programs, for all states that it writes."""
+        """Return the facts of the next life and its programs, written with all its states."""
         versions = {"jdp": version(), "jax": jax.__version__}
         return {"life": self.life, "tag": self.tag, **versions, **facts_of_script()}
 
 
 def all_processes() -> tuple[int, ...]:
-    """Return the numbers of all processes, which restore together."""
+    """Return the ids of all processes, which restore together."""
     if jax.process_count() > 1 and not kv_store.is_open():
         raise RuntimeError(
             f"there are {jax.process_count()} processes, and this JAX gives no store in which they "
@@ -231,7 +231,7 @@ def _require_equal_intervals(offers: dict[int, dict[str, Any]]) -> None:
 
 
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
-    """Return the latest state that any process offers; None if there are none.
+    """Return the latest state that any process offers, or None.
 
     >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
     >>> found = latest(offers, "runs")
@@ -298,7 +298,7 @@ def _split_keys(offer: dict[str, Any]) -> list[Key]:
     return [Key(*key) for key, _ in offer.get("split", ())]
 
 
-# The commits in parts: how many each of all hosts together lack.
+# How many shards of each commit all hosts together lack.
 def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
     found: dict[Key, list[split_state.Coverage]] = defaultdict(list)
     for offer in offers.values():
@@ -307,7 +307,7 @@ def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
     return {key: split_state.num_missing(each) for key, each in found.items()}
 
 
-# In the log of process 0, a commit that would have been taken if no host had been lost.
+# Log on process 0 a commit that a lost host made unusable.
 def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
     lost = max((each for each, num in num_missing.items() if num), default=key)
     if lost > key and not key.is_commit and jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""The serialized form of the arrays of a state: names, shapes, dtypes and bytes."""
+"""The serialized arrays of a state: names, shapes, dtypes and bytes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,19 +10,19 @@ from jax.sharding import NamedSharding
 
 from jdp.pytrees import is_array, is_key
 
-# Leaves start at multiples of this many bytes: JAX on CPUs needs no copy of memory that it aligns.
+# Leaves are aligned to this many bytes, so that JAX on CPUs needs no copy.
 _ALIGNMENT = 64
 
 ArrayForm = tuple[tuple[int, ...], np.dtype]  # shape and dtype
 
 
 class SavedLeaf(NamedTuple):
-    """Description of one array of a state as it is written, unsharded."""
+    """One array of a state as it is written, unsharded."""
 
     name: str  # its path
     shape: tuple[int, ...]
     dtype: str
-    key: str | None  # PRNG implementation of random keys; shape and dtype are those of their data
+    key: str | None  # PRNG implementation of random keys; shape and dtype are of their data
 
     def __str__(self) -> str:
         kind = self.dtype if self.key is None else f"key<{self.key}>"
@@ -30,7 +30,7 @@ class SavedLeaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the values in bytes."""
+        """The size of the values in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
@@ -45,17 +45,17 @@ def describe(state: Any) -> list[SavedLeaf]:
 
 
 def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
-    """Return the leaves that were written beside these facts."""
+    """Return the leaves written beside these facts."""
     return [SavedLeaf(name, tuple(shape), *rest) for name, shape, *rest in facts["leaves"]]
 
 
 def is_split(facts: Mapping[str, Any]) -> bool:
-    """Whether leaves of the state beside these facts were written in parts (`shards.py`)."""
+    """Whether leaves of the state were written in shards (`shards.py`)."""
     return "parts" in facts
 
 
 def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
-    """Return leaves by their names on disk. Empty leaves are not written there."""
+    """Return leaves by their names on disk, where empty leaves are not written."""
     return {f"{i}{leaf.name}": leaf for i, leaf in enumerate(leaves)}
 
 
@@ -82,11 +82,7 @@ def from_disk(
 
 
 def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the bytes of the values in order, with padding between them.
-
-    >>> [part.size for part in pack([np.zeros(3, np.float32), np.ones((), np.int64)])]
-    [12, 52, 8, 56]
-    """
+    """Return the bytes of the values in order, with padding between them."""
     parts = []
     for value in values:
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
@@ -95,7 +91,7 @@ def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def unpack(data: np.ndarray, leaves: Sequence[SavedLeaf]) -> list[np.ndarray]:
-    """Invert `pack`: return the values of `leaves`, which share the memory of `data`, `[bytes]`."""
+    """Invert `pack`: return values that share the memory of `data`, `[bytes]`."""
     values, start = [], 0
     for leaf in leaves:
         part = data[start : start + leaf.num_bytes]
@@ -110,7 +106,7 @@ def packed_bytes(leaves: Sequence[SavedLeaf]) -> int:
 
 
 def padded_bytes(leaf: SavedLeaf) -> int:
-    """Return the number of bytes of a leaf in `pack`, with the padding behind it."""
+    """Return the bytes of a leaf in `pack`, with padding."""
     return leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT
 
 
@@ -126,7 +122,7 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
 
 
-# What a program returns straight from a callback has a sharding without a mesh.
+# A value that a program returns straight from a callback has a sharding without a mesh.
 def _require_equal_copies(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array) or isinstance(x.sharding, NamedSharding):
         return
@@ -140,7 +136,7 @@ def _require_equal_copies(name: str, x: Any) -> None:
 
 
 def is_known(dtype: np.dtype) -> bool:
-    """Whether arrays of JAX may have a dtype."""
+    """Whether JAX arrays may have a dtype."""
     try:
         jax.typeof(np.empty(0, dtype))
     except TypeError:
@@ -149,7 +145,7 @@ def is_known(dtype: np.dtype) -> bool:
 
 
 def dtype_on_disk(dtype: Any) -> np.dtype:
-    """Return the dtype in which Orbax gets values: bytes, if it does not support theirs."""
+    """Return the dtype for Orbax: uint8 if it does not support the leaf's."""
     name = jnp.dtype(dtype).name
     is_narrow = name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3")
     is_narrow |= name.startswith("float6_")

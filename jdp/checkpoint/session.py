@@ -30,7 +30,7 @@ from jdp.worker.launcher_client import Assignment, LauncherClient
 
 
 class Committing(Protocol):
-    """A session of a `Checkpointer` with commits, as far as others must know it."""
+    """A session with commits."""
 
     is_over: bool
 
@@ -39,7 +39,7 @@ _committing: weakref.WeakSet[Committing] = weakref.WeakSet()
 
 
 def require_alone(session: Committing) -> None:
-    """Record a session that commits."""
+    """Record a session that commits; refuse a second one."""
     if not all(other.is_over for other in _committing):
         raise RuntimeError(
             "another Checkpointer is at work in this process, and the launcher keeps the commits "
@@ -52,7 +52,7 @@ def require_alone(session: Committing) -> None:
 def commits_of(
     session: Committing, launcher: LauncherClient, assigned: Assignment, num_processes: int
 ) -> HostCommits | None:
-    """Return the commit memory of the launcher for this process; None if it may not use it."""
+    """Return the commit memory of this process, or None."""
     require_alone(session)
     num_shares = assigned.num_local if num_processes > 1 else 1
     if assigned.local_id >= num_shares:
@@ -67,7 +67,7 @@ _LOST = (
     "latest commit after Ctrl-C."
 )
 
-# Number of steps before Orbax is imported: after a recovery, and well before a checkpoint.
+# Steps before Orbax is imported: after a recovery, and well before a checkpoint.
 _PREPARED_AFTER = 3
 
 _NOT_CLOSED = (
@@ -77,10 +77,10 @@ _NOT_CLOSED = (
 
 
 class Session:
-    """One run of this process: its last state, and when and where that is written.
+    """The last state of this process, and when and where it is written.
 
-    `has_data`: the run has batches, whose position is written with the state. `steps` counts the
-    steps across all lives of the run.
+    Args:
+      has_data: whether the run has batches, whose position is written with the state.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Session:
         self._state: Any = None  # state after the last step; self._data belongs to it
         self._data: dict[str, Any] = {"position": None}
         self._num_steps = 0  # in this life
-        self._splits = False  # whether the state is written in parts, by all processes
+        self._splits = False  # whether all processes write the state, in shards
         self._saved_at = -1  # step of the last checkpoint
         self._is_unsaved = False  # whether the restored state may be missing on disk
         self._is_committed = False  # whether all hosts have a commit of this or the previous life
@@ -123,7 +123,7 @@ class Session:
         keeps_missing: bool,
         allows_edits: bool,
     ) -> Any:
-        """Return the state to continue from, and set the batches to its position."""
+        """Return the state to resume from, and set the batches to its position."""
         began, self._edits = time.monotonic(), Edits(allows=allows_edits)
         in_flight.accept_new_state()
         self._splits = is_split(state)
@@ -181,8 +181,8 @@ class Session:
         self._data = position_of(batches)
 
     def count_step(self) -> None:
-        """Count the step that led to the state, and commit or save it if it is time."""
-        # The errors of earlier writes come last: others may count the step and write with this one.
+        """Count the step that led to the state, and commit or save it if it is due."""
+        # Raise errors of earlier writes last: other processes may write with this one.
         self.steps += 1
         self._num_steps += 1
         progress.count_step()
@@ -205,7 +205,7 @@ class Session:
         self._saves.raise_failure()
 
     def save(self, *, can_compare: bool = False) -> bool:
-        """Save the state now, and return whether all processes passed `can_compare`."""
+        """Save the state now; return whether all processes passed `can_compare`."""
         doing = f"while it saved step {self.steps} to {self._folder.path}"
         with progress.SAVING:
             with agree.propagating_errors(self._group, doing):
@@ -233,7 +233,7 @@ class Session:
         self._commits.raise_failure()
 
     def save_interrupted(self) -> None:
-        """After Ctrl-C save the last step where no launcher does, and say what is lost."""
+        """After Ctrl-C save the last step without a launcher, and log a lost one."""
         if self._launcher is not None or not self._num_steps:
             return
         is_alone, has_begun = len(self._group) == 1, self._saved_at == self.steps
@@ -245,7 +245,7 @@ class Session:
             self._saves.wait()
         except KeyboardInterrupt:
             has_begun, why = False, "the save was interrupted, too"
-        except Exception as error:  # Ctrl-C stays the error of the author
+        except Exception as error:  # Ctrl-C stays the author's error
             has_begun, why = False, f"{type(error).__name__}: {error}"
         if has_begun and self._process == 0:
             _log.warning(_SAVED, self.steps, self._folder.path, "Ctrl-C", "JDP_RESUME=1")
@@ -259,7 +259,7 @@ class Session:
             self._launcher.tell("closed", step=self.steps)
 
     def end_session(self) -> None:
-        """Wait for pending writes, and let other runs use the directory."""
+        """Wait for pending writes, and release the directory."""
         if not self.is_over:
             progress.own.closed_steps += self.steps
         self.is_over, self._state = True, None

@@ -1,4 +1,4 @@
-"""The parts of leaves that are split over processes: which process writes which, and of what."""
+"""The shards of leaves that are split over processes, and which process writes which."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,18 +13,15 @@ Box = tuple[tuple[int, int], ...]  # start and stop in each dim
 
 
 class LeafPart(NamedTuple):
-    """A part of a leaf, as one process writes it."""
+    """A shard of a leaf, written by one process."""
 
-    leaf: int  # its position among the arrays of the state
+    leaf: int  # index among the arrays of the state
     box: Box
-    writer: int  # the process that writes it; of a leaf that is not split: 0
+    writer: int  # process that writes it; 0 for an unsplit leaf
 
 
 def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
-    """Return the parts of an array that is split, equal on all processes.
-
-    The first process that holds a part writes it.
-    """
+    """Return an array's shards, equal on all processes; the first process with one writes it."""
     writers: dict[Box, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         box = box_of(index, x.shape)
@@ -43,11 +40,7 @@ def box_of(index: Any, shape: Sequence[int]) -> Box:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes share; None if they share nothing.
-
-    >>> common(((0, 4),), ((3, 8),)), common(((0, 4),), ((4, 8),))
-    (((3, 4),), None)
-    """
+    """Return the intersection of two boxes, or None."""
     pairs = zip(one, other, strict=True)
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
     return box if all(start < stop for start, stop in box) else None
@@ -71,7 +64,7 @@ def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def split_facts(
     parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool
 ) -> dict[str, Any]:
-    """Return the facts to write beside parts of a state."""
+    """Return the facts to write beside shards of a state."""
     return {"parts": list(parts), "held": list(held), "has_whole": has_whole}
 
 
@@ -81,12 +74,12 @@ def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def folder_name(writer: int) -> str:
-    """Return the folder of a checkpoint that a process writes its parts to."""
+    """Return the folder of a checkpoint for the shards of a process."""
     return f"state-{writer}"
 
 
 def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
-    """Return the parts of all leaves: first of the split leaves, then of the others."""
+    """Return the pieces of all leaves: first of the split leaves, then of the others."""
     split = [
         LeafPart(leaf, tuple((start, stop) for start, stop in box), writer)
         for leaf, box, writer in facts.get("parts", ())
@@ -113,28 +106,27 @@ def described(facts: Mapping[str, Any]) -> list[SavedLeaf]:
 
 
 def described_part(leaves: Sequence[SavedLeaf], part: LeafPart) -> SavedLeaf:
-    """Return the description of a part, given those of all leaves."""
+    """Return the description of a shard, given those of all leaves."""
     return leaves[part.leaf]._replace(shape=tuple(_sizes(part.box)))
 
 
 def stored(facts: Mapping[str, Any]) -> list[int]:
-    """Return the pieces whose values were written beside these facts, in order."""
+    """Return the indices of the pieces written beside these facts, in order."""
     num_split, num = len(facts.get("parts", ())), len(pieces(facts))
     whole = range(num_split, num) if facts.get("has_whole", True) else ()
     return [*whole, *facts.get("held", ())]
 
 
-# Reads pieces by their numbers.
+# Reads pieces by index.
 Read = Callable[[Sequence[int]], Mapping[int, np.ndarray]]
 
 
 class SplitValue:
-    """A saved leaf whose parts are fetched when it is placed, so that the host holds one leaf.
+    """A saved leaf whose shards are fetched when it is placed: the host holds one leaf at a time.
 
     Args:
-      leaf: its description.
-      parts: its parts, by their numbers.
-      fetch: returns those of these parts that this process needs.
+      parts: its shards, by index.
+      fetch: returns those of these shards that this process needs.
     """
 
     def __init__(self, leaf: SavedLeaf, parts: Mapping[int, LeafPart], fetch: Read) -> None:
@@ -144,7 +136,7 @@ class SplitValue:
         self._assembled: dict[Box, np.ndarray] = {}
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Return a part of the leaf, which is assembled once."""
+        """Return a slice of the leaf, assembled once."""
         if index is ...:
             index = (slice(None),) * len(self.shape)
         box = box_of(index, self.shape)
@@ -153,12 +145,12 @@ class SplitValue:
         return self._assembled[box]
 
     def fetch(self) -> None:
-        """Fetch the parts, in which all processes take part."""
+        """Fetch the shards; all processes take part."""
         if self._values is None:
             self._values = self._fetch([*self._parts])
 
     def release(self) -> None:
-        """Drop the fetched parts."""
+        """Drop the fetched shards."""
         self._values, self._assembled = {}, {}
 
     def _assemble(self, box: Box) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Snapshots of a state: copied on its devices for a checkpoint, into host memory for a commit."""
+"""Snapshots of a state: on its devices for a checkpoint, in host memory for a commit."""
 
 import contextlib
 import math
@@ -23,21 +23,21 @@ from jdp.collectives.cpu import runtime
 
 @contextlib.contextmanager
 def single_device_programs() -> Iterator[None]:
-    """Let programs with arrays of one device run in the with block.
+    """Allow programs with arrays of one device in the body of the `with`.
 
-    JAX refuses them under `jax.set_mesh`, whose mesh has other devices, and refuses their NumPy
-    arguments under `jax.transfer_guard`.
+    JAX refuses them under `jax.set_mesh` with another mesh, and refuses their NumPy arguments under
+    `jax.transfer_guard`.
     """
     with jax.set_mesh(Mesh(np.empty((), object), ())), jax.transfer_guard("allow"):
         yield
 
 
-# Calls of one program run at the same time. MLIR compares each array of a call with every other.
+# Calls of one program run concurrently. MLIR compares all arrays of a call pairwise.
 _CALL_BYTES, _CALL_ARRAYS = 64 << 20, 512
 
 
 class TargetBox(NamedTuple):
-    """Where bytes of an array go: runs of equal length inside of loops, the outermost first."""
+    """Where bytes of an array go: equal runs inside of loops, outermost first."""
 
     offset: int
     run_bytes: int
@@ -46,12 +46,12 @@ class TargetBox(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes that are copied."""
+        """The number of copied bytes."""
         return self.run_bytes * math.prod(count for count, _ in self.loops)
 
     @classmethod
     def of_box(cls, offset: int, shape: Sequence[int], box: Box, itemsize: int) -> "TargetBox":
-        """Return the place of a box of an array that begins at `offset`.
+        """Return the place of a box of an array.
 
         Args:
           offset: bytes from the start of the memory to the array.
@@ -74,7 +74,7 @@ class TargetBox(NamedTuple):
 
 
 def takes(x: Any) -> bool:
-    """Whether the library can copy an array: its elements are whole bytes on a CPU device."""
+    """Whether the library can copy an array: whole-byte elements on a CPU device."""
     return (
         isinstance(x, jax.Array)
         and next(iter(x.devices())).platform == "cpu"
@@ -84,7 +84,7 @@ def takes(x: Any) -> bool:
 
 
 class CopyOut:
-    """The places of arrays of one device, which are copied again and again."""
+    """The places of arrays of one device, for repeated copies."""
 
     def __init__(self, places: Sequence[TargetBox]) -> None:
         self._calls: list[tuple[slice, np.ndarray, np.ndarray]] = []
@@ -98,7 +98,7 @@ class CopyOut:
         self._add_call(slice(first, len(places)), places)
 
     def begin_copy(self, arrays: Sequence[jax.Array], target: np.ndarray) -> list[jax.Array]:
-        """Start copying into `target`, `[bytes]` uint8, which has to stay until the copy ends."""
+        """Start copying into `target`, `[bytes]` uint8, which must live until the copy ends."""
         words, groups = [], []
         for chosen, relative, is_offset in self._calls:
             words.append(np.where(is_offset, relative + target.ctypes.data, relative))
@@ -117,14 +117,14 @@ class CopyOut:
         self._calls.append((chosen, np.array(words, np.int64), np.array(is_offset)))
 
 
-# The addresses are operands: a program that held them could not be cached.
+# The addresses are operands, so that the program can be cached.
 @jax.jit
 def _copy_out(words: list[jax.Array], groups: list[list[jax.Array]]) -> list[jax.Array]:
     call = jax.ffi.ffi_call(runtime.COPY_OUT, jax.ShapeDtypeStruct((1,), np.uint8))
     return [call(places, *arrays) for places, arrays in zip(words, groups, strict=True)]
 
 
-# XLA may store several elements of the others in a byte.
+# XLA may pack several elements of other dtypes into a byte.
 def _has_whole_bytes(dtype: Any) -> bool:
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits == 8 * dtype.itemsize
@@ -133,19 +133,19 @@ def _has_whole_bytes(dtype: Any) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-# Smaller arrays are copied on the first device that holds them: each device that copies something
-# runs a program for it, which a state of small arrays is not worth.
+# Smaller arrays are copied on the first device: each further device would run a program.
 LARGE_BYTES = 1 << 20
 
 
 class DeviceCopies:
     """Takes successive copies of pieces.
 
-    A large array, or part of one, that several devices of this process hold is copied on one of
-    them, chosen so that the copies take about as much memory on each device.
+    A large array or shard that several devices of this process hold is copied on one of them, so
+    that the copies balance in memory.
 
-    `reuse` keeps the memory of one copy for the next one: on a CPU, mapping new memory takes four
-    times as long as the copy itself.
+    Args:
+      reuse: keep the memory of one copy for the next: on a CPU, mapping new memory takes four times
+        as long as the copy.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -153,9 +153,9 @@ class DeviceCopies:
         self._spare: dict[jax.Device, list[jax.Array]] = {}
 
     def take(self, pieces: Sequence[StatePiece]) -> list[StatePiece]:
-        """Start copying pieces, so that the next step may donate them, without waiting for it.
+        """Start copying pieces without waiting, so that the next step may donate them.
 
-        Of a piece with rows only these are copied. The copies before must no longer be in use.
+        Only the rows of a piece with rows are copied. Earlier copies must no longer be in use.
         """
         found = _spread(pieces)
         before, self._spare = self._spare, {}
@@ -177,7 +177,7 @@ class DeviceCopies:
         return found
 
     def reservation(self, pieces: Sequence[StatePiece]) -> Callable[[], None]:
-        """Return a function that allocates the first copies and may run in a thread."""
+        """Return a function that allocates the first copies, for a thread."""
         found = _spread(pieces)
         kinds = {
             device: [_form(found[i]) for i in positions]
@@ -196,10 +196,10 @@ class DeviceCopies:
         return reserve
 
 
-# Large arrays go to the device with the least so far, the largest first, after all others, as in
-# R. L. Graham, Bounds on multiprocessing timing anomalies (1969, https://doi.org/10.1137/0117039).
+# Large arrays go to the least loaded device, largest first, after all others, as in R. L. Graham,
+# Bounds on multiprocessing timing anomalies (1969, https://doi.org/10.1137/0117039).
 def _spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
-    """Return pieces with their values on the devices that are to copy them."""
+    """Return pieces with their values on the devices that will copy them."""
     found, loads = [*pieces], defaultdict[jax.Device, int](int)
     on_device = [i for positions in on_devices(pieces).values() for i in positions]
     shards = {i: _equal_shards(pieces[i]) for i in on_device}
@@ -213,7 +213,7 @@ def _spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
 
 
 def _equal_shards(piece: StatePiece) -> list[Any]:
-    """Return the shards on devices of this process that have the values of a large piece."""
+    """Return the shards on local devices that equal a large piece."""
     if piece.array is None or _num_bytes(piece) < LARGE_BYTES:
         return []
     shards, device = piece.array.addressable_shards, _device(piece.values)
@@ -225,7 +225,7 @@ def _device(x: jax.Array) -> jax.Device:
     return next(iter(x.devices()))
 
 
-# Of the values that are copied.
+# Of the copied values.
 def _num_bytes(piece: StatePiece) -> int:
     shape, dtype = _form(piece)
     return math.prod(shape) * dtype.itemsize
@@ -247,7 +247,7 @@ def _copies(
     ]
 
 
-# keep_unused: the spare arrays are donated for their memory; their values are not read.
+# keep_unused: the spare arrays are donated for their memory, and not read.
 _copy = jax.jit(_copies, donate_argnums=0, static_argnums=2, keep_unused=True)
 
 
@@ -256,7 +256,7 @@ class Snapshot(NamedTuple):
 
     leaves: list[SavedLeaf]
     pieces: list[StatePiece]
-    split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
+    split: dict[str, Any]  # facts about its shards; empty without any
 
     def fetch(self) -> list[np.ndarray]:
         """Copy the values to the host, whole leaves first; on a CPU they are read in place."""
@@ -293,10 +293,10 @@ class Snapshots:
 
 
 class CommitSnapshot(NamedTuple):
-    """A snapshot of a state that is being copied into the memory of commits."""
+    """A snapshot that is being copied into the memory of commits."""
 
     leaves: list[SavedLeaf]
-    split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
+    split: dict[str, Any]  # facts about its shards; empty without any
     draft: Draft
     copying: list[jax.Array]  # ready when the devices have copied their pieces
     others: list[tuple[StatePiece, SavedLeaf, int]]  # copy on a device, its leaf, its offset
@@ -315,21 +315,18 @@ class CommitSnapshot(NamedTuple):
 
 
 class _CommitLayout(NamedTuple):
-    leaves: list[SavedLeaf]  # the list of the state that it belongs to
-    targets: list[tuple[SavedLeaf, int]]  # of each piece: its leaf, and the offset of that
+    leaves: list[SavedLeaf]  # of the described state
+    targets: list[tuple[SavedLeaf, int]]  # leaf of each piece, and its offset
     num_bytes: int
-    routes: dict[jax.Device, tuple[list[int], CopyOut]]  # positions of the pieces that devices copy
-    others: list[int]  # positions of the other pieces
+    routes: dict[jax.Device, tuple[list[int], CopyOut]]  # by device: indices of its pieces
+    others: list[int]  # indices of the other pieces
 
 
 class CommitSnapshots:
     """Takes snapshots of the states of one run, in the form of `saved_leaves.pack`.
 
-    CPU devices write into the memory themselves. Other pieces are copied on their devices first,
-    which takes as much memory once more.
-
-    Args:
-      commits: of this host. A state with split leaves is written to this process's own memory.
+    CPU devices write into the memory directly. Other pieces are first copied on their devices, at
+    the cost of as much memory.
     """
 
     def __init__(self, commits: HostCommits) -> None:
@@ -340,7 +337,7 @@ class CommitSnapshots:
         self._copying: list[jax.Array] = []
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> CommitSnapshot | None:
-        """Start copying a state, so that the next step may donate it, without waiting for the copy.
+        """Start copying a state without waiting, so that the next step may donate it.
 
         The previous snapshot must no longer be in use.
         """
@@ -367,9 +364,10 @@ class CommitSnapshots:
         return CommitSnapshot(found.leaves, found.split, draft, [*self._copying], placed)
 
     def reservation(self, state: Any, hosts: tuple[int, ...], *, here: bool) -> Callable[[], None]:
-        """Return a function that allocates the memory of commits, and may run in a thread.
+        """Return a function that allocates the memory of commits, for a thread.
 
-        `hosts`: of each process; the parts of a split state are kept by the next host, too.
+        Args:
+          hosts: host of each process; the next host also keeps the shards of a process.
         """
         self._finder.hosts = hosts
         num_bytes = self._finder.num_bytes(state, here=here)
@@ -386,15 +384,15 @@ class CommitSnapshots:
         return reserve
 
     def stop_waiting(self) -> None:
-        """Wait for other processes of the host only for a short time: this one ends."""
+        """From now on wait only briefly for other processes, since this one ends."""
         self._commits.stop_waiting()
 
     def hurry(self) -> None:
-        """Wait for other processes of the host for a limited time: the training thread waits."""
+        """From now on limit the wait for other processes, since the training thread waits."""
         self._commits.hurry()
 
     def break_up(self, error: Exception | None = None) -> None:
-        """Write no more shares in this life, when devices write into the memory no more."""
+        """Write no more shares in this life, once devices no longer write into the memory."""
         self.wait_for_copies()
         why = ""
         if error is not None:
@@ -403,7 +401,7 @@ class CommitSnapshots:
         self._commits.break_up(why)
 
     def wait_for_copies(self) -> None:
-        """Wait until devices write into the memory no more, also where that failed."""
+        """Wait until devices no longer write into the memory, even after a failure."""
         copying, self._copying = self._copying, []
         with contextlib.suppress(RuntimeError):
             _wait(copying)
@@ -446,7 +444,7 @@ def _layout(found: WrittenPieces) -> _CommitLayout:
     return _CommitLayout(found.leaves, targets, size, routes, others)
 
 
-# The offset of each leaf that is written whole, and where the parts of the others begin.
+# Offset of each leaf written whole, and the start of the shards.
 def _whole_leaves(found: WrittenPieces) -> tuple[dict[int, int], int]:
     here = dict.fromkeys(piece.leaf for piece in found.pieces if piece.part is None)
     offsets, size = {}, 0

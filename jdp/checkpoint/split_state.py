@@ -1,4 +1,4 @@
-"""Commits and checkpoints of a state that is split over processes, written and read in parts."""
+"""Commits and checkpoints of a state that is sharded over processes."""
 
 import json
 import time
@@ -29,7 +29,7 @@ from jdp.distributed.agree import broadcast_bytes
 
 
 class CommitPart(NamedTuple):
-    """The parts of a commit that one process wrote."""
+    """The shards of a commit that one process wrote."""
 
     memory: CommitMemory
     commit: Commit
@@ -37,22 +37,22 @@ class CommitPart(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """The parts of a commit in some records; a JSON list between processes."""
+    """The shards of a commit in some records; a JSON list between processes."""
 
-    held: list[tuple[int, int]]  # ranges of numbers of parts
+    held: list[tuple[int, int]]  # ranges of shard indices
     num_parts: int  # of the commit
-    has_whole: bool  # whether they hold the leaves that are not split
+    has_whole: bool  # whether they hold the unsplit leaves
 
 
 def commit_parts(memory: CommitMemory) -> list[CommitPart]:
-    """Return the records of the parts that processes of this host wrote."""
+    """Return the records of the shards that processes of this host wrote."""
     intact = [(area, commit) for area in memory.areas() for commit in area.intact()]
     found = [CommitPart(area, commit, commit.facts) for area, commit in intact]
     return [each for each in found if is_split(each.facts)]
 
 
 def coverage(found: Sequence[CommitPart]) -> Coverage:
-    """Return the parts of one commit in some records."""
+    """Return which shards of one commit some records hold."""
     facts = [record.facts for record in found]
     held = {n for each in facts for n in each["held"]}
     has_whole = any(each["has_whole"] for each in facts)
@@ -60,9 +60,7 @@ def coverage(found: Sequence[CommitPart]) -> Coverage:
 
 
 def num_missing(coverages: Sequence[Coverage]) -> int:
-    """Return how many parts a commit lacks, given what each host holds of it.
-
-    The leaves that are not split count as one part.
+    """Count the shards that a commit lacks on all hosts; the unsplit leaves count as one.
 
     >>> num_missing([Coverage([(0, 2)], 6, True), Coverage([(3, 6)], 6, True)])
     1
@@ -77,17 +75,17 @@ def is_whole_commit(found: Sequence[CommitPart]) -> bool:
 
 
 def wait_for_all(facts: Mapping[str, Any]) -> None:
-    """Wait until all processes have written their parts of a commit.
+    """Wait until all processes have written their shards of a commit.
 
-    Each then writes over the commit before. Without this, a death could leave two commits, both
-    with parts missing.
+    Only then may they overwrite the previous commit: a death could otherwise leave two incomplete
+    ones.
     """
     name = f"jdp/committed/{facts['life']}/{facts['tag']}/{facts['step']}"
     kv_store.wait_for_all(name, timeout_s=agree.timeout_s())
 
 
 class CommitReader:
-    """The pieces (`shards.pieces`) that a process can read from the memory of its host."""
+    """The pieces (`shards.pieces`) that a process can read from its host's memory."""
 
     def __init__(self, found: Sequence[CommitPart]) -> None:
         self._where: dict[int, tuple[CommitPart, int]] = {}
@@ -113,20 +111,23 @@ class CommitReader:
         return data.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
 
 
-# The store does not accept an infinite timeout.
+# The store rejects an infinite timeout.
 _SLICE_S = 60.0
 
 
 def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], number: int) -> None:
-    """Write the parts of this process; return when the checkpoint is complete.
+    """Write this process's shards; return when the checkpoint is complete.
 
-    All processes call it, in the thread that writes checkpoints. Process 0 makes the folder, and
-    the manifest when all have written.
+    All processes call it in the thread that writes checkpoints. Process 0 makes the folder, and the
+    manifest when all have written.
+
+    Args:
+      number: of this call in this life of the run, from 0.
     """
     names = shards.names(facts)
     arrays = to_disk_named([names[n] for n in shards.stored(facts)], values)
     me, step = jax.process_index(), facts["step"]
-    # One folder for each attempt: a process that comes too late for one does not disturb the next.
+    # One folder for each attempt, so that a late process does not disturb the next.
     part = folder.part(facts["life"], step, attempt=number)
     store = _Store(f"jdp/saved/{facts['tag']}", number, step)
     failure, sums = None, {}
@@ -153,7 +154,7 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
 
 
 def require_shared(folder: Folder, owner: str) -> None:
-    """Refuse a directory that is not the one in which process 0 holds the lock."""
+    """Refuse a directory other than the one that process 0 has locked."""
     if folder.owner() != owner:
         raise OSError(
             f"process {jax.process_index()} does not see the directory {folder.path} of process 0. "
@@ -170,9 +171,9 @@ def _finish(
     sums: dict[str, list[Any]],
     failure: OSError | None,
 ) -> OSError | None:
-    """Make a checkpoint of the parts of all, or remove them; return why it is not one."""
+    """Make a checkpoint of all shards, or remove them and return why."""
     end = time.monotonic() + agree.timeout_s()
-    # Wait after a failure, too: files that others still write could not be removed.
+    # Wait also after a failure: files still being written could not be removed.
     for process in range(1, jax.process_count()):
         try:
             sums |= _right(store.get(f"{process}", process, end))["files"]
@@ -213,7 +214,7 @@ class _Store:
         kv_store.offer(f"{self._run}/{self._number}/{key}", json.dumps(value))
 
     def get(self, key: str, process: int, end: float | None = None) -> Any:
-        """Return the message of a process, from before a deadline; default: the usual one."""
+        """Return the message of a process, waiting until `end` or the usual timeout."""
         timeout_s = agree.timeout_s()
         end = time.monotonic() + timeout_s if end is None else end
         left_s = end - time.monotonic()
@@ -234,14 +235,7 @@ class _Store:
 
 
 class CheckpointReader:
-    """The pieces (`shards.pieces`) of a checkpoint that a process can read, all or none.
-
-    Args:
-      folder: where it is.
-      checkpoint: the checkpoint.
-      facts: written beside it.
-      is_here: whether this process sees the directory.
-    """
+    """The pieces (`shards.pieces`) of a checkpoint; readable if this process sees the directory."""
 
     def __init__(
         self,
@@ -261,7 +255,7 @@ class CheckpointReader:
         return self._is_here
 
     def read(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Read pieces from the disk."""
+        """Read pieces from disk."""
         of: dict[str, list[int]] = defaultdict(list)
         for n in numbers:
             of[shards.folder_name(self._pieces[n].writer)].append(n)
@@ -291,7 +285,7 @@ class Readable(Protocol):
 def split_values(
     facts: dict[str, Any], readable: Readable, state: Any = None, group: tuple[int, ...] = ()
 ) -> list[shards.SplitValue]:
-    """Return the leaves that were saved beside `facts`, which are fetched when they are placed."""
+    """Return the leaves saved beside `facts`, to be fetched when they are placed."""
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
     needed = {*pieces} if state is None else _needed(state, leaves, pieces)
     sources = _sources(group, state, needed, readable) if len(group) > 1 else {}
@@ -306,11 +300,7 @@ class _Transfer:
     """Reads the pieces that this process needs, and sends pieces that others cannot read.
 
     Args:
-      described: the pieces.
-      readable: what this process can read.
-      needed: numbers of the pieces that it needs.
-      sources: number of each piece that some process cannot read -> the process that sends it.
-      group: the processes among which they are sent.
+      sources: for each piece that some process cannot read, the process that sends it.
     """
 
     def __init__(
@@ -341,8 +331,8 @@ class _Transfer:
         return {n: value for n, value in values.items() if n in self._needed}
 
 
-# The pieces that overlap what lies on the devices of this process. State of `per_rank` may be
-# resized, and a leaf that is not a jax.Array is not placed: those need all.
+# The pieces that overlap this process's shards. `per_rank` state may be resized, and a leaf that is
+# not a jax.Array is not placed: both need all pieces.
 def _needed(
     state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart]
 ) -> set[int]:

@@ -1,4 +1,4 @@
-"""Writes states, with the position of the data, in a background thread during training."""
+"""Writes states and data positions in a background thread during training."""
 
 import contextlib
 import itertools
@@ -21,29 +21,19 @@ from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
 
-# (facts, the values that `fetch` of the snapshot returned)
+# (facts, result of the snapshot's `fetch`)
 Write = Callable[[dict[str, Any], Any], None]
 
-# The key of the state of a loader in the position of one process.
 KEY_OF_LOADER = "loader"
 
 
 class StateWriter:
-    """A thread that writes the states of a run in order; its errors are raised by later calls.
+    """A thread that writes the states of a run in order; later calls raise its errors.
 
     A state is not written if a step that led to it failed a check. Each process raises that error
-    no later than at its next write; raised from the thread, it would reach only one process. The
-    interpreter waits at exit for a state that is being written. Processes where `is_here` is false
-    only take part in gathering, and write their parts of split leaves and their share of a commit.
-
-    >>> written = []
-    >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
-    ...                      Snapshots(), is_here=True)
-    >>> writer.begin_write({"w": np.ones(2)}, {"step": 10})
-    >>> writer.wait()
-    >>> [(facts["step"], values) for facts, values in written]
-    [(10, [array([1., 1.])])]
-    >>> writer.end_thread()
+    by its next write; the thread could raise it on only one process. The interpreter waits at exit
+    for a write in progress. Processes without `is_here` only gather, and write their shards and
+    shares.
     """
 
     def __init__(
@@ -58,7 +48,7 @@ class StateWriter:
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
         """Wait for the previous write, copy a state so it may be donated, and start writing it.
 
-        It is written also if the previous write has failed, since others may take part in it.
+        A failed previous write does not prevent it, since other processes may take part in it.
         """
         begin_ns = time.monotonic_ns()
         self.settle()
@@ -77,25 +67,21 @@ class StateWriter:
         progress.own.record_pause(begin_ns)
 
     def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
-        """Allocate the memory of commits in the thread, because mapping it may take seconds.
-
-        `hosts`: as for `CommitSnapshots.reservation`.
-        """
+        """Allocate the memory of commits in the thread, since mapping it may take seconds."""
         assert isinstance(self._snapshots, CommitSnapshots)
         reserve = self._snapshots.reservation(state, hosts, here=self._is_here)
         self._job = self._pool.submit(reserve)
 
     def write_alone(self) -> None:
-        """Have the first process of the host write commits alone in this life, from now on.
+        """From now on let the first process of the host write the commits of this life alone.
 
-        For states that no calls of train steps have led to, on all processes: by these the shares
-        of one step are known to be of one step.
+        For states without calls of train steps, whose counts show that all shares are of one step.
         """
         self.settle()
         self._break_up()
 
     def prepare(self, action: Callable[[], None]) -> None:
-        """Run an action in the thread, before the next state is written."""
+        """Run an action in the thread, before the next write."""
         self._pool.submit(action)
 
     def raise_failure(self) -> None:
@@ -107,11 +93,11 @@ class StateWriter:
             raise failure
 
     def settle(self) -> None:
-        """Wait until the state is written, and leave an error to the next call that raises it."""
-        # An interrupt of the waiting leaves the job: the memory that it writes to is in use.
+        """Wait until the state is written, and keep an error for the next call that raises it."""
+        # An interrupted wait keeps the job, whose memory is in use.
         if isinstance(self._snapshots, CommitSnapshots):
             self._snapshots.hurry()
-        # One that was interrupted before it was known here runs before this one.
+        # An interrupted submit, unknown here, runs before this one.
         if (last := self._submitted(int)) is not None:
             last.result()
         if self._job is not None:
@@ -124,7 +110,7 @@ class StateWriter:
         self.raise_failure()
 
     def end_thread(self) -> None:
-        """Wait, and end the thread; log an error that was not raised."""
+        """Wait, end the thread, and log an error that was not raised."""
         if isinstance(self._snapshots, CommitSnapshots):
             self._snapshots.stop_waiting()
         try:
@@ -146,7 +132,7 @@ class StateWriter:
             self._break_up(error)
             raise
 
-    # None if the interpreter ends.
+    # None at the interpreter's exit.
     def _submitted(self, action: Callable[[], Any]) -> Future[Any] | None:
         with contextlib.suppress(RuntimeError):
             return self._pool.submit(action)
@@ -163,7 +149,7 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
 
     def write(facts: dict[str, Any], draft: Draft) -> None:
         assert commits is not None
-        metrics_log.write_all()  # a run that continues from here does not repeat these steps
+        metrics_log.write_all()  # a run that resumes from here does not repeat these steps
         if not commits.finish(draft, facts):
             return
         if draft.form is None and is_split(facts):
@@ -179,15 +165,11 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
 
 
 def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
-    """Return the writer of checkpoints to a folder; it keeps the last `keep`.
-
-    Args:
-      keep: how many checkpoints stay there, >= 1.
-    """
+    """Return the writer of checkpoints to a folder; it keeps the last `keep`."""
     number = itertools.count()
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
-        # A state is worth more than lines, which `log` keeps.
+        # A state is worth more than log lines, which `log` keeps.
         with contextlib.suppress(OSError):
             metrics_log.write_all()
         if is_split(facts):
@@ -203,7 +185,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
 
 
 def position_of(batches: Any) -> dict[str, Any]:
-    """Return the position of the data of this process, in the form of the facts."""
+    """Return the data position of this process, as facts."""
     if batches is None:
         return {"position": None}
     state = state_of_data(batches)
@@ -213,7 +195,7 @@ def position_of(batches: Any) -> dict[str, Any]:
 
 
 def of_all_processes(group: tuple[int, ...], position: dict[str, Any]) -> dict[str, Any]:
-    """Return a position with the states of the loaders of all processes, which all call this."""
+    """Return a position with the loader states of all processes, which all call this."""
     data = position.get("data", {})
     if KEY_OF_LOADER not in data:
         return position
@@ -224,9 +206,9 @@ def of_all_processes(group: tuple[int, ...], position: dict[str, Any]) -> dict[s
 
 
 def state_of_data(batches: Any) -> dict[str, Any] | None:
-    """Return the state of batches; None if they have a position alone.
+    """Return the state of batches; None if they only have a position.
 
-    A class of the user's may have a `get_state` for something else.
+    A user's class may have an unrelated `get_state`.
     """
     if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
         return None

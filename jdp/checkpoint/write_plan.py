@@ -1,4 +1,4 @@
-"""What one process writes of a state: the pieces on its devices, and its share of the rows."""
+"""What one process writes of a state: pieces on its devices, and its share of the rows."""
 
 import functools
 import zlib
@@ -15,22 +15,17 @@ from jdp.checkpoint import shards
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe, padded_bytes
 from jdp.pytrees import is_array, without_key
 
-Rows = tuple[int, int]  # start and stop in the first dim of a leaf; an array without dims is a row
+Rows = tuple[int, int]  # start and stop in the first dim; a scalar is one row
 
 
 class Share(NamedTuple):
-    """The share of a process in commits that several processes of a host write together.
-
-    Attributes:
-      number: of the share, from 0.
-      num_shares: how many there are, >= 1.
-    """
+    """The share of a process, `number` of `num_shares`, in commits that a host writes together."""
 
     number: int
     num_shares: int
 
     def of_bytes(self, num_bytes: int) -> slice:
-        """Return the share of so many bytes, about where the rows of the share lie.
+        """Return the share of so many bytes, about where its rows are.
 
         >>> Share(1, 3).of_bytes(8)
         slice(2, 5, None)
@@ -39,10 +34,7 @@ class Share(NamedTuple):
 
 
 def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: Share) -> list[Rows]:
-    """Return which rows of each leaf belong to a share.
-
-    The shares are equal in bytes, as far as rows can be. Share 0 has all rows of the leaves that
-    are not shared.
+    """Return each leaf's rows in a share; shares have nearly equal bytes, 0 has unshared leaves.
 
     >>> leaves = [SavedLeaf("a", (6,), "float32", None), SavedLeaf("b", (), "float64", None)]
     >>> [shared_rows(leaves, [True, True], Share(number, 2)) for number in (0, 1)]
@@ -57,7 +49,7 @@ def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: S
             start, stop = (
                 _row_at(leaf, num, cut * total // share.num_shares - begin) for cut in cuts
             )
-            # The cuts of an empty leaf say nothing.
+            # The cuts of an empty leaf are arbitrary.
             found.append((start, stop if leaf.num_bytes else start))
             begin += leaf.num_bytes
         else:
@@ -66,7 +58,7 @@ def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: S
 
 
 def share_form(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool]) -> int:
-    """Return a checksum of the layout, which is equal on all processes that write together."""
+    """Return a checksum of the layout, equal on all processes that write together."""
     return zlib.crc32(repr((leaves, is_shared)).encode())
 
 
@@ -78,12 +70,12 @@ def holds_everywhere(x: Any) -> bool:
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Whether an array lies on devices of other processes alone."""
+    """Whether an array is only on devices of other processes."""
     return isinstance(x, jax.Array) and not x.sharding.addressable_devices
 
 
 def not_held(name: str, x: jax.Array) -> ValueError:
-    """Return the error of a process that is to write a leaf of which it holds nothing."""
+    """Return the error for a process that must write a leaf without a shard of it."""
     owners = sorted({device.process_index for device in x.sharding.device_set})
     return ValueError(
         f"`{name}` is on devices of process {', '.join(map(str, owners))} alone, and process "
@@ -97,23 +89,20 @@ def _num_rows(leaf: SavedLeaf) -> int:
     return leaf.shape[0] if leaf.shape else 1
 
 
-# The first row that begins at this byte of a leaf or behind it.
+# The first row that begins at or after this byte of a leaf.
 def _row_at(leaf: SavedLeaf, num_rows: int, byte: int) -> int:
     if not leaf.num_bytes:
         return 0
     return min(max(-(-byte * num_rows // leaf.num_bytes), 0), num_rows)
 
 
-Rounds = tuple[tuple[tuple[int, int], ...], ...]  # pairs of positions in a mesh: source, target
+Rounds = tuple[tuple[tuple[int, int], ...], ...]  # (source, target) positions in a mesh
 
 
 def buddy_copies(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> dict[int, jax.Array]:
-    """Return the parts of the host before this one that this process keeps, by their numbers.
-
-    All processes make this call.
-    """
+    """Return the previous host's shards that this process keeps, by index; a collective call."""
     found: dict[int, jax.Array] = {}
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         specs = tuple(_spec(arrays[leaf]) for leaf in leaves)
@@ -130,7 +119,7 @@ def buddy_copies(
 def kept(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> list[int]:
-    """Return the numbers of the parts that `copies` returns, without communication."""
+    """Return the indices of the shards from `buddy_copies`, without communication."""
     found = set()
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         for leaf, numbers in leaves.items():
@@ -142,7 +131,7 @@ def kept(
     return sorted(found)
 
 
-# Yields a mesh, a round, and the leaves on that mesh with the numbers of their parts.
+# Yield a mesh, a round, and its leaves with the indices of their shards.
 def _exchanges(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> Iterator[tuple[Mesh, tuple[tuple[int, int], ...], dict[int, list[int]]]]:
@@ -157,7 +146,7 @@ def _exchanges(
 
 
 def rounds(hosts: Sequence[int]) -> Rounds:
-    """Return which device sends to which, in rounds in which each sends and receives once.
+    """Return (source, target) devices, in rounds in which each sends and receives once.
 
     >>> rounds([0, 0, 1, 1, 2, 2])
     (((0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)),)
@@ -194,7 +183,7 @@ def _mover(mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int,
     return jax.jit(moved)
 
 
-# The device that a part is sent to in a round, by its box and writer.
+# The device that receives a shard in a round, by its box and writer.
 def _targets(
     x: jax.Array, mesh: Mesh, pairs: tuple[tuple[int, int], ...]
 ) -> dict[tuple[shards.Box, int], jax.Device]:
@@ -209,50 +198,50 @@ def _targets(
 class StatePiece(NamedTuple):
     """Values of a part of a leaf."""
 
-    leaf: int  # index of its leaf; -1 if the next host keeps it for another process
-    index: Any  # the part of the leaf; ... is the entire leaf, None a part that is written alone
+    leaf: int  # index of its leaf; -1 if kept for a process of another host
+    index: Any  # slice of the leaf; ... is all of it, None a shard written by itself
     values: Any
-    part: int | None = None  # its number, of a leaf that is written in parts
-    rows: Rows | None = None  # of the values that are written; None: all of them
+    part: int | None = None  # index of its shard, of a split leaf
+    rows: Rows | None = None  # rows to write; None: all of them
     array: jax.Array | None = None  # the entire leaf, of which other shards may equal the values
 
 
 class WrittenPieces(NamedTuple):
-    """The pieces of a state: first the pieces of whole leaves, in the order of the leaves."""
+    """The pieces of a state, whole leaves first."""
 
-    leaves: list[SavedLeaf]  # of all leaves; the same list for states of the same kind
+    leaves: list[SavedLeaf]  # of all leaves; the same list for states of one kind
     pieces: list[StatePiece]
-    split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
+    split: dict[str, Any]  # facts about its shards; empty without any
     form: int | None = None  # see `Finder.form`
 
 
 class Finder:
     """Finds the pieces of the successive states of one run.
 
-    Of a leaf that no single process holds completely, each process writes parts; a leaf of
-    `per_rank` is gathered. Of other leaves each part is read once, from one device. If there are
-    no parts, the processes of a host may each write a share of the leaves that all of them hold.
+    Each process writes shards of a leaf that no process holds completely; a `per_rank` leaf is
+    gathered. Other leaves are read once, from one device. Without shards, the processes of a host
+    may each write a share of the leaves that all of them hold.
 
     Args:
-      share: of this process; None: one process writes all leaves that are not split.
+      share: of this process; None: one process writes all unsplit leaves.
     """
 
     def __init__(self, share: Share | None = None) -> None:
-        self.hosts: tuple[int, ...] = ()  # of each process, if parts are kept by the next host too
+        self.hosts: tuple[int, ...] = ()  # host of each process, if the next host also keeps shards
         self._share = share
-        self._rows: list[Rows] = []  # of each leaf, that belong to the share
-        self.form: int | None = None  # of the last state, see `share_form`; None: not shared
+        self._rows: list[Rows] = []  # rows of each leaf in the share
+        self.form: int | None = None  # `share_form` of the last state; None: not shared
         self._kind: Any = None  # of the state that the following describe
         self._leaves: list[SavedLeaf] = []
-        self._apart: list[int] = []  # positions of gathered leaves
-        self._elsewhere: list[int] = []  # positions of leaves of which this process holds nothing
-        self._parts: list[shards.LeafPart] = []  # of the leaves that are written in parts
+        self._apart: list[int] = []  # indices of gathered leaves
+        self._elsewhere: list[int] = []  # indices of leaves without a local shard
+        self._parts: list[shards.LeafPart] = []  # shards of the split leaves
 
     def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
         """Return the pieces; None with `here=False`, unless leaves are split or shared.
 
-        All processes must find the pieces of the same states; those with `here=False` only take
-        part in gathering, and write their parts.
+        All processes must call this for the same states; those with `here=False` only gather, and
+        write their shards.
         """
         require_alive(state)
         arrays = [*map(without_key, self._described(state))]
@@ -272,13 +261,13 @@ class Finder:
         return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
-        """Return the pieces that are known without communication; gathered leaves are left out."""
+        """Return the pieces known without communication, without gathered leaves."""
         arrays = [*map(without_key, self._described(state))]
         here = here or self.form is not None
         return self._of_share(arrays, here=here, without=self._apart)
 
     def num_bytes(self, state: Any, *, here: bool) -> int:
-        """Return the size of all pieces in the form of a commit, without communication."""
+        """Return the bytes of all pieces in a commit, without communication."""
         arrays = self._described(state)
         split = {part.leaf for part in self._parts}
         here = here or self.form is not None
@@ -305,8 +294,7 @@ class Finder:
             self._kind = kind
         return arrays
 
-    # The pieces that this process writes, without leaves at these positions. Of a leaf of which it
-    # writes nothing it may hold nothing.
+    # This process may hold no shard of a leaf that it does not write.
     def _of_share(
         self, arrays: list[Any], *, here: bool, without: Sequence[int] = ()
     ) -> list[StatePiece]:
@@ -323,7 +311,7 @@ class Finder:
 
 
 def require_alive(state: Any) -> None:
-    """Raise a ValueError that names the first donated leaf of a state, if there is one."""
+    """Raise a ValueError that names the first donated leaf of a state."""
     pytrees.require_alive(
         "state",
         state,
@@ -332,12 +320,12 @@ def require_alive(state: Any) -> None:
 
 
 def is_split(state: Any) -> bool:
-    """Whether a state has leaves that are written in parts, by several processes."""
+    """Whether a state has leaves that several processes write in shards."""
     return bool(_placement(state, [x for x in jax.tree.leaves(state) if is_array(x)])[1])
 
 
 def on_devices(pieces: Sequence[StatePiece]) -> Mapping[jax.Device, list[int]]:
-    """Return the positions of the pieces that are on devices, by their device."""
+    """Return the indices of the pieces on each device."""
     found: dict[jax.Device, list[int]] = defaultdict(list)
     for i, piece in enumerate(pieces):
         if isinstance(piece.values, jax.Array):
@@ -351,7 +339,7 @@ def _kind(x: Any) -> Any:
     return type(x), getattr(x, "shape", ()), getattr(x, "dtype", None)
 
 
-# The positions of gathered leaves, and the parts of leaves written in parts.
+# The indices of gathered leaves, and the shards of split leaves.
 def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.LeafPart]]:
     apart = [i for i, x in enumerate(arrays) if not _is_on_each_process(x)]
     if not apart:
@@ -360,13 +348,13 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
     is_own = [owner is not None for x, owner in pairs if is_array(x)]
     split = [i for i in apart if not is_own[i]]
     parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
-    # The parts of one process lie beside each other, so that they are few ranges.
+    # Adjacent by process, so that they form few ranges.
     parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
     return [i for i in apart if is_own[i]], parts
 
 
-# Whether each process can assemble an array from its own devices. The result is equal on all
-# processes, because a sharding lists the parts of all devices.
+# Whether each process can assemble an array from its own devices; equal on all processes, because a
+# sharding lists the shards of all devices.
 def _is_on_each_process(x: Any) -> bool:
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return True
@@ -387,8 +375,7 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-# What this process writes: its parts of the split leaves and, if `here`, all other leaves but
-# those at the positions `without`.
+# This process's shards of split leaves and, if `here`, all other leaves but those in `without`.
 def _all_pieces(
     arrays: list[Any], parts: list[shards.LeafPart], *, here: bool, without: Sequence[int] = ()
 ) -> list[StatePiece]:
@@ -413,7 +400,7 @@ def _cut(piece: StatePiece, rows: Rows) -> StatePiece:
     return piece._replace(index=(slice(*rows),), rows=rows)
 
 
-# The parts on this process's devices that make up array `i`.
+# The shards on this process's devices that make up array `i`.
 def _pieces(i: int, x: Any) -> list[StatePiece]:
     if not isinstance(x, jax.Array):
         return [StatePiece(i, ..., x)]
