@@ -1,7 +1,7 @@
 """All-reduce algorithms: one signature, bitwise equal results on every rank.
 
 `all_reduce(buckets, axis_name, *, scale, mesh) -> buckets` sums every leaf over the ranks of
-`axis_name` and multiplies it by `scale`. A bucket is a list of leaves of one dtype. Buckets are in
+`axis_name` and multiplies it by `scale`. A bucket is a list of leaves of one dtype; buckets are in
 the order in which backpropagation finishes them.
 """
 
@@ -16,7 +16,7 @@ from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
-# jdp's own algorithms: no float32 sum loses a digit, and one rank gets its own leaves back.
+# jdp's own: a float32 sum keeps all digits, and one rank gets its own leaves back.
 ALGORITHMS: tuple[AllReduce, ...] = (auto, native, ring, split, xla)
 
 __all__ = [

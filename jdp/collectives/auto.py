@@ -25,14 +25,14 @@ def auto(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`: `native` in steps on CPUs of one host, else `xla`.
 
-    The choice depends only on the program, the devices and the hosts, never on timing. It is logged
-    once, to the logger "jdp" at level INFO.
+    The choice depends only on the program, the devices and the hosts. It is logged once, to the
+    logger "jdp" at level INFO.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -47,7 +47,7 @@ def auto(
 
 
 def choice(axis_name: AxisName, mesh: Mesh | None) -> tuple[Callable[..., list], str | None]:
-    """Return the algorithm that `auto` takes in the traced code, and why it is not `native`."""
+    """Return the algorithm of `auto` in the traced code, and why it is not `native`, or None."""
     reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
     return (xla if reason else native), reason
 

@@ -1,4 +1,4 @@
-"""Groups of gradient leaves that are reduced together, planned by their bytes."""
+"""Buckets: gradient leaves that are reduced together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ MiB = 2**20
 def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) -> list[list[int]]:
     """Group leaves into buckets of at most `bucket_bytes`, last leaf first.
 
-    Backpropagation finishes the last layer first, so the first bucket can be sent while
-    earlier layers are still being differentiated (Li et al. 2020, section 3.2.3,
+    Backpropagation finishes the last layer first, so the first bucket can be sent during the
+    backward pass of earlier layers (Li et al. 2020, section 3.2.3,
     https://arxiv.org/abs/2006.15704).
 
     >>> w, b = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((2,), "float32")
@@ -36,18 +36,14 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
             buckets.append(bucket)
         bucket.append(i)
         filling[dtype] = bucket, used + num_bytes
-    # With several dtypes, the bucket that was started first may be the last to be complete.
+    # With several dtypes, the bucket that was started first may be complete last.
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 
 def plan_with(
     leaves: Sequence[jax.Array], bucket_bytes: int, further: Sequence[jax.Array]
 ) -> list[list[int]]:
-    """Return the buckets of `plan`, with further arrays in the last bucket of their dtype.
-
-    Args:
-      further: arrays of few bytes, whose positions follow those of the leaves.
-    """
+    """Return the buckets of `plan`, with small further arrays in the last bucket of their dtype."""
     buckets = plan(leaves, bucket_bytes)
     dtypes = [leaf.dtype for leaf in (*leaves, *further)]
     for i in range(len(leaves), len(dtypes)):
@@ -66,12 +62,7 @@ def summed(
     axes: tuple[str, ...],
     further: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Sum leaves over ranks, in the buckets of `plan`, and return the sums in the leaves' order.
-
-    Args:
-      further: arrays of few bytes, that are added to the last bucket of their dtype, and whose sums
-        follow those of the leaves.
-    """
+    """Sum leaves, then small `further` arrays, over ranks, in the buckets of `plan_with`."""
     given = [*leaves, *further]
     sent = list(map(parts, given))
     buckets = plan_with(sent[: len(leaves)], bucket_bytes, sent[len(leaves) :])
@@ -83,7 +74,7 @@ def summed(
 
 
 def parts(leaf: jax.Array) -> jax.Array:
-    """Return the real and imaginary parts of a complex array, `[2, ...]`; another one as it is.
+    """Return real and imaginary parts of a complex array, `[2, ...]`; any other array unchanged.
 
     NCCL and the native kernels sum floats only.
     """
@@ -93,23 +84,19 @@ def parts(leaf: jax.Array) -> jax.Array:
 
 
 def joined(summed: jax.Array, like: jax.Array) -> jax.Array:
-    """Invert `parts`, for the sums of the parts of `like`."""
+    """Invert `parts`, given sums of the parts of `like`."""
     if not jnp.issubdtype(like.dtype, jnp.complexfloating):
         return summed
     return lax.complex(summed[0], summed[1])
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate the leaves of one bucket, which share a dtype, into one vector."""
+    """Concatenate the leaves of one bucket into one vector."""
     return jnp.concatenate([leaf.ravel() for leaf in bucket])
 
 
 def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Split a vector into leaves with the shapes of `like`: `unpack(pack(b), b)` equals b.
-
-    Args:
-      vector: `[sum of sizes]`.
-    """
+    """Invert `pack`: split a vector into leaves with the shapes of `like`."""
     ends = np.cumsum([leaf.size for leaf in like])
     pieces = jnp.split(vector, ends[:-1])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, like, strict=True)]

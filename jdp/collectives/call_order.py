@@ -1,7 +1,7 @@
 """The numbers of the native calls of a program, and the order in which they run.
 
-XLA may run independent operations in a different order on each rank, and merges equal operations.
-So each call has a unique number, and takes a token from the previous call.
+XLA may reorder independent operations differently on each rank, and merges equal operations. So
+each call has a unique number, and takes a token from the previous call.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-# The calls of the CPU library, and the position of the token among their operands.
+# The calls of the CPU library, and the index of the token operand.
 NATIVE = frozenset(
     "jdp_add_rows_native jdp_all_gather jdp_all_reduce jdp_all_to_all jdp_reduce_scatter "
     "jdp_take_rows_native".split()
@@ -32,8 +32,6 @@ PART_OF_ANOTHER = "the step is part of a larger program, and jdp sees only the s
 
 
 class _Order:
-    """The order of the calls in the program that is being traced."""
-
     def __init__(self, why_not: str | None, series: str, beside_xla: bool) -> None:
         self.why_not = why_not
         self.series = series
@@ -45,19 +43,19 @@ class _Order:
 
 
 class _Outside:
-    """The state for calls outside of jdp's steps: the last trace, and its calls by leaf types."""
+    """The state for calls outside jdp's steps: the last trace, and its calls by leaf types."""
 
     def __init__(self) -> None:
         self.trace: Any = None
         self.num_equal: Counter[int] = Counter()
 
 
-# JAX caches the trace of a user's jitted function for each value of this. It must not reuse an
-# all-reduce that was traced in a step in a program that does not order its all-reduces.
+# JAX caches the trace of a user's jitted function by this value: it must not reuse an all-reduce of
+# a step in a program that does not order its all-reduces.
 _traced_where = jax.make_user_context("")
 _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 _outside = _Outside()
-# Name of a function -> the number of its steps that are part of another program.
+# Number of a function's steps that are part of another program.
 _num_steps: Counter[str] = Counter()
 
 
@@ -65,7 +63,7 @@ _num_steps: Counter[str] = Counter()
 def entered(
     *, why_not: str | None = None, series: str = "", beside_xla: bool = False
 ) -> Iterator[None]:
-    """Order the native calls that are traced in the with block, all of one program."""
+    """Order the native calls traced in the body of the `with`, all of one program."""
     token = _order.set(_Order(why_not, series, beside_xla))
     where = "step beside XLA" if beside_xla else "step"
     try:
@@ -76,16 +74,16 @@ def entered(
 
 
 def next_series(name: str) -> str:
-    """Return a unique name for a step of the function `name` that is part of a larger program.
+    """Return a unique name for a step of `name` that is part of a larger program.
 
-    It is the same in every process that creates its steps in the same order.
+    It is equal in all processes that create their steps in the same order.
     """
     _num_steps[name] += 1
     return f"step {name} {_num_steps[name] - 1}"
 
 
 def why_not() -> str | None:
-    """Return a sentence that says why nothing orders the all-reduces of this program, or None."""
+    """Return why this program's all-reduces are not ordered, or None."""
     order = _order.get()
     if order is None:
         return (
@@ -96,22 +94,19 @@ def why_not() -> str | None:
 
 
 def is_beside_xla() -> bool:
-    """Whether collectives of XLA may run at the same time as the native calls of this program.
-
-    See `beside_xla.runs_beside`. Outside of a step jdp does not know, and returns False.
-    """
+    """Whether XLA's collectives may run beside the program's native calls; False outside a step."""
     order = _order.get()
     return order is not None and order.beside_xla
 
 
 def is_in_step() -> bool:
-    """Whether a call that is traced now is one of a step, and in no function or loop within it."""
+    """Whether a call traced now belongs to a step, and to no function or loop within it."""
     order = _order.get()
     return order is not None and order.trace_of_step == jax.extend.core.get_opaque_trace_state()
 
 
 def require(reason: str | None) -> None:
-    """Raise a ValueError if there is a reason against the native calls of a program."""
+    """Raise a ValueError if there is a reason against a program's native calls."""
     if reason:
         raise ValueError(
             f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
@@ -121,11 +116,10 @@ def require(reason: str | None) -> None:
 
 
 def next_number(bucket: Sequence[jax.Array]) -> int:
-    """Return the number of the next all-reduce of the program, >= 0.
+    """Return the number of the program's next all-reduce, >= 0.
 
-    It is the same in every process and every run of the program, since the key of the compilation
-    cache depends on it. It counts from 0, or is computed from the shapes of `bucket` if jdp does
-    not trace the whole program.
+    It is part of the key of the compilation cache, so it is equal in every process and run. It
+    counts from 0, or derives from the shapes of `bucket` if jdp does not trace the whole program.
     """
     order = _order.get()
     if order is not None:
@@ -145,7 +139,7 @@ def derived(number: int, by: str) -> int:
 
 
 def token() -> jax.Array | None:
-    """Return the token of the last all-reduce, None before the first one of this trace."""
+    """Return the token of the last all-reduce of this trace, or None."""
     order = _order.get()
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None
@@ -153,10 +147,7 @@ def token() -> jax.Array | None:
 
 
 def first_token() -> jax.Array | None:
-    """Return the token of the last all-reduce for a loop, a new one if there is none.
-
-    None where nothing orders the all-reduces of the program.
-    """
+    """Return the token of the last all-reduce, or a new one, for a loop; None without an order."""
     order = _order.get()
     if order is None or order.why_not is not None:
         return None
@@ -165,10 +156,10 @@ def first_token() -> jax.Array | None:
 
 
 def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """Return `(token, *args) -> (token, result)` of a function with native calls, for a loop.
+    """Return `(token, *args) -> (token, result)` for a function with native calls in a loop.
 
-    The first of them follows the call with that token, and the token that comes back is that of
-    the last one. A token of None is passed on.
+    Its first call follows the call with the given token; it returns the token of its last call.
+    None is passed through.
     """
 
     @functools.wraps(fn)

@@ -1,4 +1,4 @@
-"""What in a program makes native calls unsafe: their order, XLA beside them, overwritten arrays."""
+"""What makes a program's native calls unsafe: order, XLA beside them, overwritten arrays."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,15 +15,15 @@ from jdp.collectives.call_order import NATIVE, START, TOKEN
 # only one chain of native calls is safe.
 _MAX_CHAINS = 1
 
-# It returns its operands, see `jdp/reduction/wait_order.py`.
+# Returns its operands, see `jdp/reduction/wait_order.py`.
 _TIED = "jdp_tied"
 
 
 def why_unordered(jaxpr: Any) -> str | None:
-    """Return a sentence that says why ranks could match different all-reduces, or None.
+    """Return why ranks could match different all-reduces, or None.
 
-    JAX traces a user's jitted function once for all its calls. The program then has its all-reduces
-    several times, with the same numbers, and not ordered by jdp's token.
+    JAX traces a user's jitted function once for all its calls, which then repeat the numbers of its
+    all-reduces without jdp's token between them.
     """
     found, _ = _chains(jaxpr, frozenset(), _Known(jaxprs.bodies_by_equation(jaxpr)))
     if found.is_repeated:
@@ -34,12 +34,11 @@ def why_unordered(jaxpr: Any) -> str | None:
 
 
 class _Chains(NamedTuple):
-    """The native calls of a jaxpr and of the bodies in it.
+    """The native calls of a jaxpr and its bodies.
 
     Attributes:
-      num_chains: number of calls that do not wait for another call.
-      numbers: the numbers of all of them.
-      is_repeated: whether two of them share a number.
+      num_chains: calls that do not wait for another call.
+      is_repeated: whether two calls share a number.
     """
 
     num_chains: int
@@ -47,7 +46,6 @@ class _Chains(NamedTuple):
     is_repeated: bool
 
     def joined(self, other: "_Chains") -> "_Chains":
-        """Return the chains of two bodies of one program."""
         return _Chains(
             self.num_chains + other.num_chains,
             self.numbers | other.numbers,
@@ -55,17 +53,13 @@ class _Chains(NamedTuple):
         )
 
 
-# Positions of inputs that are the token of the last call before a jaxpr, or of outputs: in it.
+# Indices of the inputs, or outputs, that are the last call's token.
 _Places = frozenset[int]
 _NONE: _Places = frozenset()
 
 
 class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
-    """The chains of the bodies that were read.
-
-    Args:
-      bodies: of the equations of the program, see `jaxprs.bodies_by_equation`.
-    """
+    """The chains of visited bodies; `bodies` as of `jaxprs.bodies_by_equation`."""
 
     def __init__(self, bodies: dict[int, list[Any]]):
         super().__init__()
@@ -73,7 +67,7 @@ class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
 
 
 def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Places]:
-    """Return the chains of a jaxpr, and where its last token leaves it."""
+    """Return the chains of a jaxpr, and the outputs that hold its last token."""
     jaxpr = jaxprs.opened(jaxpr)
     key = id(jaxpr), entering
     if key in known:
@@ -112,7 +106,7 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
 
 
 class _Tokens(set[int]):
-    """The ids of the variables that hold the token of the last call of a chain."""
+    """The ids of the variables that hold the last token of a chain."""
 
     def __init__(self, ids: Iterable[int]):
         super().__init__(ids)
@@ -127,7 +121,7 @@ class _Tokens(set[int]):
         return self.origin(atom) in self
 
     def rename(self, eqn: Any) -> None:
-        """Record that the results of an equation are its operands."""
+        """Record that an equation returns its operands."""
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
             self._origin[id(result)] = self.origin(operand)
 
@@ -137,7 +131,7 @@ def _places(atoms: Any, given: _Tokens) -> _Places:
 
 
 def _hands_on(eqn: Any, bodies: list[Any]) -> bool:
-    """Whether an equation runs one body, once or as a loop, from its operands to its results."""
+    """Whether an equation passes its operands through one body, once or as a loop."""
     if eqn.primitive.name not in jaxprs.CALLS | {"scan", "shard_map"} or len(bodies) != 1:
         return False
     (body,) = bodies
@@ -151,31 +145,29 @@ def _counts(eqn: Any) -> tuple[int, ...]:
 def _of_loop(
     body: Any, entering: _Places, known: _Known, num_constants: int, num_carry: int
 ) -> tuple[_Chains, _Places]:
-    """Return the chains of a loop that passes its token from turn to turn, as `_chains` does."""
+    """Return the chains of a loop that carries its token, as `_chains` does."""
     alone, made = _chains(body, frozenset(), known)
-    if max(made, default=0) >= num_carry:  # kept for the way back of a derivative, say
+    if max(made, default=0) >= num_carry:  # a stacked output, as for a derivative's backward pass
         return alone, frozenset()
     around = entering | {num_constants + i for i in made}
     within, leaving = _chains(body, around, known)
     if leaving != {i - num_constants for i in around} or max(leaving, default=0) >= num_carry:
-        return alone, frozenset()  # The calls of a turn do not wait for the turn before.
+        return alone, frozenset()  # an iteration's calls do not wait for the previous one's
     begun = len(around - entering)
     return within._replace(num_chains=within.num_chains + begun), leaving
 
 
-# Whether a program reads arrays after a native all-gather has overwritten them.
-#
-# XLA copies such an array before it is overwritten, which takes longer than a gather that
-# overwrites nothing.
+# Whether a program reads arrays after a native all-gather has overwritten them. XLA would copy such
+# an array first, which takes longer than a gather that overwrites no array.
 
 
 _GATHER = "jdp_all_gather"  # the one primitive that overwrites operands
 
 
 def is_read_later(jaxpr: Any) -> bool:
-    """Whether an operation reads an array that a gather before it overwrites.
+    """Whether an operation reads an array that an earlier gather overwrites.
 
-    True if a loop or branch overwrites arrays: XLA copies what enters it.
+    True if a loop or branch overwrites arrays: XLA copies its inputs.
     """
     if _GATHER not in jaxprs.primitive_names(jaxpr):
         return False
@@ -185,7 +177,7 @@ def is_read_later(jaxpr: Any) -> bool:
 
 
 def _is_read_later(jaxpr: Any, read: frozenset[int]) -> bool:
-    """Return the answer for a jaxpr whose inputs at some positions are read after it."""
+    """As `is_read_later`, for a jaxpr whose inputs in `read` are read after it."""
     jaxpr = jaxprs.opened(jaxpr)
     later = {id(x) for x in jaxpr.outvars} | {id(jaxpr.invars[i]) for i in read}
     for eqn in reversed(jaxpr.eqns):
@@ -203,59 +195,55 @@ def _is_read_later(jaxpr: Any, read: frozenset[int]) -> bool:
 
 
 def _overwritten(eqn: Any) -> Iterator[Any]:
-    """Yield the arrays that an equation overwrites: the operands behind its leaves."""
+    """Yield the arrays that an equation overwrites: the operands after its leaves."""
     if any(eqn.params.get("overwrites", ())):
         yield from eqn.invars[-sum(eqn.params["overwrites"]) :]
 
 
-# Whether XLA may run one of its own collectives at the same time as a native call, on CPUs.
+# Whether XLA may run one of its collectives beside a native call, on CPUs.
 #
 # XLA has one thread for each device, and one pool with as many threads for all devices. Threads of
 # both wait for other ranks, and large operations also need threads of the pool. If each rank waits
-# for one operation at a time, the pool has a thread for the rank that the others wait for. If each
-# rank may wait in a native call and in a collective of XLA's, all threads may wait, and the
-# program deadlocks: 8 ranks on 2 cores did in the first step. In such a program the native calls
-# wait on jdp's own threads.
+# in one operation at a time, the pool has a thread for the rank that the others wait for. If a rank
+# may wait in a native call and in a collective of XLA, all threads may wait: a deadlock (8 ranks on
+# 2 cores, in the first step). In such a program the native calls wait on jdp's own threads.
 #
-# A loop returns to XLA while a call in it waits on such a thread. XLA then starts its collectives
-# behind the loop, as if those in the loop had run, and ranks take one for another: sums were wrong
-# without an error. Such a program must be left to XLA.
+# A loop returns to XLA while its call waits on such a thread. XLA then starts collectives after the
+# loop before those inside have run, so ranks match different collectives: sums were wrong without
+# an error. Such a program must be left to XLA.
 #
-# XLA forgets that order by itself in a program that was written to the compilation cache and
-# loaded from it: JAX 0.10.2 and 0.12 then took a sum in a loop for one outside of it, on 8 ranks
-# in most runs, which ended with a signal or with wrong numbers. Such a program must not be cached.
+# XLA itself loses that order in a program loaded from the compilation cache: JAX 0.10.2 and 0.12
+# then matched a sum in a loop with one outside of it, on 8 ranks in most runs, which ended with a
+# signal or wrong numbers. Such a program must not be cached.
 
 
-# Lookups that are not native exchange rows of a table with XLA's collectives.
+# Non-native lookups exchange rows of a table with XLA's collectives.
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
 _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS
 
-# Operations that XLA runs as programs of their own. It inlines other bodies.
+# XLA runs these as programs of their own, and inlines other bodies.
 _CONTROL_FLOW = {"cond", "scan", "while"}
 
-# A body is analysed once for each of its calls, up to this number of calls.
+# A body is analysed once for each of its calls, up to this number.
 _MAX_BODIES = 10_000
 
 
 def has_collectives_of_xla(jaxpr: Any) -> bool:
-    """Whether a program has collectives of XLA's, in which ranks wait for each other."""
+    """Whether a program has collectives of XLA."""
     return bool(jaxprs.primitive_names(jaxpr) & _XLA)
 
 
 def runs_beside(jaxpr: Any) -> bool:
-    """Whether a native call and a collective of XLA's in a program do not depend on each other.
-
-    True if that cannot be excluded.
-    """
+    """Whether a native call and a collective of XLA may be independent of each other."""
     found = _Waits(jaxpr)
     return found.is_unknown or any(_pairs(found.native, found.xla))
 
 
 def why_not_beside(jaxpr: Any) -> str | None:
-    """Return a sentence that says why a program must not make native calls, or None.
+    """Return why a program must not make native calls, or None.
 
-    XLA orders its collectives by when they start. A loop, or a branch, that makes native calls on
-    jdp's threads has started long before the collectives in it have run.
+    XLA orders its collectives by their start. A loop or branch with native calls on jdp's threads
+    starts long before its collectives have run.
     """
     found = _Waits(jaxpr)
     if found.native and (
@@ -269,10 +257,7 @@ def why_not_beside(jaxpr: Any) -> str | None:
 
 
 def loses_order(jaxpr: Any) -> bool:
-    """Whether XLA would not order the collectives of a program that is loaded from a cache.
-
-    True if that cannot be excluded.
-    """
+    """Whether XLA may lose the order of collectives in a program loaded from a cache."""
     found = _Waits(jaxpr)
     return found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.xla, found.xla))
 
@@ -283,7 +268,7 @@ class _Wait(NamedTuple):
     Attributes:
       bit: its own.
       before: bits of the operations that it depends on.
-      within: numbers of the loops and branches around it in which XLA runs collectives.
+      within: ids of enclosing loops and branches with collectives of XLA.
     """
 
     bit: int
@@ -291,12 +276,12 @@ class _Wait(NamedTuple):
     within: frozenset[int]
 
     def is_left_before(self, other: "_Wait") -> bool:
-        """Whether `other` is outside of a loop or branch in which this operation is."""
+        """Whether `other` is outside a loop or branch that contains this operation."""
         return not self.within <= other.within
 
 
 def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wait]]:
-    """Yield one of each list, where neither depends on the other."""
+    """Yield pairs of independent operations, one of each list."""
     for one in ones:
         for other in others:
             if not one.before & other.bit and not other.before & one.bit:
@@ -304,12 +289,9 @@ def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wai
 
 
 class _Waits:
-    """The operations of a program that wait for other ranks, with one bit for each.
+    """The operations of a program that wait for other ranks, each with a bit.
 
-    The value of a variable is the union of the bits of all operations that it depends on.
-
-    Attributes:
-      native, xla: the operations.
+    A variable's value is the union of the bits of all operations that it depends on.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -320,18 +302,18 @@ class _Waits:
         self._kinds: dict[int, frozenset[bool]] = {}
         self._num_within = itertools.count()
         self._within: frozenset[int] = frozenset()
-        # Most programs run no collective of XLA's, so look for one first.
+        # Most programs have no collective of XLA.
         if False in self.kinds_of(jaxprs.opened(jaxpr)):
             body = _without_unread(jaxpr)
             self.follow(body, [0] * len(body.invars))
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the program was too large to find all of its operations."""
+        """Whether the program was too large for a full analysis."""
         return self._num_bodies > _MAX_BODIES
 
     def kinds_of(self, jaxpr: Any) -> frozenset[bool]:
-        """Return the kinds of operations in a jaxpr: True for native ones, False for XLA's."""
+        """Return the kinds of operations in a jaxpr: True for native, False for XLA's."""
         if id(jaxpr) not in self._kinds:
             names = jaxprs.primitive_names(jaxpr)
             kinds = {True} if names & call_order.NATIVE else set()
@@ -381,7 +363,7 @@ class _Waits:
             self.follow(condition, [*ins[:num_first], *carry])
             outs = self.follow(body, ins[num_first:])
             return [_common(pair) for pair in zip(carry, outs, strict=True)]
-        # One round of a scan: XLA may run the body without a loop.
+        # One iteration of a scan: XLA may run the body without a loop.
         bodies = jaxprs.bodies(eqn)
         if len(bodies) == 1 and len(bodies[0].invars) == len(ins):
             outs = self.follow(bodies[0], ins)
@@ -393,7 +375,7 @@ class _Waits:
 
 
 def _without_unread(jaxpr: Any) -> Any:
-    """Return a jaxpr without operations whose results nobody reads, as JAX hands it to XLA.
+    """Return a jaxpr without dead code, as JAX lowers it.
 
     A step gathers all shards of the state, and reads few of them.
     """

@@ -1,4 +1,4 @@
-"""The compiled all-reduce: `jdp/csrc/cpu` sums leaves in place on CPUs, `jdp/csrc/cuda` on GPUs."""
+"""The compiled all-reduce: `jdp/csrc/cpu` in place on CPUs, `jdp/csrc/cuda` on GPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +30,14 @@ def native(
     mesh: Mesh | None = None,
     algorithm: str = "direct",
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name` in compiled code of jdp's own, on CPUs or GPUs of one host.
+    """Sum every leaf over `axis_name` in jdp's compiled code, on CPUs or GPUs of one host.
 
     The GPU code ran with all ranks on one GPU, and never between GPUs, so before the first use its
     results are compared with those of `lax.psum`. Unlike the CPU code, it has no derivatives.
 
     Args:
-      buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are added up in
-        float32 and rounded once. XLA sums the dtypes that this code does not support.
+      buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are summed in
+        float32 and rounded once. XLA sums unsupported dtypes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks, needed for several processes or GPUs. To compile for a mesh, its
@@ -49,7 +49,7 @@ def native(
       The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
 
     Raises:
-      ValueError: if it cannot run here, with the reason; `collectives.auto` uses XLA instead.
+      ValueError: it cannot run here, with the reason; `collectives.auto` uses XLA instead.
     """
     axes = axis.in_mesh_order(axis_name)  # one communicator for any order of the names
     _require(_why_unable(axes, mesh))
@@ -68,7 +68,7 @@ def native(
 
 
 def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Raise a ValueError with the reason if native calls cannot run here on CPUs."""
+    """Raise a ValueError if native calls cannot run here on CPUs."""
     platform = _platform(mesh)
     _require(
         _why_unable(axes, mesh)
@@ -78,10 +78,7 @@ def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
 
 
 def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
-    """Return a sentence that says why `auto` does not choose `native` in the traced code, or None.
-
-    It depends only on devices and hosts, so it is the same in every process.
-    """
+    """Return why `auto` does not choose `native` here, or None; equal in every process."""
     if _platform(mesh) == "gpu":
         return (
             "the ranks are on GPUs, between which it has not been measured yet; to try it, write "
@@ -95,7 +92,7 @@ def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
 
     Args:
       all_reduce: the algorithm.
-      mesh: the mesh of the ranks, None if it is not known.
+      mesh: the mesh of the ranks; None if unknown.
     """
     return all_reduce is split or (all_reduce is native and _platform(mesh) == "gpu")
 
@@ -124,7 +121,7 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
             "that are split over it before a call of foreign code."
         )
     if platform == "cpu":
-        # Ask the processes first: one may have no library, and all must get the same answer.
+        # Ask the processes first: one may have no library, and all need the same answer.
         return shared_memory.why_apart(mesh, axes) or cpu_runtime.why_missing()
     if mesh is None:
         return (
@@ -158,7 +155,7 @@ def reserved(
     axes: tuple[str, ...],
     mesh: Mesh | None,
 ) -> int:
-    """Return the key of the communicator of these GPUs, with memory for further buckets."""
+    """Return the key of these GPUs' communicator, with memory reserved for the buckets."""
     _require(_why_unable(axes, mesh))
     assert mesh is not None  # None would have raised above
     here = communicator.communicator(mesh, axes)

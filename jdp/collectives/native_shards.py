@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and all-to-all by `jdp/csrc/cpu`, between CPU devices of one host."""
+"""Reduce-scatter, all-gather and all-to-all by `jdp/csrc/cpu`, between CPUs of one host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from jdp.collectives.cpu.primitives import (
 from jdp.collectives.native import require_cpu
 from jdp.collectives.xla import Scale
 
-# Dtypes of whole bytes. XLA may pack several elements of other dtypes into one byte.
+# Whole-byte dtypes: XLA may pack several elements of others into a byte.
 COPIED_DTYPES = SUMMED_DTYPES | {"bool", "complex64", "complex128"}
 
 
@@ -32,10 +32,10 @@ def reduce_scatter(
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name`, and keep this rank's slice, as `shards.reduce_scatter` does.
+    """Reduce-scatter as `shards.reduce_scatter` does.
 
-    Each element is summed as in `collectives.native`: in the order of the ranks, in at least
-    float32, scaled and rounded once. So a slice has the same bits as that slice of the all-reduce.
+    Each element is summed as in `collectives.native`: in rank order, in at least float32, scaled
+    and rounded once. So a shard has the bits of the same slice of the all-reduce.
     """
     axes = axis.names(axis_name)
     require_cpu(axes, mesh)
@@ -59,7 +59,7 @@ def all_gather(
     mesh: Mesh | None = None,
     overwrite: Sequence[Sequence[jax.Array | None]] | None = None,
 ) -> list[list[jax.Array]]:
-    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does."""
+    """All-gather as `shards.all_gather` does."""
     overwrite = [[None] * len(bucket) for bucket in buckets] if overwrite is None else overwrite
     more = [
         {"overwritten": own, "overwrites": tuple(x is not None for x in own)} for own in overwrite
@@ -74,7 +74,7 @@ def all_to_all(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does."""
+    """All-to-all as `shards.all_to_all` does."""
     return _copied(all_to_all_p, xla_shards.all_to_all, buckets, dims, axis_name, mesh)
 
 

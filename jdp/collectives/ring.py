@@ -1,4 +1,4 @@
-"""Ring all-reduce in plain JAX, short and written for readability."""
+"""Ring all-reduce in plain JAX."""
 
 from collections.abc import Sequence
 
@@ -23,14 +23,14 @@ def ring(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` by passing chunks of each bucket around a ring.
 
-    It takes 2(n - 1) steps. A rank sends 2(n - 1)/n of the bucket's bytes, the least possible
-    number (Patarasuk & Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
+    It takes 2(n - 1) steps. A rank sends 2(n - 1)/n of the bucket's bytes, the minimum (Patarasuk &
+    Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. Sums are taken in that dtype.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: unused, since this runs on any devices.
+      mesh: unused.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -56,7 +56,7 @@ def ring(
 
 
 def _ring(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    # A chunk is an n-th of one rank's vector, which is zero-padded to a multiple of n.
+    # A chunk is an n-th of one rank's vector, zero-padded to a multiple of n.
     n, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     to_next = [(i, (i + 1) % n) for i in range(n)]
     chunks = jnp.pad(x, (0, -x.size % n)).reshape(n, -(-x.size // n))
@@ -66,8 +66,7 @@ def _ring(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
         received = lax.ppermute(chunks[(rank - step) % n], axis_name, to_next)
         chunks = chunks.at[(rank - step - 1) % n].add(received)
 
-    # All-gather: send the complete chunks around. A chunk is summed once and then only copied, so
-    # all ranks end with equal bits.
+    # All-gather: complete chunks are only copied, so all ranks end with equal bits.
     for step in range(n - 1):
         received = lax.ppermute(chunks[(rank - step + 1) % n], axis_name, to_next)
         chunks = chunks.at[(rank - step) % n].set(received)

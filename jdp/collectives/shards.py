@@ -23,17 +23,17 @@ def reduce_scatter(
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name`, and keep this rank's slice, of some leaves all of it.
+    """Sum every leaf over `axis_name`, and keep this rank's shard.
 
-    In steps on CPUs of one host a slice has the same bits as that slice of `collectives.auto`,
-    which is native in the same cases. It is linear; `all_gather` is its transpose.
+    In steps on CPUs of one host a shard has the bits of the same slice of `collectives.auto`, which
+    is native in the same cases. It is linear; `all_gather` is its transpose.
 
     Args:
-      dims: for each leaf the dim that is split. The number of ranks divides its size. Ranks keep
-        the slices in the order of `lax.axis_index(axis_name)`. None for a leaf that stays whole:
-        every rank keeps its sum. So a few small leaves need no call of their own.
+      dims: the sharded dim of each leaf, a multiple of the number of ranks, in the order of
+        `lax.axis_index(axis_name)`. None: every rank keeps the whole sum, so that small leaves need
+        no call of their own.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
@@ -55,15 +55,15 @@ def all_gather(
     mesh: Mesh | None = None,
     overwrite: Sequence[Sequence[jax.Array | None]] | None = None,
 ) -> list[list[jax.Array]]:
-    """Join the slices of all ranks of `axis_name`, leaf by leaf.
+    """Concatenate the shards of all ranks of `axis_name`, leaf by leaf.
 
     It is linear; `reduce_scatter` is its transpose.
 
     Args:
-      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
-      overwrite: for each leaf an array like its result, whose memory the result takes where the
-        call is native; None for no array. If that array is not needed any more, XLA writes this
-        rank's slice into it, and only the other slices are copied; if it is, XLA copies it first.
+      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
+      overwrite: for each leaf None or an array like its result, whose memory a native call reuses.
+        XLA writes this rank's shard into a dead array, so only the other shards are copied; it
+        copies a live array first.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, 1)
@@ -79,13 +79,13 @@ def all_to_all(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Send every rank of `axis_name` its slice of each leaf, and join the slices that arrive.
+    """Send every rank of `axis_name` its slice of each leaf, and concatenate the received slices.
 
     A leaf gets the value of `lax.all_to_all(leaf, axis_name, split, joined, tiled=True)`. It is
-    linear; the same with each pair of dims swapped is its transpose.
+    linear; its transpose swaps each pair of dims.
 
     Args:
-      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, [[split for split, _ in own] for own in dims], lax.axis_size(names))
@@ -94,10 +94,7 @@ def all_to_all(
 
 
 def is_native(names: tuple[str, ...], mesh: Mesh | None) -> bool:
-    """Whether the calls of this module are native where they are traced.
-
-    The choice is that of `auto`, so that both return the same bits.
-    """
+    """Whether this module's calls are native here; the same choice, and so bits, as of `auto`."""
     return not (call_order.why_not() or why_not(names, mesh))
 
 
@@ -108,7 +105,7 @@ def _chosen(names: tuple[str, ...], mesh: Mesh | None) -> Any:
 def _require_dims(
     buckets: Sequence[Sequence[jax.Array]], dims: Sequence[Sequence[int | None]], num_ranks: int
 ) -> None:
-    """Raise a ValueError unless every leaf that is cut has a dim of a size that can be."""
+    """Raise a ValueError unless every split leaf has a dim of a divisible size."""
     if [len(bucket) for bucket in buckets] != [len(own) for own in dims]:
         raise ValueError(
             f"dims must have one number for each leaf, but {[len(own) for own in dims]} were given "

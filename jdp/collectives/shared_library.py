@@ -1,4 +1,4 @@
-"""Load the native libraries, unless XLA is older than the headers that they were built with."""
+"""Loads the native libraries, unless XLA is older than their headers."""
 
 import ctypes
 import logging
@@ -20,7 +20,7 @@ _IS_SOURCE = (
 
 
 class Loaded(NamedTuple):
-    """The functions of a library, or a sentence that says why it is missing."""
+    """The functions of a library, or why it is missing."""
 
     functions: Any
     why_missing: str | None
@@ -39,7 +39,7 @@ def load(
     platform: str,
     runtime: tuple[int, int] | None,
 ) -> Loaded:
-    """Load a library, and register its XLA handlers. This does not start a backend."""
+    """Load a library, and register its XLA handlers, without starting a backend."""
     if not path.exists():
         reason = path.with_suffix(".txt")  # written by the build
         why = reason.read_text().strip() if reason.exists() else "install jdp with pip"
@@ -55,7 +55,7 @@ def load(
     if absent:
         text = f"it has no {absent[0]}, so it is of another version of jdp: install jdp again"
         return Loaded(None, f"{path.name} does not load: {text}.")
-    # A handler newer than XLA would prevent the entire backend from starting.
+    # A handler newer than XLA would prevent the whole backend from starting.
     built_with = divmod(getattr(functions, _VERSION)(), 1000)
     if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
         return Loaded(
@@ -73,7 +73,7 @@ def load(
 
 
 def runtime_version() -> tuple[int, int] | None:
-    """Return the (major, minor) version of XLA's FFI in jaxlib's headers, None if unknown."""
+    """Return the (major, minor) version of XLA's FFI in jaxlib's headers, or None."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     if not header.exists():
         return None

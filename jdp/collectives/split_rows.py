@@ -1,13 +1,13 @@
-"""Exchange rows of a table that is split over ranks, without gathering the table.
+"""Exchanges rows of a table that is sharded over ranks, without gathering the table.
 
-If the rows are split, each rank sends the numbers of the rows that it needs to their owners, each
-number once, and receives the rows. To add, it sends the rows too. This happens in rounds of a fixed
-size: one round if all ranks own about equally many of the needed rows, up to n rounds if one rank
-owns all of them. No row is ever dropped. If another dim is split, every rank gets all row numbers,
-and each sends its part of the rows back in one round.
+If the rows are sharded, each rank sends the ids of the rows that it needs to their owners, each id
+once, and receives the rows; to add, it sends the rows too. This takes rounds of a fixed size: one
+if all ranks own about equally many of the needed rows, up to n if one rank owns all. No row is
+dropped. If another dim is sharded, every rank gets all ids, and each sends its part of the rows
+back in one round.
 
-In a round with s rows for each of n ranks, a rank sends n s numbers and n s rows, in two calls; to
-add, in one. One call before the first round finds the number of rounds if it may be more than one.
+In a round with s rows for each of n ranks, a rank sends n s ids and n s rows, in two calls; to add,
+in one. If several rounds are possible, one call before them finds their number.
 """
 
 import functools
@@ -27,27 +27,23 @@ from jdp.collectives import call_order, shards
 from jdp.collectives.cpu.primitives import Calls, all_gather_p, all_to_all_p
 from jdp.collectives.native_shards import COPIED_DTYPES
 
-# A token that orders the calls of an exchange; None for XLA's, which XLA orders.
+# A token that orders an exchange's calls; None for XLA's, which XLA orders.
 Token = Any
 
 
 class Collectives(Protocol):
-    """The calls that an exchange makes, each with a name that no other call of the exchange has."""
+    """The calls of an exchange, each with a unique name within it."""
 
     num_ranks: int
 
     def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
-        """Return the arrays of all ranks, joined along dim 0.
-
-        Args:
-          x: `[r, ...]`, of the same shape on all ranks.
-        """
+        """Concatenate `x`, `[r, ...]` of one shape on all ranks, along dim 0."""
         ...
 
     def sent(
         self, token: Token, leaves: Sequence[jax.Array], split: int, joined: int, name: str
     ) -> tuple[Token, list[jax.Array]]:
-        """Return the slices that arrive, as `shards.all_to_all` does."""
+        """Return the received slices, as `shards.all_to_all` does."""
         ...
 
 
@@ -91,7 +87,7 @@ def exchange_and_add(
     num_rows: int,
     dim: int,
 ) -> tuple[Token, jax.Array]:
-    """Return a token and this rank's part of a sum of rows, as `add_rows` does."""
+    """Return a token and this rank's shard of a sum of rows, as `add_rows` does."""
     flat, rows = ids.reshape(-1), rows.reshape(ids.size, *rows.shape[ids.ndim :])
     if dim == 0:
         return _add_to_rows(calls, token, rows, flat, num_rows // calls.num_ranks)
@@ -104,10 +100,7 @@ def exchange_and_add(
 def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
     """Return how many rows a rank requests from each rank in one round.
 
-    This is a little more than an equal share, and at most `num_ids` and `rows_per_rank`.
-
-    Args:
-      rows_per_rank: number of rows that a rank owns.
+    A little more than an equal share, at most `num_ids` and `rows_per_rank`.
 
     >>> round_size(8000, 10**6, 8), round_size(100, 10**6, 8), round_size(8000, 20, 8)
     (1282, 48, 20)
@@ -117,12 +110,12 @@ def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
 
 
 class _Route(NamedTuple):
-    """The rows that this rank requests, and the ranks that own them.
+    """The rows that this rank requests, and their owners.
 
     Attributes:
-      wanted: `[ids]`, each needed row once, ascending, padded with a number that is not a row.
-      start: `[n + 1]`, the place in `wanted` where the rows of each rank begin.
-      place: `[ids]`, the place of each id in `wanted`.
+      wanted: `[ids]`, each needed row once, ascending, padded with an invalid row.
+      start: `[n + 1]`, where each rank's rows begin in `wanted`.
+      place: `[ids]`, the index of each id in `wanted`.
       owner: `[ids]`, the rank that owns each id.
       num_rounds: `[]`, the same on every rank; or an int.
       size: rows per round, see `round_size`.
@@ -136,14 +129,9 @@ class _Route(NamedTuple):
     size: int
 
     def asked(self, round_number: Any, rows_per_rank: int) -> tuple[jax.Array, jax.Array]:
-        """Return places in `wanted` and the row numbers at their owners, each `[n, size]`.
+        """Return indices in `wanted` and the row ids at their owners, each `[n, size]`.
 
-        After the last row that is wanted from a rank, places are out of range and row numbers
-        arbitrary.
-
-        Args:
-          round_number: `[]`, from 0.
-          rows_per_rank: number of rows that a rank owns.
+        After a rank's last wanted row, indices are out of range and ids arbitrary.
         """
         index = self.start[:-1, None] + round_number * self.size + jnp.arange(self.size)
         rank = jnp.arange(len(self.start) - 1)[:, None]
@@ -224,12 +212,10 @@ _NO_SECOND_TRANSPOSE = (
 
 
 def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return rows of a table that is split over the ranks of `axes`; linear in the table.
-
-    Its transpose is `add_rows`.
+    """Return rows of a table that is sharded over the ranks of `axes`; its transpose is `add_rows`.
 
     Args:
-      part: this rank's part, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
+      part: this rank's shard, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
       ids: int, any shape, 0 <= ids < rows; they may differ between ranks.
     """
     return take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
@@ -238,7 +224,7 @@ def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) 
 def add_rows(
     rows: jax.Array, ids: jax.Array, num_rows: int, dim: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return this rank's part of a table that is the sum of the rows of all ranks, 0 elsewhere.
+    """Return this rank's shard of a table that sums the rows of all ranks.
 
     Args:
       rows: `[*ids.shape, ...]`, whole rows of this rank.
@@ -248,8 +234,8 @@ def add_rows(
     return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
-# These are primitives because JAX cannot transpose a loop with collectives. Under `vmap` the ids
-# of a whole batch are one lookup, where JAX would batch the loop.
+# Primitives, because JAX cannot transpose a loop with collectives. Under `vmap` the ids of a batch
+# are one lookup, where JAX would batch the loop.
 take_p = jax.extend.core.Primitive("jdp_take_rows")
 add_p = jax.extend.core.Primitive("jdp_add_rows")
 
@@ -260,11 +246,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 @take_p.def_abstract_eval
 def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
-    """Return the type of the rows of a lookup.
-
-    Args:
-      part: `[...]`, this rank's part of the table.
-    """
+    """Return the type of the rows of a lookup."""
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
     return jax.core.ShapedArray((*ids.shape, *whole[1:]), part.dtype)
 
@@ -273,11 +255,7 @@ def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_rank
 def added_type(
     rows: Any, ids: Any, *, num_rows: int, dim: int, axes: tuple[str, ...], num_ranks: int
 ) -> Any:
-    """Return the type of this rank's part of a sum of rows.
-
-    Args:
-      rows: `[*ids.shape, ...]`, a row to add for each id.
-    """
+    """Return the type of this rank's shard of a sum of rows `[*ids.shape, ...]`."""
     whole = (num_rows, *rows.shape[ids.ndim :])
     return jax.core.ShapedArray(_resized(whole, dim, whole[dim] // num_ranks), rows.dtype)
 
@@ -334,9 +312,8 @@ for _primitive, _exchange, _transpose in (
     mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=False))
 
 
-# (rank, group, scale, token, part or rows, ids) -> (token, rows or part), with the parameters of
-# `split_rows` and those of the all-reduce. One equation is several calls, some of them in a loop
-# whose length depends on the ids. For the order of a step's calls, it is one of them.
+# (rank, group, scale, token, shard or rows, ids) -> (token, rows or shard). One equation is several
+# calls, some in a loop whose length depends on the ids; in the order of a step it counts as one.
 _NATIVE = {each: jax.extend.core.Primitive(f"{each.name}_native") for each in (take_p, add_p)}
 _ONE = np.float32(1)
 
@@ -344,10 +321,10 @@ _ONE = np.float32(1)
 def exchanged(
     eqn: Any, operands: Sequence[Any], around: Sequence[Any], mesh: Mesh | None
 ) -> list[jax.Array] | None:
-    """Return the results of an equation of `split_rows` by native calls.
+    """Return the results of a `take_rows` or `add_rows` equation by native calls.
 
-    None for other equations, and where the calls are left to XLA: where `shards` leaves its own to
-    XLA, and inside of a loop or a function, where no token of the step orders them.
+    None for other equations, where `shards` uses XLA, and in a loop or function, where no token
+    orders the calls.
     """
     if eqn.primitive not in _NATIVE or operands[0].dtype.name not in COPIED_DTYPES:
         return None

@@ -1,4 +1,4 @@
-"""The all-reduce that XLA chooses: NCCL between GPUs, gloo between CPU processes."""
+"""XLA's all-reduce: NCCL between GPUs, gloo between CPU processes."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 Scale = float | jax.Array
 
 MiB = 2**20
-# GPUs of a host send about this many bytes in the time that an all-reduce takes to start.
+# GPUs of a host send about this many bytes in the startup time of an all-reduce.
 _LEAST_COMBINED = 8 * MiB
 # XLA's default of `xla_gpu_all_reduce_combine_threshold_bytes`.
 _MOST_COMBINED = 30 * MiB
@@ -50,12 +50,11 @@ def xla(
 
 
 def combine_options(num_bytes: int) -> dict[str, int]:
-    """Return XLA's options for merging the psums of a step on GPUs, given its bytes of gradients.
+    """Return XLA's options for merging a step's psums on GPUs, or {} for its defaults.
 
-    A merged psum starts when its last gradient is ready, and the backward pass cannot hide the last
-    psum, so a step with few gradients is faster with several small psums. The options allow at
-    least eight, unless most of their time would be spent on starting them. Empty if XLA's default
-    is better.
+    A merged psum starts with its last gradient, and the backward pass cannot hide the last psum. So
+    a step with few gradients is faster with several small psums: at least eight, unless starting
+    them would dominate.
 
     >>> combine_options(32 * MiB)
     {'xla_gpu_all_reduce_combine_threshold_bytes': 8388608}
@@ -71,11 +70,8 @@ def combine_options(num_bytes: int) -> dict[str, int]:
 def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
     """Return XLA's options for gathers and reduce-scatters in groups, on GPUs.
 
-    XLA would merge neighbouring groups, and so gather both before either is used. A matmul could
-    not hide the gather, and more memory would be in use at once.
-
-    >>> group_options(32 * MiB, 8)["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * MiB
-    True
+    XLA would merge neighboring groups and gather both before either is used: a matmul could not
+    hide the gather, and more memory would be in use at once.
     """
     if not group_bytes:
         return {}
@@ -86,23 +82,20 @@ def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
 
 
 def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
-    """Return the factors by which to multiply before and after the sum.
+    """Return the factors (`[]` float) before and after the sum.
 
-    With a factor only after the sum there is one rounding. But a sum of float16 may exceed 65504
-    although its mean does not.
-
-    Args:
-      scale: a number, or `[]` float.
+    A factor after the sum rounds once, but a sum of float16 may exceed 65504 although its mean does
+    not.
     """
     return (scale, 1.0) if dtype == jnp.float16 else (1.0, scale)
 
 
 def scaled(x: jax.Array, scale: Scale) -> jax.Array:
-    """Return `x`, of any shape, multiplied by the `[]` factor `scale` and in the dtype of `x`."""
+    """Return `x` times the `[]` factor `scale`, in the dtype of `x`."""
     if isinstance(scale, (int, float)) and scale == 1:
         return x
-    # In at least float32, since 1 / 3 in bfloat16 is 0.2 % too large. Tracing takes a quarter less
-    # time with lax than with jnp, which matters for 10,000 leaves.
+    # In at least float32, since 1 / 3 in bfloat16 is 0.2 % too large. lax traces in a quarter less
+    # time than jnp, which matters for 10,000 leaves.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     product = lax.mul(lax.convert_element_type(x, wide), lax.convert_element_type(scale, wide))
     return lax.convert_element_type(product, x.dtype)

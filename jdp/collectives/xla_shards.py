@@ -22,10 +22,7 @@ def reduce_scatter(
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name`, and keep this rank's slice, as `shards.reduce_scatter` does.
-
-    XLA determines the order of additions and where they are rounded.
-    """
+    """Reduce-scatter as `shards.reduce_scatter` does; XLA chooses order and rounding."""
     names = axis.names(axis_name)
     scatter = _exchanged if _does_not_wait(mesh) else _scattered
     platform = axis.platform(mesh)
@@ -52,7 +49,7 @@ def all_gather(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does."""
+    """All-gather as `shards.all_gather` does."""
     names = axis.names(axis_name)
     is_cpu = axis.platform(mesh) == "cpu"
     return [
@@ -71,7 +68,7 @@ def all_to_all(
     *,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does."""
+    """All-to-all as `shards.all_to_all` does."""
     names = axis.names(axis_name)
     return [
         [
@@ -84,7 +81,7 @@ def all_to_all(
     ]
 
 
-# StableHLO refuses to split or to join arrays without elements.
+# StableHLO refuses to split or concatenate zero-size arrays.
 def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
     if leaf.size == 0:
         return lax.slice_in_dim(leaf, 0, leaf.shape[dim] // lax.axis_size(names), axis=dim)
@@ -96,15 +93,15 @@ def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) 
 
 
 def _scattered_rows(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
-    """Scatter a vector as rows: XLA for TPUs sums all of a vector on each device (v5e:2x4)."""
-    # A tile of a TPU has 8 rows of 128.
+    """Scatter a vector as rows: XLA:TPU sums all of a vector on each device (v5e:2x4)."""
+    # A TPU tile has 8 rows of 128.
     if leaf.ndim != 1 or not leaf.size or leaf.size % (8 * 128 * lax.axis_size(names)):
         return _scattered(leaf, dim, names, aborts)
     return _scattered(leaf.reshape(-1, 128), 0, names, aborts).ravel()
 
 
 def _does_not_wait(mesh: Mesh | None) -> bool:
-    """Whether XLA's reduce-scatter would end a run in which one process is slow."""
+    """Whether XLA's reduce-scatter would end a run with one slow process."""
     if not jax_compat.CPU_SCATTER_DOES_NOT_WAIT or axis.platform(mesh) != "cpu":
         return False
     if mesh is None:
@@ -113,7 +110,7 @@ def _does_not_wait(mesh: Mesh | None) -> bool:
 
 
 def _exchanged(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
-    """Send every rank its slice, and add up those that arrive: as many bytes as a scatter."""
+    """Reduce-scatter by an all-to-all of as many bytes, and a local sum."""
     if leaf.size == 0:
         return _scattered(leaf, dim, names, aborts)
     num_ranks = lax.axis_size(names)
@@ -145,7 +142,7 @@ def _is_short(part: jax.Array) -> bool:
     return part.dtype in (jnp.bfloat16, jnp.float16)
 
 
-# XLA's CPU backend widens a gather of 16-bit floats, and would send twice their bytes.
+# XLA:CPU widens a gather of 16-bit floats, and would send twice their bytes.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _gathered_bits(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
     bits = _gathered(lax.bitcast_convert_type(part, jnp.uint16), dim, names)

@@ -1,4 +1,4 @@
-"""The JAX primitives of collectives in compiled code, with their derivatives and batching."""
+"""JAX primitives of the native collectives, with derivatives and batching."""
 
 import functools
 import itertools
@@ -21,10 +21,9 @@ from jdp.collectives.xla import Scale, scaled
 
 
 def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
-    """Return the operands before the leaves, as they are in each row of a `vmap`.
+    """Return the operands before the leaves, which are equal in all rows of a `vmap`.
 
-    They are the same in all rows. `vmap` maps them where it makes a select of a `cond`, of which it
-    maps everything that a branch reads.
+    `vmap` maps them where it turns a `cond` into a select, with all operands of a branch.
     """
     before = zip(args[: call_order.TOKEN + 1], places, strict=False)
     return [
@@ -32,25 +31,23 @@ def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
     ]
 
 
-# Drop results of native calls that nobody reads, before XLA sees the calls.
-#
-# XLA drops its own collectives where nobody reads them. It keeps all leaves of a native call,
-# since the next call waits for its token. A step gathers its whole state and reads few leaves of
-# it, so JAX's own dead-code elimination, which runs before XLA, drops them here.
+# XLA drops its own dead collectives, but keeps all leaves of a native call, whose token the next
+# call reads. A step gathers its whole state and reads few leaves, so JAX's dead-code elimination
+# drops the others before XLA.
 
 
 _NUM_BEFORE = call_order.TOKEN + 1
 
 
 def drop_dead_results(primitive: Any, *, of_leaves: Sequence[str] = ()) -> None:
-    """Make JAX drop the leaves of a primitive whose results nobody reads, and empty calls."""
+    """Make JAX drop a primitive's unread leaves, and empty calls."""
     jax_compat.set_dead_code_rule(primitive, functools.partial(_without_unread, of_leaves))
 
 
 def _without_unread(
     of_leaves: Sequence[str], is_read: Sequence[bool], eqn: Any
 ) -> tuple[list[bool], Any]:
-    """Return which operands are still needed, and the equation without the others, or None."""
+    """Return which operands are needed, and the reduced equation, or None."""
     _, *leaves = is_read
     if all(leaves) or not any(is_read):
         kept = eqn if any(is_read) else None
@@ -97,9 +94,6 @@ def lowered_call(
     )
 
 
-# The all-reduce.
-
-
 # (rank, group, scale, token, *leaves) -> (token, *leaves)
 all_reduce_p = jax.extend.core.Primitive("jdp_all_reduce")
 all_reduce_p.multiple_results = True
@@ -117,7 +111,7 @@ def _sum_type(rank: Any, group: Any, scale: Any, *rest: Any, **params: Any) -> l
 
 
 def _lower_sum(context: Any, *args: Any, axes: Any, algorithm: int, **params: Any) -> Any:
-    # In place: gradients are usually not used later, and XLA copies leaves that are.
+    # In place: gradients are usually dead afterwards, and XLA copies live leaves.
     places = range(call_order.TOKEN, len(args))
     kind = np.int32(algorithm)
     return lowered_call(
@@ -138,8 +132,8 @@ def _sum_transpose(
     cotangents: Sequence[Any], rank: Any, group: Any, scale: Any, token: Any, *leaves: Any,
     axes: tuple[str, ...], number: int, **params: Any,
 ) -> list[Any]:  # fmt: skip
-    # As for psum: the loss of each rank depends on the sum, so the cotangents add up. In a typed
-    # shard_map they do not, where all ranks have the same cotangent.
+    # As for psum: each rank's loss depends on the sum, so the cotangents add up; but not in a typed
+    # shard_map, where all ranks have the same cotangent.
     given = [ad.instantiate_zeros(ct) for ct in cotangents[1:]]
     if axis.is_typed(axes):
         given = [axis.as_varying(scaled(ct, scale), axes) for ct in given]
@@ -153,8 +147,8 @@ def _sum_transpose(
     return [None] * _NUM_BEFORE + given
 
 
-# A batch dim and the ranks are added up independently, unless vmap gives its rows the name of an
-# axis. Then the call sums over these rows.
+# Rows of a vmap are summed independently, unless vmap gives them the name of the axis: then the
+# call sums over the rows.
 def _sum_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Any, **params: Any
 ) -> tuple[Any, Any]:
@@ -185,29 +179,24 @@ drop_dead_results(all_reduce_p)
 mlir.register_lowering(all_reduce_p, _lower_sum, platform="cpu", cacheable=False)
 
 
-# The JAX primitives of reduce-scatter, all-gather and all-to-all in compiled code.
-#
-# The first two are mutual transposes. That of an all-to-all has the dims of each leaf swapped.
-
-
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
-#   dims: for each leaf the dim along which it is split, None for a leaf of a reduce-scatter that
-#     stays whole; of an all-to-all a pair of it and of the dim along which the slices that arrive
-#     are joined,
-#   overwrites: of an all-gather, for each leaf whether its result takes the memory of an operand
-#     that follows the leaves; the value of that operand is not used,
+#   dims: the split dim of each leaf, None for a whole leaf of a reduce-scatter; of an all-to-all
+#     the pair of split and concatenated dims,
+#   overwrites: of an all-gather, for each leaf whether its result reuses the memory of an operand
+#     after the leaves, whose value is ignored,
 #   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
-# In a typed shard_map the results vary, as those of `lax.all_gather` do, but for whole sums of a
-# reduce-scatter. The scale of an all-gather and of an all-to-all is 1.
+# In a typed shard_map the results vary, except whole sums. The scale of an all-gather and of an
+# all-to-all is 1. Reduce-scatter and all-gather are mutual transposes; an all-to-all's transpose
+# swaps its dims.
 reduce_scatter_p = jax.extend.core.Primitive(cpu_runtime.REDUCE_SCATTER)
 all_gather_p = jax.extend.core.Primitive(cpu_runtime.ALL_GATHER)
 all_to_all_p = jax.extend.core.Primitive(cpu_runtime.ALL_TO_ALL)
 _ONE = np.float32(1)
-_WHOLE = -1  # in compiled code, the dim of a leaf that is not split
+_WHOLE = -1  # the native code's dim of an unsplit leaf
 
 
 def _split_and_joined(primitive: Any, dim: Any) -> tuple[int | None, int | None]:
-    """Return the dims that get smaller and larger by the number of ranks."""
+    """Return the dims that shrink and grow by the number of ranks."""
     if primitive is all_to_all_p:
         return dim
     return (None, dim) if primitive is all_gather_p else (dim, None)
@@ -219,7 +208,7 @@ def _typed(
 ) -> list[Any]:  # fmt: skip
     resized = []
     for x, dim in zip(leaves[: len(dims)], dims, strict=True):
-        if dim is None:  # equal on every rank, as the result of an all-reduce
+        if dim is None:  # equal on every rank, as an all-reduce's result
             resized.append(jax.core.ShapedArray(x.shape, x.dtype))
             continue
         shape = list(x.shape)
@@ -236,7 +225,7 @@ def _lower(
     name: str, context: Any, *args: Any, axes: Any, dims: tuple[Any, ...],
     overwrites: tuple[bool, ...] = (), **params: Any,
 ) -> Any:  # fmt: skip
-    # Only in place where leaves were put into arrays of the results' size.
+    # In place only for leaves inside arrays of the results' size.
     places = [call_order.TOKEN, *(_NUM_BEFORE + i for i, flag in enumerate(overwrites) if flag)]
     if len(places) > 1:
         context, args = _put_into_wholes(context, args, dims, overwrites)
@@ -247,10 +236,10 @@ def _lower(
 def _put_into_wholes(
     context: Any, args: Sequence[Any], dims: tuple[int, ...], overwrites: tuple[bool, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return the operands of a call in which some leaves are slices of the arrays they overwrite.
+    """Return operands in which some leaves are slices of the arrays that they overwrite.
 
-    XLA fuses what computes the leaf with what writes it into the array. The barrier keeps that
-    apart from a copy that XLA puts in front of each call, and later removes.
+    XLA fuses the computation of a leaf with its write into the array. The barrier separates that
+    from XLA's copy before each call, which it later removes.
     """
 
     def operands(*args: jax.Array) -> list[jax.Array]:
@@ -353,7 +342,7 @@ def _batch(
 
 
 def _scatter_rows(rows: jax.Array, dim: int | None, scale: Any) -> jax.Array:
-    """Return the slice of the sum that each row keeps: `[n, ...]`, `dim` split by n if given."""
+    """Return each row's slice of the sum: `[n, ...]`, `dim` divided by n if given."""
     is_float = jnp.issubdtype(rows.dtype, jnp.floating)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if is_float else rows
     total = wide.sum(0, dtype=wide.dtype)
@@ -369,7 +358,7 @@ def _gather_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
 
 
 def _exchange_rows(rows: jax.Array, dims: tuple[int, int], scale: Any) -> jax.Array:
-    """Return the received slices of each row, joined: `[n, ...]`."""
+    """Return each row's received slices, concatenated: `[n, ...]`."""
     split, joined = dims
     slices = [jnp.split(row, len(rows), axis=split) for row in rows]
     return jnp.stack([jnp.concatenate(each, axis=joined) for each in zip(*slices, strict=True)])
@@ -401,16 +390,16 @@ SUMMED_DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
 )
 
-# MLIR compares each leaf of a call with every other leaf, which takes 1.5 s for 10,000 leaves.
+# MLIR compares all leaves of a call pairwise: 1.5 s for 10,000 leaves.
 _MAX_LEAVES = 512
 
 
 class Calls:
-    """The calls that one function traces, each of which waits for the one before it.
+    """The calls that one function traces, each of which waits for the previous one.
 
     Args:
-      axes: names of the axes of the ranks, which are numbered in the order of these axes.
-      mesh: the mesh of the ranks; None if it is not known.
+      axes: axes of the ranks, which number the ranks in this order.
+      mesh: the mesh of the ranks; None if unknown.
     """
 
     def __init__(self, axes: tuple[str, ...], mesh: Mesh | None):
@@ -427,12 +416,9 @@ class Calls:
     def summed(
         self, primitive: Any, bucket: Sequence[jax.Array], scale: Scale, **params: Any
     ) -> list[jax.Array]:
-        """Return the sums of leaves of one dtype, multiplied by a scale.
-
-        Args:
-          scale: a number, or `[]` float, which multiplies the sums.
-        """
-        # The call scales in the same rounding by a number. Integers are scaled as XLA's sums are.
+        """Return the sums of leaves of one dtype, times `scale`, a number or `[]` float."""
+        # The call fuses a number's scaling into its rounding. Integers are scaled as XLA's sums
+        # are.
         dtype = bucket[0].dtype
         is_fused = isinstance(scale, (int, float)) and jnp.issubdtype(dtype, jnp.floating)
         fused = np.asarray(scale if is_fused else 1, "float64" if dtype == "float64" else "float32")
@@ -447,11 +433,7 @@ class Calls:
         overwritten: Sequence[jax.Array | None] = (),
         **params: Any,
     ) -> list[jax.Array]:
-        """Return the results of a primitive, in one call for each 512 leaves.
-
-        Args:
-          scale: a number, or `[]` array, which the primitive gets.
-        """
+        """Return the results of a primitive with a `[]` `scale`, in calls of 512 leaves."""
         results: list[jax.Array] = []
         for first in range(0, len(bucket), _MAX_LEAVES):
             chosen = slice(first, first + _MAX_LEAVES)
@@ -470,7 +452,7 @@ class Calls:
         return results
 
     def end(self) -> None:
-        """Record the token of the last call, for the next calls of the program."""
+        """Record the token of the last call, for the program's next calls."""
         if isinstance(self._token, jax.Array):
             call_order.passed(self._token)
 

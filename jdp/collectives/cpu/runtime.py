@@ -33,29 +33,23 @@ _SIGNATURES = {
     ),
 }
 
-_timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout_s` is called
+_timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout_s`
 
 
 def why_missing() -> str | None:
-    """Return a sentence that says why there is no native library, or None if there is one.
-
-    The first call loads the library and registers its XLA handlers. It does not start a backend.
-
-    >>> why_missing() is None or why_missing().endswith(".")
-    True
-    """
+    """Return why there is no native library, or None; loads it without starting a backend."""
     return _loaded().why_missing
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of every wait for another rank in this process; 300 to begin with.
+    """Set the deadline of every wait for another rank in this process; initially 300 s.
 
     Args:
       timeout_s: seconds, > 0.
 
     Raises:
-      ValueError: if `timeout_s` is not positive.
-      RuntimeError: if there is no native library.
+      ValueError: `timeout_s` is not positive.
+      RuntimeError: there is no native library.
     """
     if not timeout_s > 0:
         raise ValueError(
@@ -75,30 +69,27 @@ def wait_at_least(seconds: float) -> None:
 
 
 def timeout_s() -> float:
-    """Return the deadline of every wait for another rank in this process, in seconds."""
+    """Return the deadline of every wait for another rank, in seconds."""
     return _functions().jdp_timeout_s()
 
 
 def abort(reason: str) -> None:
-    """End all waits for other ranks, present and future, until `reset`.
-
-    The waiting ranks on CPUs raise an error with `reason`.
-    """
+    """End all waits for other ranks, until `reset`; waiting CPU ranks raise `reason`."""
     _functions().jdp_abort(reason.encode())
     gpu_runtime.abort()
 
 
 def reset() -> None:
-    """Forget an abort and failed all-reduces, so that new ones can start.
+    """Clear an abort and failed all-reduces, so that new ones can start.
 
     After a failed all-reduce, every process that took part must call it once its own calls have
     ended. The order does not matter, and extra calls do no harm: the next all-reduce waits, up to
-    its deadline, for the processes that have not called it yet. Compiled steps stay valid. With
-    GPUs, all processes must call it before the next all-reduce of any process.
+    its deadline, for processes that have not called it yet. Compiled steps stay valid. With GPUs,
+    all processes must call it before the next all-reduce of any process.
 
     Raises:
-      OSError: if there is no memory for a new segment.
-      RuntimeError: if there is no native library.
+      OSError: there is no memory for a new segment.
+      RuntimeError: there is no native library.
     """
     functions = _functions()
     if functions.jdp_reset():
@@ -107,7 +98,7 @@ def reset() -> None:
 
 
 def check() -> None:
-    """Raise a RuntimeError that names the missing rank if an all-reduce between GPUs has failed.
+    """Raise a RuntimeError that names the missing rank after a failed all-reduce between GPUs.
 
     Gradients since then are NaN. On CPUs, the call itself fails.
     """
@@ -115,7 +106,7 @@ def check() -> None:
 
 
 class Segment(NamedTuple):
-    """Memory that one process of a host created for all of them, as numbers that open it."""
+    """Shared memory that one process created, as numbers that open it."""
 
     pid: int
     file: int
@@ -123,10 +114,10 @@ class Segment(NamedTuple):
 
 
 def create_segment(num_ranks: int) -> Segment:
-    """Create memory through which `num_ranks` ranks, of several processes of this host, reduce.
+    """Create memory through which `num_ranks` ranks of this host's processes reduce.
 
-    The memory is anonymous, and freed with the last process that uses it. Every process, this one
-    included, must `attach` it.
+    It is anonymous, and freed with its last process. Every process, this one included, must
+    `attach` it.
     """
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))
@@ -138,12 +129,7 @@ def create_segment(num_ranks: int) -> Segment:
 def attach(
     communicator: int, group: int, num_ranks: int, local_ranks: Sequence[int], segment: Segment
 ) -> None:
-    """Attach a segment, which the all-reduces of this process's ranks then use.
-
-    Args:
-      group: number of a group of ranks of the communicator. Each group has its own segment.
-      local_ranks: the ranks of this process, from 0 to num_ranks - 1.
-    """
+    """Attach the segment of a `group` of ranks, for this process's `local_ranks`."""
     functions, ranks = _functions(), (ctypes.c_int32 * len(local_ranks))(*local_ranks)
     if functions.jdp_communicator_attach(
         communicator, group, num_ranks, ranks, len(ranks), segment.pid, segment.file, segment.nonce
@@ -152,12 +138,7 @@ def attach(
 
 
 def target(name: str, *, beside_xla: bool) -> str:
-    """Return the XLA target of a call.
-
-    Args:
-      beside_xla: whether XLA's own collectives may run at the same time. The call then blocks one
-        of jdp's threads and none of XLA's, which takes some microseconds longer.
-    """
+    """Return a call's XLA target; `beside_xla` blocks a jdp thread, some microseconds slower."""
     return f"{name}_start" if beside_xla else name
 
 

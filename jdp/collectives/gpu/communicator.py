@@ -1,4 +1,4 @@
-"""GPUs of one host that reduce together: connect them, and test a first reduction.
+"""Connects GPUs of one host, and tests a first reduction.
 
 It ran between two processes that share a GPU, and never between GPUs.
 """
@@ -25,21 +25,19 @@ from jdp.collectives.gpu.start_done import pairs
 from jdp.collectives.xla import xla
 from jdp.distributed import agree, kv_store
 
-# A reduction of known numbers between GPUs, compared with lax.psum before the first use.
-#
-# A matmul runs at the same time, as in a step: XLA must be able to load it while the reduction
-# waits. It ran between two processes on one GPU.
+# The test compares a reduction of known numbers with lax.psum before the first use. A matmul runs
+# beside it, as in a step: XLA must be able to load it while the reduction waits.
 
 
-# The buckets, as (dtype, size), with at least one for each algorithm of jdp/csrc/cuda/plan.cc that
-# these GPUs use. Values count up to the modulus, so that all sums are exact.
+# (dtype, size) of buckets, at least one for each algorithm of jdp/csrc/cuda/plan.cc. Values count
+# up to the modulus, so that all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}
 _WIDTH = 512  # rows and columns of the matmul
 
 
 def self_test_difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
-    """Reduce some numbers, and return how the results differ from lax.psum's, "" if they do not."""
+    """Reduce known numbers; return how the results differ from lax.psum's, or ""."""
     try:
         compared = jax.block_until_ready(comparison(mesh, axes, key)())
     except (RuntimeError, ValueError) as error:  # JAX raises either for a failed run
@@ -54,11 +52,10 @@ def self_test_difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
 
 
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
-    """Return the program of `difference`: a jitted function without arguments.
+    """Return the jitted program of the self-test.
 
-    It returns an array `[ranks, 2]` float32 for each bucket and for the matmul: the number of
-    values that differ, where NaN always differs, and the largest difference. The arguments are
-    those of `difference`.
+    For each bucket, and for the matmul, it returns `[ranks, 2]` float32: the number of wrong
+    values, NaN included, and the largest difference.
     """
 
     def on_rank() -> list[jax.Array]:
@@ -110,15 +107,15 @@ _log = logging.getLogger("jdp")
 
 
 class UnavailableError(Exception):
-    """These GPUs cannot reduce together. The message is the same on all processes."""
+    """These GPUs cannot reduce together; the message is equal on all processes."""
 
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
     """Return the communicator of the ranks along `axes` of a mesh of GPUs.
 
-    All processes make the first call, which opens it. A mesh that only describes GPUs, to compile
-    for them, opens nothing, and its programs cannot run.
+    All processes make the first call, which opens it. A mesh of described GPUs, for compilation,
+    opens no GPU, and its programs cannot run.
     """
     made = Communicator(mesh, axes)
     made.open()
@@ -129,15 +126,11 @@ class Communicator:
     """The ranks along some axes of a mesh of GPUs, as this process sees them.
 
     All groups of ranks share one key. A call finds its rank by the key and its device, which is in
-    one group only.
-
-    Args:
-      mesh: the mesh of the ranks.
-      axes: names of the axes of the ranks.
+    only one group.
 
     Attributes:
-      key: the attribute that identifies it in calls.
-      why_not: a sentence that says why it cannot be used; None if it can.
+      key: identifies it in calls.
+      why_not: why it cannot be used, or None.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
@@ -147,18 +140,18 @@ class Communicator:
         self._groups = shared_memory.groups(mesh, axes)
         self._peers = tuple(sorted({device.process_index for device in mesh.devices.flat}))
         me = jax.process_index()
-        # The ranks of this process -> (group, rank). XLA and CUDA number the GPUs equally.
+        # This process's ranks -> (group, rank). XLA and CUDA number the GPUs equally.
         self._ends = {
             End(self.key, device.local_hardware_id): place
             for place, device in np.ndenumerate(self._groups)
-            # A device that is only described has no number.
+            # A described device has no number.
             if device.process_index == me and device.local_hardware_id is not None
         }
         self._arena_bytes = 0
-        self._bucket_bytes: dict[int, int] = {}  # buckets of the program being traced, by number
+        self._bucket_bytes: dict[int, int] = {}  # of the traced program, by number
 
     def open(self) -> None:
-        """Allocate, connect and test, or set `why_not`; the result is the same in all processes."""
+        """Allocate, connect and test, or set `why_not`; equal in all processes."""
         if not self._ends:
             self.why_not = gpu_runtime.why_missing()
             return
@@ -182,9 +175,9 @@ class Communicator:
             )
 
     def reserve(self, bucket_bytes: Mapping[int, int]) -> None:
-        """Reserve memory for further buckets of a program, given as number -> `room_of` the bucket.
+        """Reserve memory for a program's buckets, number -> `room_of`; number 0 starts a program.
 
-        Number 0 starts a new program. Before the arena grows, this waits for all steps in flight.
+        Before the arena grows, this waits for all steps in flight.
         """
         if 0 in bucket_bytes:
             self._bucket_bytes.clear()
@@ -194,7 +187,7 @@ class Communicator:
             return
 
         def grow() -> None:
-            # A failed step is not in flight. The code that uses its results gets the error.
+            # A failed step is not in flight; the reader of its results gets the error.
             for array in jax.live_arrays(self._mesh.devices.flat[0].platform):
                 with contextlib.suppress(RuntimeError, ValueError):
                     array.block_until_ready()
@@ -217,7 +210,7 @@ class Communicator:
 
         self._all("looked for GPUs", require_gpus)
 
-    # All processes finish a stage before any of them starts the next stage.
+    # All processes finish a stage before any of them starts the next.
     def _connect(self) -> None:
         num_ranks = self._groups.shape[1]
         found = self._all(
@@ -251,8 +244,7 @@ class Communicator:
 
     def _test(self) -> None:
         def require_equal() -> None:
-            # In another thread, because JAX is tracing a program in this one, and the test would
-            # become a part of it.
+            # In another thread, because this one traces a program that would include the test.
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(
                     self_test_difference, self._mesh, self._axes, self.key
@@ -270,7 +262,7 @@ class Communicator:
         )
 
     def _all(self, doing: str, action: Callable[[], Any]) -> dict[int, Any]:
-        """Call `action` in all processes, and return process -> result, once all have ended."""
+        """Call `action` in all processes; return process -> result once all have ended."""
         value, failure = None, ""
         with agree.propagating_errors(self._peers, f"while it {doing}"):
             try:
@@ -286,10 +278,6 @@ class Communicator:
 
 
 def room_of(bucket: Sequence[Any]) -> int:
-    """Return the bytes that a bucket needs in an arena, as `jdp/csrc/cuda` counts them.
-
-    >>> room_of([jax.ShapeDtypeStruct((3,), "float32")] * 20)
-    512
-    """
+    """Return the bytes of a bucket in an arena, as `jdp/csrc/cuda` counts them."""
     padded = [-(-leaf.size * leaf.dtype.itemsize // 16) * 16 for leaf in bucket]
     return max(-(-sum(padded) // 256) * 256, 256)

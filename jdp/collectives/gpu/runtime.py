@@ -1,6 +1,6 @@
-"""The native CUDA library: communicators of GPUs, as the ranks of this process see them.
+"""The native CUDA library: communicators of GPUs, as this process's ranks see them.
 
-It ran on one GPU, with ranks of one process and of several. Between GPUs it has never run.
+It ran on one GPU, with ranks of one process and of several, and never between GPUs.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jdp.collectives.shared_library import LIB, Loaded, load, runtime_version
 
-# The deadline of every wait for another rank, until `set_timeout_s`: the same as on CPUs.
+# The deadline of every wait, until `set_timeout_s`: the same as on CPUs.
 TIMEOUT_S = 300.0
 
 PCIE = 0  # the topology that every GPU has
@@ -47,9 +47,9 @@ class End(NamedTuple):
     """One rank of a communicator, on a GPU of this process.
 
     Attributes:
-      communicator: key of the communicator, an attribute of XLA's calls.
-      ordinal: XLA's number of the device, by which a call finds its rank. On GPUs that is CUDA's
-        number among the devices that this process sees: `jax.Device.local_hardware_id`.
+      communicator: its key, an attribute of XLA's calls.
+      ordinal: XLA's device number, by which a call finds its rank: CUDA's number among the visible
+        devices, `jax.Device.local_hardware_id`.
     """
 
     communicator: int
@@ -60,11 +60,7 @@ class End(NamedTuple):
         return _require(getattr(_functions(), f"jdp_cuda_{function}")(*self, *args))
 
     def open(self, rank: int, num_ranks: int, topology: int, arena_bytes: int) -> None:
-        """Allocate this rank's memory, and replace an end with the same key and device.
-
-        Args:
-          rank: this rank's number, from 0 to num_ranks - 1.
-        """
+        """Allocate this rank's memory, and replace an end with the same key and device."""
         self.call("open", self.ordinal, rank, num_ranks, topology, arena_bytes)
         _open_ends.append(self)
 
@@ -79,18 +75,18 @@ class End(NamedTuple):
         return bool(self.call("close"))
 
     def export(self) -> bytes:
-        """Return the bytes with which other ranks, also of other processes, open its memory."""
+        """Return the bytes with which other ranks, in any process, open its memory."""
         blob = ctypes.create_string_buffer(_functions().jdp_cuda_blob_bytes())
         self.call("export", blob)
         return blob.raw
 
     def connect(self, blobs: Sequence[bytes]) -> None:
-        """Open the memory of all ranks, given the `export` of each, in the order of the ranks."""
+        """Open the memory of all ranks, given each `export` in rank order."""
         joined = b"".join(blobs)
         self.call("import", ctypes.create_string_buffer(joined, len(joined)))
 
     def algorithms(self) -> str:
-        """Return a line that lists the algorithm for each range of bucket sizes."""
+        """Return a line with the algorithm for each range of bucket sizes."""
         return _functions().jdp_cuda_describe(*self).decode()
 
 
@@ -98,15 +94,12 @@ _open_ends: list[End] = []
 
 
 def why_missing() -> str | None:
-    """Return a sentence that says why there is no CUDA library, or None if there is one.
-
-    The first call loads the library and registers its handlers, which does not need a GPU.
-    """
+    """Return why there is no CUDA library, or None; loads it, without a GPU."""
     return _loaded().why_missing
 
 
 def why_no_gpus() -> str | None:
-    """Return a sentence that says why this process sees no GPU, or None if it does."""
+    """Return why this process sees no GPU, or None."""
     num_devices = _functions().jdp_cuda_num_devices()
     if num_devices < 0:
         return f"there are no GPUs that CUDA could use: {_last_error()}."
@@ -137,13 +130,13 @@ def check() -> None:
 
 
 def abort() -> None:
-    """End all waits of this process's GPUs, and of the GPUs that reduce with them."""
+    """End all waits of this process's GPUs, and of GPUs that reduce with them."""
     if _open_ends:
         _functions().jdp_cuda_abort()
 
 
 def reset() -> None:
-    """Forget an abort, and failed and unfinished reductions. Nothing may run in any process."""
+    """Clear an abort, and failed and unfinished reductions, while all processes are idle."""
     # The first round waits for all kernels, so that none writes after the second round clears.
     for end in 2 * _open_ends:
         end.call("reset")

@@ -1,4 +1,4 @@
-"""The ring between GPUs, as two calls of XLA: one starts it, and one waits for it."""
+"""The ring between GPUs as two XLA calls: start and done."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.xla import Scale
 
-# The token from a start to its done. It only orders the calls and has no value.
+# The token from a start to its done; it only orders the calls.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -35,7 +35,7 @@ def split(
         in float32.
       axis_name: a name, or a tuple of names, bound by `shard_map`, of GPUs.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: unused, since XLA knows its GPUs.
+      mesh: unused.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -59,11 +59,11 @@ def pairs(
         start(bucket, names, scale=scale, number=i, communicator=communicator)
         for i, bucket in zip(numbers, buckets, strict=True)
     ]
-    # A done directly after its start would overlap with nothing.
+    # A done directly after its start would not overlap with other work.
     tokens = between(lax.optimization_barrier(tokens))
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
-        # Keep the same order on every rank, because XLA might reorder them.
+        # The same order on every rank, since XLA might reorder them.
         after, leaves = done(
             token, bucket, names, after=after, scale=scale, number=i, communicator=communicator
         )
@@ -79,13 +79,7 @@ def start(
     number: int,
     communicator: int = 0,
 ) -> jax.Array:
-    """Start the ring over one bucket, and return the token that `done` takes.
-
-    The leaves must not change before `done`.
-
-    Args:
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-    """
+    """Start the ring over one bucket; the leaves must not change before `done` gets the token."""
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
     call = jax.ffi.ffi_call(call_order.START, TOKEN)
     return call(jnp.asarray(scale, wide), *bucket, **_attributes(axis_name, number, communicator))
@@ -108,7 +102,7 @@ def done(
     call = jax.ffi.ffi_call(call_order.DONE, shapes, input_output_aliases=aliases)
     after = token if after is None else after
     after, *leaves = call(token, after, *bucket, **_attributes(names, number, communicator))
-    # The analysis assumes that the results of a foreign call differ as its operands do.
+    # The analysis assumes that results of a foreign call differ as its operands do.
     leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=names) for leaf in leaves]
     if not isinstance(scale, (int, float)) or scale != 1:
         is_mean = isinstance(scale, float) and scale == 1.0 / axis.size(axis_name)
