@@ -1,1 +1,1 @@
-"""Read the rows of a dataset, and place them on the devices in batches."""
+"""Reads the rows of a dataset, and places them on the devices in batches."""

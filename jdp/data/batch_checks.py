@@ -1,4 +1,4 @@
-"""Check that all processes have the same dataset, and batches that are consistent."""
+"""Checks that all processes have the same dataset and consistent batches."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ from jdp.error_codes import with_code
 
 # Different datasets differ in nearly all rows.
 _NUM_ROWS = 4
-# A row that a coin flip changes is equal in 8 readings once in 128.
+# A row with a random bit is equal in 8 readings once in 128.
 _NUM_ROWS_OF_OBJECTS, _NUM_READINGS = 2, 8
 # Between two checks of a loop.
 MIN_BATCHES = 1000
@@ -28,14 +28,7 @@ _NOTE = (
 
 
 class RowCheck(NamedTuple):
-    """Reads the rows of a dataset that processes compare.
-
-    Attributes:
-      read: reads rows of the dataset.
-      num_rows: of the dataset.
-      seed: the same on all processes.
-      may_be_random: whether the dataset may return another row each time.
-    """
+    """Reads the rows that processes compare; `may_be_random`: the dataset may vary rows."""
 
     read: Read
     num_rows: int
@@ -43,16 +36,12 @@ class RowCheck(NamedTuple):
     may_be_random: bool
 
     def drawn(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the rows to compare in an epoch, [n] int, ascending.
-
-        >>> RowCheck(lambda rows: rows, 1000, seed=0, may_be_random=False).drawn(0).tolist()
-        [269, 511, 636, 850]
-        """
+        """Return the rows to compare in an epoch, [n] int, ascending; equal on all processes."""
         size = _NUM_ROWS_OF_OBJECTS if self.may_be_random else _NUM_ROWS
         return np.unique(np.random.default_rng([self.seed, epoch]).integers(0, self.num_rows, size))
 
     def checksums(self, rows: np.ndarray) -> dict[str, int]:
-        """Return checksums by row number; empty if the dataset transforms rows at random."""
+        """Return checksums by row; {} if the dataset transforms rows at random."""
         num = _NUM_READINGS if self.may_be_random else 1
         try:
             readings = [_checksums(self.read(rows)) for _ in range(num)]
@@ -68,7 +57,7 @@ class RowCheck(NamedTuple):
 def _checksums(batch: Any) -> list[int]:
     leaves = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, np.ndarray)]
     if not leaves or any(leaf.dtype.hasobject for leaf in leaves):
-        return []  # which has an error of its own
+        return []  # raises an error of its own
     found = [0] * len(leaves[0])
     for leaf in map(host_arrays.native, leaves):
         if np.issubdtype(leaf.dtype, np.inexact):
@@ -102,13 +91,13 @@ _log = logging.getLogger("jdp")
 
 
 class FirstBatch(NamedTuple):
-    """The report of one process about its first batch."""
+    """One process's report about its first batch."""
 
-    digest: str  # equal if everything except the number of rows is equal
+    digest: str  # of all but the number of rows
     rows_per_rank: int
     text: str
-    first_row: int = 0  # the number of its first row in the global batch
-    checksum: int | None = None  # of its rows, if a loader handed them over
+    first_row: int = 0  # in the global batch
+    checksum: int | None = None  # of a loader's rows
 
 
 _NO_BATCH = FirstBatch("", 0, "no batches")
@@ -122,7 +111,7 @@ def require_equal_layouts(
     *,
     what: str = "first batches",
 ) -> None:
-    """Compare the layouts of the first batches of all processes, or of later ones."""
+    """Compare the layouts of all processes' first, or later, batches."""
     report = _NO_BATCH if layout is None else _report(layout, facts)
     if layout is not None and batch is not None and len(peers) > 1:
         first_row = int(layout.rows[0])
@@ -135,7 +124,7 @@ def require_equal_layouts(
 
 
 def why_repeated(reports: Mapping[int, FirstBatch]) -> str | None:
-    """Return a warning if all processes handed over the same rows; None if they did not.
+    """Return a warning if all processes pass equal rows, or None.
 
     >>> one = FirstBatch("3f", 2, "x float32[4, 8]", first_row=0, checksum=7)
     >>> why_repeated({0: one, 1: one._replace(first_row=4)})
@@ -162,7 +151,7 @@ def _checksum(batch: Any) -> int:
 
 
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
-    """Raise ValueError, naming a process that differs from most, if the reports differ.
+    """Raise a ValueError that names a process whose report differs from most.
 
     >>> same = FirstBatch("3f", 2, "x float32[4, 8]")
     >>> require_agreement({0: same, 1: same, 2: same._replace(rows_per_rank=3)})

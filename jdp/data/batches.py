@@ -1,4 +1,4 @@
-"""The functions that turn a dataset or a loader into batches on the devices."""
+"""`batches` and `shard_batches`: batches on the devices from a dataset or a loader."""
 
 import base64
 import functools
@@ -20,8 +20,7 @@ from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
 from jdp.validation import allows, int_at_least
 
-# The methods that read and set the state of an iterator, as in grain, and of a loader, as in
-# PyTorch.
+# State methods of an iterator, as in grain, and of a loader, as in PyTorch.
 _OF_ITERATOR = "get_state", "set_state"
 _OF_LOADER = "state_dict", "load_state_dict"
 _BYTES = "base64"
@@ -41,18 +40,18 @@ class LoaderBatches(Generator[Any, None, None]):
         self._source = _Source(loader)
         self._loop = place(self._source, target)
         self._position, self._has_begun = 0, False
-        self._state: Any = None  # of the loader, after the last batch that the loop got
+        self._state: Any = None  # of the loader, after the loop's last batch
 
     @property
     def position(self) -> int:
-        """The number of batches that the loop got, since the start of the run."""
+        """The number of batches that the loop got since the start of the run."""
         return self._position
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of this process's loader after the last batch that the loop got.
 
-        `jdp.Checkpointer` saves it for all processes. The first call must come before the loop.
-        From then on, the state of the loader is read after each batch.
+        `jdp.Checkpointer` saves it for all processes. The first call must come before the loop;
+        then the loader's state is read after each batch.
         """
         if self._source.states is None:
             if self._has_begun:
@@ -64,7 +63,7 @@ class LoaderBatches(Generator[Any, None, None]):
         return {"position": self._position, "loader": self._state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, with a loader that was created in the same way."""
+        """Continue where `get_state` was called, with a loader created in the same way."""
         if self._has_begun:
             raise RuntimeError(
                 f"set_state was called after {self._position} batches, when others were read "
@@ -98,19 +97,15 @@ class LoaderBatches(Generator[Any, None, None]):
 
 
 class _Source(Iterator[Any]):
-    """The host batches of a loader.
-
-    `states` holds the loader's state after each batch that is read ahead; None if none was
-    requested.
-    """
+    """The host batches of a loader; `states`: after each batch read ahead, or None if unused."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.states: deque[Any] | None = None
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
 
-    # Copy: JAX may use the memory of a NumPy array for a CPU device without a copy, whatever
-    # `may_alias` is. A loader that fills one buffer for each batch would change batches read ahead.
+    # Copy: JAX may alias a NumPy array's memory for a CPU device, whatever `may_alias` is, and a
+    # loader may refill one buffer.
     def __next__(self) -> Any:
         batch = next(self._opened())
         found, treedef = host_arrays.flattened(batch, "`batch`")
@@ -121,7 +116,7 @@ class _Source(Iterator[Any]):
         return treedef.unflatten(arrays)
 
     def track(self) -> Any:
-        """Return the state of the loader, and record it after each batch from now on."""
+        """Return the loader's state, and record it after each batch from now on."""
         self.states = deque()
         return self._get()
 
@@ -213,7 +208,7 @@ def batches(
     rows: str = "of all processes",
     allow: str | None = None,
 ) -> Batches:
-    """Read a dataset in batches that lie split over all ranks.
+    """Read a dataset in batches that are sharded over all ranks.
 
     Every row comes once per epoch, in the order of `Sampler`, which does not depend on the number
     of ranks. With `num_steps` all batches are full and continue across the ends of epochs. With
@@ -226,50 +221,50 @@ def batches(
 
     The mask is [rows] bool, True for a row that counts. It is the key "mask" of a dict, the last
     element of a tuple, or a field `mask` of a named tuple; any other batch x becomes (x, mask).
-    Write `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out.
-    Gradients are then those of the rows that count, even if a rank has none.
+    Write `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to exclude the padding.
+    Gradients are then those of the rows that count, even if a rank has only padding.
 
     Args:
       dataset: an array with rows as its first dim; a dict, mapping, tuple or registered dataclass
         of such arrays, equally long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any
         other type that takes an array of increasing row numbers); a DataFrame, as the dict of its
-        columns; or an object with `__len__` and with a `__getitem__` that returns one row, a tree
-        of numbers and arrays of equal shapes. Rows are read in a background thread, and copied, so
-        a dataset may reuse their memory. Transform rows in `__getitem__`.
-      batch_size: rows of one batch over all ranks of all processes, at least 1; without a mask a
-        multiple of the number of ranks. Each process reads only its own rows.
-      num_steps: number of batches, at least 1. Give this or `epochs`.
-      epochs: number of passes over all rows, at least 1.
-      seed: seed of the order, non-negative; the same on all processes.
+        columns; or an object with `__len__` and a `__getitem__` that returns one row, a tree of
+        numbers and arrays of equal shapes. A background thread reads and copies the rows, so a
+        dataset may reuse their memory. Transform rows in `__getitem__`.
+      batch_size: rows of a global batch, over all ranks, >= 1; without a mask a multiple of the
+        number of ranks. Each process reads only its own rows.
+      num_steps: number of batches, >= 1. Give this or `epochs`.
+      epochs: number of passes over all rows, >= 1.
+      seed: seed of the order, >= 0; the same on all processes.
       shuffle: False keeps the dataset's own order.
-      tail: how a run by `epochs` treats a short last batch. "pad": it is padded, and every batch
-        has a mask, even if the last batch is full. "drop": it is left out.
+      tail: the short last batch of a run by `epochs`. "pad": pad it, with a mask in every batch,
+        even if the last batch is full. "drop": leave it out.
       mask: True: every batch has a mask, and any `batch_size` works on any number of ranks.
-        Default: only in a run by `epochs` with `tail="pad"`.
+        Default:
+        only in a run by `epochs` with `tail="pad"`.
       position: where to begin, in rows since the start of the run: a saved `Batches.position`.
-      axis_name: the mesh axis or axes that split the batch.
+      axis_name: the mesh axis or axes that shard the batch.
       mesh: default: the mesh of `jdp.init`, looked up when a loop begins.
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
-      read_threads: number of threads that call the `__getitem__` that returns one row, at least 1.
-        More than 1 helps if reading waits (disk, network) or decodes outside of the GIL. The order
-        stays the same. The default is 1, since jdp cannot see whether `__getitem__` is thread-safe:
-        one that fills a shared buffer, or moves the position of an open file, would return wrong
-        rows without an error.
+      read_threads: number of threads that call the `__getitem__` of single rows, >= 1. More than 1
+        helps if reading waits (disk, network) or decodes outside the GIL; the order stays the same.
+        `__getitem__` must then be thread-safe: one that fills a shared buffer, or moves the
+        position of an open file, would return wrong rows without an error.
       rows: "of all processes": all processes have the same dataset. They compare a few rows when a
-        loop begins, and again in later epochs, at most once in 1,000 batches. Rows that change
-        from reading to reading are not compared. "of this process": rows may differ by design.
-      allow: "new data" lets a run continue with another number of rows, `seed` or `shuffle` than it
-        began with, from the same position of the new stream. By default that is an error.
+        loop begins, and in later epochs, at most once in 1,000 batches. Rows that change between
+        readings are not compared. "of this process": rows may differ by design.
+      allow: "new data" lets a run continue with another number of rows, `seed` or `shuffle`, from
+        the same position of the new stream. By default that is an error.
 
     Returns:
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
 
     Raises:
-      ValueError: if not exactly one of `num_steps` and `epochs` is given, a number or `rows` is out
-        of its range, arrays have different numbers of rows, or the number of ranks does not divide
+      ValueError: not exactly one of `num_steps` and `epochs` is given, a number or `rows` is out of
+        its range, arrays have different numbers of rows, or the number of ranks does not divide
         batches without a mask (raised here if `mesh` is given, else when a loop begins).
       ValueError: when a loop begins, if rows of one number differ between processes.
-      TypeError: if the dataset has another type.
+      TypeError: the dataset has another type.
 
     >>> import jax, numpy as np
     >>> mesh = Mesh(jax.devices()[:1], "data")
@@ -305,38 +300,37 @@ def shard_batches(
     mesh: Mesh | None = None,
     prefetch: int = 2,
 ) -> LoaderBatches:
-    """Place the batches of any loader, each process its own part of the global batch.
+    """Place the batches of any loader, each process its shard of the global batch.
 
     Use it for loaders that read and shuffle by themselves: a PyTorch DataLoader, grain, a
     generator. The loader must select this process's rows, and return equally many batches on every
     process. If one process ends or leaves its loop after another number, all processes get an
-    error. Processes compare the shapes of their first batches, and again whenever they change: a
-    step is compiled for each set of shapes. Values are copied, so that the loader may reuse its
-    memory.
+    error. Processes compare the shapes of their first batches, and again when they change, since a
+    step is compiled for each set of shapes. Values are copied, so the loader may reuse its memory.
 
     Args:
       loader: this process's host batches: trees of arrays, or of values that convert to NumPy (a
-        tensor in the host's memory), with equal first dims. The rows are split over the process's
+        tensor in host memory), with equal first dims. The rows are sharded over the process's
         ranks.
-      axis_name: the mesh axis or axes that split the batch.
+      axis_name: the mesh axis or axes that shard the batch.
       mesh: default: the mesh of `jdp.init`, looked up when the loop begins.
       prefetch: number of batches to place ahead; 0 calls the loader in the caller's thread.
 
     Returns:
       An iterator over the global batches, for one pass. Call again for the next epoch. `close`, or
-      the end of the loop, ends the background thread, and batches that it has read ahead are lost.
-      If the loader has a state (`get_state` and `set_state` of its iterator, as in grain, or
-      `state_dict` and `load_state_dict`, as in PyTorch's StatefulDataLoader), `jdp.Checkpointer`
-      takes the iterator as `batches` and saves the state of each process after the last batch that
-      the loop got. The run then continues at that batch, on the same number of processes.
+      the end of the loop, ends the background thread, and drops batches read ahead. If the loader
+      has a state (`get_state` and `set_state` of its iterator, as in grain, or `state_dict` and
+      `load_state_dict`, as in PyTorch's StatefulDataLoader), `jdp.Checkpointer` takes the iterator
+      as `batches` and saves each process's state after the last batch that the loop got. The run
+      then resumes at that batch, on the same number of processes.
 
     Raises:
-      TypeError: if `loader` is an array or a dict, whose items are not batches.
-      TypeError, ValueError: in the loop, before the batch is placed: if a leaf is a scalar or does
-        not hold numbers; if numbers of rows differ between leaves or processes, or the process's
-        ranks do not divide them; if a later batch has other keys or dtypes; if processes return
-        different numbers of batches.
-      RuntimeError: if the loader of another process raised an error, or hangs.
+      TypeError: `loader` is an array or a dict, whose items are not batches.
+      TypeError, ValueError: in the loop, before the batch is placed: a leaf is a scalar or does not
+        hold numbers; numbers of rows differ between leaves or processes, or the process's ranks do
+        not divide them; a later batch has other keys or dtypes; or processes return different
+        numbers of batches.
+      RuntimeError: the loader of another process raised an error, or hangs.
 
     >>> import jax, numpy as np
     >>> loader = ({"x": np.full(2, i)} for i in range(2))

@@ -1,4 +1,4 @@
-"""Read rows of a dataset by number, and mark the rows that count."""
+"""Reads rows of a dataset by number, and adds the mask of padding."""
 
 import collections
 import functools
@@ -14,13 +14,8 @@ from jdp.data import host_arrays
 
 
 def in_threads(fn: Callable[[int], None], numbers: range, num_threads: int) -> None:
-    """Call `fn` with each number, in this thread and `num_threads - 1` others.
-
-    Args:
-      num_threads: number of threads, >= 1.
-    """
-    # Start threads for each batch: compared with slow reading, starting them costs little, and
-    # none is left to stop. As daemons they do not keep a program alive.
+    """Call `fn` with each number, in this thread and `num_threads - 1` others."""
+    # New daemon threads for each batch: cheap beside slow reads, and none outlives the call.
     errors: dict[int, BaseException] = {}
 
     def call(start: int) -> None:
@@ -52,10 +47,10 @@ _HAS_MASK = (
 
 
 def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
-    """Return the number of rows of a dataset, and a function that reads some of them.
+    """Return the number of rows of a dataset, and a function that reads rows.
 
     Args:
-      threads: number of threads that read from a dataset that returns one row at a time, >= 1.
+      threads: for a dataset that returns one row at a time, >= 1.
 
     >>> num_rows, read = reader([{"x": 10, "y": [0, 1]}, {"x": 11, "y": [2, 3]}])
     >>> batch = read(np.array([1, 0, 1]))
@@ -74,7 +69,7 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
 
 
 def has_rows_of_objects(dataset: Any) -> bool:
-    """Whether a dataset returns one row at a time, by code that may change it at random."""
+    """Whether a dataset returns one row at a time, by code that may be random."""
     if _is_of_arrays(dataset):
         return False
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -88,7 +83,7 @@ def _is_of_arrays(dataset: Any) -> bool:
 def with_mask(batch: Any, mask: np.ndarray) -> Any:
     """Add a mask, [rows] bool: as key "mask" of a dict, last in a tuple, else `(batch, mask)`.
 
-    A named tuple stays one of its type, with a further field `mask`.
+    A named tuple keeps its type, with a further field `mask`.
     """
     if isinstance(batch, dict):
         if others := [key for key in batch if not isinstance(key, str)]:
@@ -109,29 +104,29 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
 
 @functools.cache
 def _with_mask_field(kind: Any) -> Any:
-    """Return a subclass of a named tuple that has one more field, `mask`."""
+    """Return a subclass of a named tuple with a further field `mask`."""
     if "mask" in kind._fields:
         raise ValueError(_HAS_MASK.format(f"is a {kind.__name__} with a field `mask`", "field"))
     fields = collections.namedtuple(kind.__name__, (*kind._fields, "mask"), rename=True)
     return type(kind.__name__, (fields, kind), {"__slots__": ()})
 
 
-# Live masks made by jdp.batches, by identity because arrays are not hashable.
+# Live masks of jdp.batches, by id because arrays are not hashable.
 _masks: dict[int, weakref.ref] = {}
 
 
 def record_mask(batch: Any) -> None:
-    """Record that the mask of this batch of `jdp.batches` says which rows are padding."""
+    """Record that the mask of this batch of `jdp.batches` marks padding."""
     mask = batch["mask"] if isinstance(batch, dict) else batch[-1]
     key = id(mask)
     _masks[key] = weakref.ref(mask, lambda _: _masks.pop(key, None))
 
 
 def find_mask(batch: Any) -> Any | None:
-    """Find the padding mask of a batch: the leaf, or None.
+    """Find the padding mask of a batch, or None.
 
-    It is the last element of a tuple only if `jdp.batches` made it, since it could be the
-    user's bool labels. In a dict, a bool `[rows]` leaf under the key "mask" is sufficient.
+    The last element of a tuple counts only if `jdp.batches` made it: it could be the user's bool
+    labels. In a dict, a bool `[rows]` leaf "mask" counts.
     """
     mask = None
     if isinstance(batch, dict):
@@ -203,21 +198,13 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
-# JAX would treat each number of a list as a leaf of its own.
-def _is_of_numbers(value: Any) -> bool:
-    return type(value) is list and all(
-        isinstance(each, int | float | complex | np.number) or _is_of_numbers(each)
-        for each in value
-    )
-
-
-# Each row is copied before the thread reads the next, because a dataset may reuse its memory.
+# Each row is copied before the thread reads the next: a dataset may reuse its memory.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     numbers = rows.tolist()
     first, treedef = _row(dataset, numbers[0])
     first = [(name, values.copy()) for name, values in first]
     columns = [np.empty((len(rows), *values.shape), values.dtype) for _, values in first]
-    others: dict[tuple[int, int], np.ndarray] = {}  # (leaf, place) -> value of another dtype
+    others: dict[tuple[int, int], np.ndarray] = {}  # (leaf, index) -> value of another dtype
 
     def read(place: int) -> None:
         row, other = _row(dataset, numbers[place]) if place else (first, treedef)

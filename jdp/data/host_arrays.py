@@ -1,4 +1,4 @@
-"""Convert leaves of rows and batches to NumPy arrays whose numbers a device can hold."""
+"""Converts leaves of rows and batches to NumPy arrays that a device can hold."""
 
 import dataclasses
 import textwrap
@@ -10,12 +10,7 @@ import numpy as np
 
 
 class RowError(ValueError):
-    """An error about one row of a batch.
-
-    Args:
-      text: the error.
-      row: position of the row among the rows of this process.
-    """
+    """An error about one row of a batch, by its index among this process's rows."""
 
     def __init__(self, text: str, row: int) -> None:
         super().__init__(text)
@@ -25,7 +20,7 @@ class RowError(ValueError):
 def flattened(
     tree: Any, name: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[tuple, Any]], Any]:
-    """Return the leaves with their paths, and the treedef. Each mapping is opened as a dict.
+    """Return the leaves with their paths, and the treedef, with each mapping as a dict.
 
     >>> import types
     >>> flattened(types.MappingProxyType({"x": 1}), "row 0")[1]
@@ -44,7 +39,7 @@ def flattened(
 
 
 def opened(tree: Any) -> Any:
-    """Return a tree with a dict in place of each other mapping, which JAX would treat as a leaf."""
+    """Return a tree with a dict for each other mapping, which JAX would treat as a leaf."""
 
     def as_dict(leaf: Any) -> Any:
         return opened(dict(leaf)) if isinstance(leaf, Mapping) else leaf
@@ -58,11 +53,11 @@ def is_table(value: Any) -> bool:
     return is_known and hasattr(value, "to_numpy")
 
 
-# Columns of tables are read by position, since [rows] of pandas takes labels, and whole, since the
-# dtype of a part depends on whether it has missing values. Rows of a jax.Array are gathered in the
-# host's memory, since each read from a device would wait for it.
+# Columns are read by position, since [rows] of pandas takes labels, and whole, since the dtype of a
+# part depends on missing values. Rows of a jax.Array are gathered on the host, since each read from
+# a device would wait.
 def columns(leaf: Any, name: str) -> Any:
-    """Return a table as the dict of its columns, and columns and arrays in the host's memory."""
+    """Return a leaf in host memory, a table as a dict of its columns."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return array(leaf, name)
     if is_table(leaf) and hasattr(leaf, "columns"):
@@ -88,7 +83,7 @@ def require_batches(function: str, batches: Any, instead: str) -> None:
 
 
 def array(leaf: Any, name: str) -> np.ndarray:
-    """Convert a leaf to NumPy, without a copy if it is already an array.
+    """Convert a leaf to NumPy, without a copy of an array.
 
     >>> array(np.ma.masked_equal([1, 2], 2), "`batch['x']`")
     Traceback (most recent call last):
@@ -115,7 +110,7 @@ def array(leaf: Any, name: str) -> np.ndarray:
 
 
 def native(values: np.ndarray) -> np.ndarray:
-    """Return the array in the machine's byte order, the only one that JAX accepts."""
+    """Return the array in native byte order, the only one that JAX accepts."""
     dtype = values.dtype
     return values if dtype.isnative else values.astype(dtype.newbyteorder("="))
 

@@ -1,4 +1,4 @@
-"""Loops over batches that are read, split and placed on the devices ahead of time."""
+"""Loops over batches that are read, sharded and placed ahead of time."""
 
 import inspect
 import itertools
@@ -32,11 +32,10 @@ class EpochPlan(NamedTuple):
     """The batches of one run over a stream of rows."""
 
     batch_size: int
-    end: int  # position in the stream, in rows
+    end: int  # in rows of the stream
     num_steps: int | None  # None for a run of epochs
-    tail: str  # "pad" or "drop", for a run that ends with an epoch
-    # All batches of a run have a mask, or none has. If only some had one, the step would be traced
-    # again, and if it depended on the number of rows, users would be surprised.
+    tail: str  # "pad" or "drop", for a run of epochs
+    # The same for all batches, or the step would be traced again.
     has_mask: bool
 
     @classmethod
@@ -49,14 +48,7 @@ class EpochPlan(NamedTuple):
         tail: str,
         mask: bool | None = None,
     ) -> "EpochPlan":
-        """Plan a run of `num_steps` full batches, or of `epochs` passes over all rows.
-
-        Args:
-          num_rows: rows of the dataset, >= 1.
-          batch_size: rows of a global batch, >= 1.
-          num_steps: number of batches, >= 1, or None.
-          epochs: number of passes, >= 1, or None.
-        """
+        """Plan a run of `num_steps` full batches, or of `epochs` passes over all rows."""
         if tail not in ("pad", "drop"):
             raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
         if num_steps is not None and epochs is None:
@@ -84,13 +76,13 @@ class EpochPlan(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """Return the number of batches of the whole run."""
+        """The number of batches of the whole run."""
         if self.num_steps is not None:
             return self.num_steps
         return self.num_left(0)
 
     def continued(self, position: int, num_done: int) -> "EpochPlan":
-        """Return the run that goes on at a position, after batches that may have had another size.
+        """Return the run continued at a position, after batches that may have had another size.
 
         A run of `num_steps` ends after so many batches in all, one of epochs at the same row.
 
@@ -108,7 +100,7 @@ class EpochPlan(NamedTuple):
         return full + (rest > 0 and self.tail != "drop")
 
     def next_rows(self, position: int) -> int:
-        """Return the number of rows without padding in the batch at `position`; 0 after the end."""
+        """Return the rows without padding of the batch at `position`; 0 after the end."""
         left = max(self.end - position, 0)
         if self.num_steps is not None and left:
             return self.batch_size
@@ -117,7 +109,7 @@ class EpochPlan(NamedTuple):
         return min(left, self.batch_size)
 
     def padded_size(self, num_ranks: int) -> int:
-        """Return the number of rows of a batch with padding, a multiple of the number of ranks."""
+        """Return the rows of a batch with padding, a multiple of the number of ranks."""
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:
             raise ValueError(
@@ -130,24 +122,24 @@ class EpochPlan(NamedTuple):
 
 
 _log = logging.getLogger("jdp")
-# The third epoch: two loops of equal order may be meant, to compare something.
+# Two loops of equal order may be intended, as a comparison.
 _MOST = 2
 
 
 class RepeatedEpochs:
-    """Loops of one epoch each, over the same rows in the same order; there is one, `current`."""
+    """Loops of one epoch each, over the same rows in the same order; a single instance."""
 
     def __init__(self) -> None:
-        self._rows: list[weakref.ref] = []  # of the loops that are counted
+        self._rows: list[weakref.ref] = []  # of the counted loops
         self._seed, self._number = -1, 0
 
     def record(self, dataset: Any, seed: int) -> None:
-        """Record a loop of one shuffled epoch, whose batches were trained on."""
+        """Record a loop of one shuffled epoch whose batches were trained on."""
         try:
             rows = [weakref.ref(leaf) for leaf in jax.tree.leaves(dataset)]
-        except TypeError:  # values that cannot be referred to
+        except TypeError:  # values without weak references
             return
-        before = [ref() for ref in self._rows]  # arrays are compared by identity, not by value
+        before = [ref() for ref in self._rows]  # compared by identity
         is_same = len(before) == len(rows) and all(
             one is other() for one, other in zip(before, rows, strict=True)
         )
@@ -167,14 +159,14 @@ repeated_epochs = RepeatedEpochs()
 
 
 class Target(NamedTuple):
-    """The sharding of batches, and the number placed ahead of time."""
+    """Where batches are placed, and how many ahead."""
 
     axis_name: AxisName
     mesh: Mesh | None
     prefetch: int
 
     def sharding(self) -> NamedSharding:
-        """Return the sharding of the batches, over the mesh of `init` if no other was given."""
+        """Return the sharding of the batches, by default over the mesh of `init`."""
         mesh = current_mesh() if self.mesh is None else self.mesh
         return batch_sharding(mesh, self.axis_name)
 
@@ -184,7 +176,7 @@ class Batches:
 
     A `for` loop starts at `position`: after a `break` the next loop continues with the next batch.
     After the end of the run, another loop is an error unless `position` is set: to 0 for the same
-    batches again. Only one loop runs at a time, and a new one ends the previous one.
+    batches again. Only one loop runs at a time; a new one ends the previous one.
 
     `close`, or the end of a `with` block, ends a loop and its background thread.
 
@@ -193,7 +185,7 @@ class Batches:
       sampler: the order of the rows.
       run: the batches of the run.
       target: where to place the batches.
-      dataset: that is read.
+      dataset: the dataset.
       allows_new_data: whether `set_state` accepts the state of another stream.
       check: compares rows between the processes; None if they may differ.
     """
@@ -212,17 +204,17 @@ class Batches:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
         self._dataset = dataset
         self._allows_new_data, self._check = allows_new_data, check
-        self._num_unchecked = batch_checks.MIN_BATCHES  # batches since rows were compared
+        self._num_unchecked = batch_checks.MIN_BATCHES  # batches since the last comparison of rows
         self._position = self._num_done = 0  # rows and batches since the run began
-        self._handed_out = False  # whether a batch was handed out since the position was set
+        self._handed_out = False  # whether a batch was yielded since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
 
     @property
     def position(self) -> int:
-        """The number of rows that loops got since the run began, without rows that were read ahead.
+        """The number of rows that loops got since the run began, without rows read ahead.
 
-        Set it, outside a loop, to continue there, also with another batch size or on another number
-        of ranks. To save it, save `get_state()` after the step that used the batch.
+        Set it, outside a loop, to continue there, also with another batch size or number of ranks.
+        To save it, save `get_state()` after the step that used the batch.
         """
         return self._position
 
@@ -252,7 +244,7 @@ class Batches:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, in the same order of the rows.
 
-        A run by `num_steps` has so many batches in all, also if those before had another size.
+        A run by `num_steps` has so many batches in all, even if earlier ones had another size.
         """
         if not isinstance(state, Mapping) or "position" not in state:
             raise ValueError(
@@ -310,7 +302,7 @@ class Batches:
         return loop
 
     def close(self) -> None:
-        """End the running loop over these batches and its thread. The position stays."""
+        """End the running loop over these batches and its thread; the position stays."""
         loop = self._loop()
         if loop is not None:
             loop.close()
@@ -364,9 +356,9 @@ _NUM_NAMED = 16
 class _HostBatches(Iterator[Any]):
     """The host batches of this process, from a position of the run.
 
-    `mine` is [rows] int, this process's rows within a batch, and `rows` is [rows] int, the
-    dataset's rows that were read last. `checksums` are of rows to compare, by the position of the
-    batch before which that is due; `num_unchecked` batches were read since.
+    `mine` is [rows] int, this process's rows within a batch; `rows` is [rows] int, the dataset's
+    rows read last. `checksums` are of rows to compare, by the position of the batch that they
+    precede.
     """
 
     def __init__(
@@ -385,7 +377,7 @@ class _HostBatches(Iterator[Any]):
         if not count:
             raise StopIteration
         self._read_to_compare()
-        # Repeat the last valid row as padding. The last ranks may have nothing but padding.
+        # Pad with the last valid row; the last ranks may have only padding.
         places = np.minimum(self._mine, count - 1)
         self.rows = self._sampler.rows_at(self._position + places)
         batch = self._read(self.rows)
@@ -393,11 +385,11 @@ class _HostBatches(Iterator[Any]):
         return with_mask(batch, self._mine < count) if self._run.has_mask else batch
 
     def _read_to_compare(self) -> None:
-        """Read rows that are compared, where a loop or an epoch begins, unless some just were."""
+        """Read rows to compare where a loop or epoch begins, unless some just were."""
         before, self._epoch = self._epoch, self._position // self._sampler.num_rows
         if self.check is None:
             return
-        # By the number of batches, which is that of all processes, and not by a clock.
+        # By the number of batches, equal on all processes, not by a clock.
         if self._epoch != before and self.num_unchecked >= batch_checks.MIN_BATCHES:
             self.rows = self.check.drawn(self._epoch)
             self.checksums[self._position] = self.check.checksums(self.rows)
@@ -421,7 +413,7 @@ def place(
     """Place the batches of this process in a thread, and yield them as global batches."""
     sharding = target.sharding()
     assert isinstance(sharding.mesh, Mesh)
-    # The phase shows the hang detector that this process waits for data, not for another process.
+    # Shows the hang detector that this process waits for data, not for another process.
     with progress.DATA:
         prefetcher.active_loops.raise_pending()
         peers = agree.peers(sharding.mesh)

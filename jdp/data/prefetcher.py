@@ -1,4 +1,4 @@
-"""Compute items ahead of time in a background thread, and stop the thread."""
+"""Computes items ahead in a background thread, and stops the thread."""
 
 import atexit
 import contextlib
@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 from jdp.distributed.fail_fast import leave_if_failed
 from jdp.worker import watching
 
-# How long the end of a loop waits for the item in progress. A loader that hangs must not block the
-# program after the loop. Its thread ends after that item, if the item is ever complete.
+# Seconds that the end of a loop waits for the item in progress, so that a hanging loader does not
+# block the program.
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -23,7 +23,7 @@ class Reader(Protocol):
     """A thread that reads batches ahead."""
 
     def ask_to_end(self) -> bool:
-        """Request the thread to end after its item, and return whether a caller should wait."""
+        """Ask the thread to end after its item; return whether a caller should wait."""
         ...
 
     def join(self, timeout: float | None = None) -> None:
@@ -35,20 +35,20 @@ class Compared(Protocol):
     """A loop whose end is compared with those of the other processes."""
 
     def stop(self) -> None:
-        """End the loop because the program ends, and wait for the ends of the other processes."""
+        """End the loop at program exit, and wait for the ends of the other processes."""
         ...
 
     def raise_problem(self) -> None:
-        """Raise the problem of the loop if it has one that was not raised before."""
+        """Raise the loop's problem once."""
         ...
 
 
 class Loops:
-    """The threads and checks of all running loops. `current` is the only instance.
+    """The threads and checks of all running loops; `active_loops` is the only instance.
 
     Attributes:
-      readers: the threads that read batches ahead.
-      compared: loops whose equal end on all processes is not yet confirmed.
+      readers: threads that read ahead.
+      compared: loops whose equal end on all processes is unconfirmed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Loops:
         self._is_registered = False
 
     def add_reader(self, reader: Reader) -> None:
-        """Record a thread that reads ahead, until `end_reader` ends it."""
+        """Record a thread that reads ahead, until `end_reader`."""
         self._register()
         self.readers.add(reader)
 
@@ -73,12 +73,12 @@ class Loops:
         self.compared.add(loop)
 
     def raise_pending(self) -> None:
-        """Raise the problem of a loop that this process left before the problem was found."""
+        """Raise the problem of a loop that this process left before it was found."""
         for loop in list(self.compared):
             loop.raise_problem()
 
     def end_all(self) -> None:
-        """End all loops. Exit with code 1 if one of them ended differently on other processes."""
+        """End all loops; exit with code 1 if one ended differently on other processes."""
         leave_if_failed()
         watching.record_end()
         for loop in list(self.compared):
@@ -86,7 +86,7 @@ class Loops:
         if self.compared:  # only loops with a problem are left
             with contextlib.suppress(ValueError, RuntimeError):
                 self.raise_pending()
-            leave()  # JAX's own exit handler would wait minutes for the others
+            leave()  # JAX's exit handler would wait minutes for the others
         self.end_readers()
 
     def end_readers(self) -> None:
@@ -96,7 +96,7 @@ class Loops:
         for reader in waiting:
             reader.join(max(0.0, end - time.monotonic()))
 
-    # Handlers run in reverse order. This one must run before JAX's, which closes its store.
+    # Handlers run in reverse order; this one must run before JAX's, which closes its store.
     def _register(self) -> None:
         if not self._is_registered:
             self._is_registered = True
@@ -107,7 +107,7 @@ active_loops = Loops()
 
 
 def leave() -> Any:
-    """End this process at once, with code 1."""
+    """Exit this process at once, with code 1."""
     sys.stdout.flush()
     os._exit(1)
 
@@ -118,21 +118,18 @@ _NUM_FRAMES = 4
 
 
 def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """Iterate over `items`, computing at most `depth` of them ahead of the consumer.
+    """Iterate over `items`, computing at most `depth` of them ahead.
 
-    An exception in `items` reaches the consumer after the items before it, with its own traceback.
-    The thread ends with the items, when the generator is closed or deleted, or with the program.
-
-    >>> list(prefetch(range(3), depth=2))
-    [0, 1, 2]
+    An exception in `items` reaches the consumer in order, with its own traceback. The thread ends
+    with the items, when the generator is closed or deleted, or with the program.
     """
     if depth == 0:
         yield from items
         return
-    # The thread must not reference this generator, or it would keep it alive forever.
+    # The thread must not reference this generator, or it would keep it alive.
     producer = _Producer(iter(items), depth)
     producer.start()
-    loops = active_loops  # at interpreter exit the module may already be cleared
+    loops = active_loops  # at interpreter exit the module may be cleared
     loops.add_reader(producer)
     try:
         yield from producer
@@ -150,8 +147,8 @@ class _Producer(threading.Thread):
 
     def run(self) -> None:
         try:
-            # Take a slot before computing the item, so that at most `depth` items exist at any
-            # time: each may be a batch in device memory.
+            # Acquire before computing, so that at most `depth` items exist, each perhaps on a
+            # device.
             while self._free.acquire() and not self._is_asked.is_set():
                 self._ready.put((next(self._items), None))
         except StopIteration:
@@ -178,7 +175,7 @@ class _Producer(threading.Thread):
         try:
             raise error
         finally:
-            del ready, error  # this frame is in the traceback of `error` and would hold it
+            del ready, error  # `error`'s traceback has this frame, which would hold it
 
     def _place(self) -> str:
         frame = sys._current_frames().get(self.ident or 0)
@@ -186,8 +183,8 @@ class _Producer(threading.Thread):
         return "".join(traceback.format_list(stack)).rstrip()
 
     def ask_to_end(self) -> bool:
-        """Request the thread to end after its item, and return whether a caller should wait."""
-        if self._is_asked.is_set():  # at interpreter exit `threading` may already be cleared
+        """Ask the thread to end after its item; return whether a caller should wait."""
+        if self._is_asked.is_set():  # at interpreter exit `threading` may be cleared
             return False
         self._is_asked.set()
         self._free.release()

@@ -8,7 +8,7 @@ import numpy as np
 
 from jdp.validation import int_at_least
 
-# Six rounds pass the randomness tests of `tests/data/test_permutation.py` for 1,000 rows, four
+# Six rounds pass the randomness tests of `tests/data/test_permutation.py` for 1,000 rows; four
 # fail.
 NUM_ROUNDS = 8
 
@@ -19,19 +19,15 @@ _HALF = np.uint64(32)
 def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
     """Return the rows at these positions of the order determined by the keys.
 
-    A Feistel network permutes the cells of a grid, which has the first `num_rows` cells and fewer
-    than sqrt(num_rows) more. If the result is one of the extra cells, the network is applied again
-    until it reaches one of the first `num_rows` (cycle walking), so the result is a permutation.
+    A Feistel network permutes the cells of a grid: the `num_rows` rows and fewer than
+    sqrt(num_rows) extra cells. From an extra cell the network is applied again (cycle walking), so
+    the result is a permutation.
 
     Args:
       positions: [n] int, each at least 0 and less than `num_rows`.
 
     Returns:
       [n] uint64, each less than `num_rows`.
-
-    >>> keys = np.arange(NUM_ROUNDS, dtype=np.uint64)
-    >>> sorted(permuted(np.arange(7), 7, keys).tolist())
-    [0, 1, 2, 3, 4, 5, 6]
     """
     width = math.isqrt(num_rows - 1) + 1
     height = -(-num_rows // width)
@@ -49,7 +45,7 @@ def _shuffled_cells(cells: np.ndarray, height: int, width: int, keys: np.ndarray
     return moved * sizes[1] + other
 
 
-# Return moved + hash(other), modulo a size of at most 2**32. Products wrap around at 64 bits.
+# Return moved + hash(other), modulo a size of at most 2**32; products wrap at 64 bits.
 def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64) -> np.ndarray:
     values = other ^ key
     values *= _ODD
@@ -63,8 +59,8 @@ def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64
     return values
 
 
-# The version of the shuffled order. 1, used by jdp 0.1, holds each epoch in memory. 2 computes rows
-# on demand. Up to this many rows the two are equal, since an epoch of that size is cheap to hold.
+# Version of the shuffled order: 1, of jdp 0.1, holds each epoch in memory; 2 computes rows on
+# demand. Both are equal up to this many rows, which are cheap to hold.
 LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 
 
@@ -72,27 +68,26 @@ class Sampler(Iterator[np.ndarray]):
     """Shuffled row numbers, every row once per epoch, from any position at once.
 
     All epochs together are one endless stream of row numbers. Epoch e is a permutation that depends
-    only on (seed, e). The only state to save is `position`, the number of rows of the stream that
-    were returned. The order does not depend on the batch size or the number of ranks, so a run can
-    continue at the same row with other ones. Batches continue across the end of an epoch, and all
-    are full.
+    only on (seed, e). The only state to save is `position`, the number of rows returned so far. The
+    order does not depend on the batch size or the number of ranks, so a run can resume at the same
+    row with other ones. Batches continue across the end of an epoch, and all are full.
 
-    The cost of shuffling does not grow with the number of rows: above 2**16 rows, row numbers are
-    computed on demand by a keyed permutation.
+    The cost of shuffling does not grow with the number of rows: above 2**16 rows, a keyed
+    permutation computes row numbers on demand.
 
     Args:
-      num_rows: rows of the dataset, at least 1.
-      batch_size: rows of one global batch, over all ranks, at least 1. May exceed `num_rows`.
-      seed: non-negative integer of any size.
+      num_rows: rows of the dataset, >= 1.
+      batch_size: rows of a global batch, over all ranks, >= 1. May exceed `num_rows`.
+      seed: integer of any size, >= 0.
       shuffle: False keeps the rows in their own order in each epoch.
-      position: number of rows of the stream that were returned before, at least 0.
+      position: number of rows of the stream returned before, >= 0.
       share: `(i, k)` for the i-th of k equal blocks of each batch, i from 0. The k blocks together
-        are the global batch, which is the same for every k.
-      order: version of the shuffled order. 1 is that of jdp 0.1, for a run that began with it. It
+        are the global batch, the same for every k.
+      order: version of the shuffled order. 1 is that of jdp 0.1, for a run that began with it; it
         holds an epoch in memory, 4 bytes per row. Both are the same up to 2**16 rows.
 
     Raises:
-      ValueError: if a number is out of its range, or k does not divide `batch_size`.
+      ValueError: a number is out of its range, or k does not divide `batch_size`.
 
     >>> sampler = Sampler(num_rows=5, batch_size=4, shuffle=False)
     >>> next(sampler).tolist(), next(sampler).tolist()
@@ -146,17 +141,25 @@ class Sampler(Iterator[np.ndarray]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next row, from 0 on."""
+        """The epoch of the next row, from 0."""
         return self.position // self.num_rows
 
     def __next__(self) -> np.ndarray:
-        """Return this share of the next batch's rows, and move `position` by the whole batch."""
+        """Return this share of the next batch's rows, and advance `position` by the whole batch."""
         rows = self.indices(self.position, self.batch_size)[self._share]
         self.position += self.batch_size
         return rows
 
     def indices(self, position: int, count: int) -> np.ndarray:
-        """The rows at [position, position + count) of the stream; changes nothing."""
+        """Return the rows at [position, position + count) of the stream, without a change of state.
+
+        Args:
+          position: where to begin, >= 0.
+          count: how many rows, >= 0; may span epochs.
+
+        Returns:
+          Row numbers, [count] int32, or int64 above 2**31 rows.
+        """
         return self.rows_at(position + np.arange(int_at_least("count", count, least=0)))
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
@@ -177,8 +180,8 @@ class Sampler(Iterator[np.ndarray]):
         if epoch != known:
             # Free the old order first: two at once would double the peak memory.
             self._held = known, held = None, np.empty(0, self._dtype)
-            # Use a spawn key, not the list [seed, epoch]: with seeds above 32 bits two such lists
-            # can consist of the same words, and two runs would have the same order.
+            # A spawn key, since lists [seed, epoch] with seeds above 32 bits can consist of the
+            # same words.
             entropy = np.random.SeedSequence(self.seed, spawn_key=(epoch,))
             if is_held:
                 held = np.arange(self.num_rows, dtype=self._dtype)
@@ -195,7 +198,7 @@ def facts_of(sampler: Sampler) -> dict[str, Any]:
 
 
 def continued(sampler: Sampler, saved: Mapping[str, Any], *, allows_new_data: bool) -> Sampler:
-    """Return a sampler that continues the stream of rows of an earlier run."""
+    """Return a sampler that continues an earlier run's stream."""
     facts = facts_of(sampler)
     before = {"order": 1} | {name: saved[name] for name in saved if name != "num_batches"}
     position, order = before.pop("position"), before.pop("order")

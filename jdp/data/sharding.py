@@ -1,4 +1,4 @@
-"""Map the rows of a batch to processes, and place them on the devices."""
+"""Maps the rows of a batch to processes, and places them on the devices."""
 
 import re
 from collections.abc import Collection
@@ -26,13 +26,13 @@ class Leaf(NamedTuple):
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
-# Structures of batches whose nodes keep no shape of all rows.
+# Batch structures whose nodes keep no shape of all rows.
 _checked: set[Any] = set()
 _MOST_CHECKED = 100
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
-    """Return a sharding that splits the first dim: rank r has the r-th block of rows."""
+    """Return a sharding of the first dim: rank r has the r-th block of rows."""
     names = axis.names(axis_name)
     require_axes(mesh, names)
     return sharding_of_rows(mesh, tuple(names))
@@ -46,9 +46,9 @@ def num_blocks(sharding: NamedSharding) -> int:
 def process_rows(
     sharding: NamedSharding, num_rows: int, devices: Collection[jax.Device] | None = None
 ) -> np.ndarray:
-    """Return the rows of a global batch on the devices of one process, by default of this one.
+    """Return the rows of a global batch on the devices of a process, by default this one.
 
-    The sharding determines them, not the order of processes in a mesh or the ids of devices.
+    The sharding determines them, not the order of processes in a mesh or of device ids.
 
     Returns:
       [rows] int, ascending and unique (ranks along further mesh axes share rows).
@@ -70,7 +70,7 @@ def process_rows(
 
 
 def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
-    """Split a global batch over the ranks of a mesh. Leaves that are already there stay."""
+    """Shard a global batch over the ranks of a mesh; leaves already there stay."""
     named, treedef = host_arrays.flattened(batch, "`batch`")
     if any(host_arrays.is_table(leaf) for _, leaf in named):
         of = [host_arrays.columns(leaf, _name(path)) for path, leaf in named]
@@ -100,8 +100,7 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
             "train together, and jdp cannot know which rows of the global batch it holds. Make "
             "batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
         )
-    # Copy first: JAX may use a NumPy array's memory for a CPU device, and the caller may fill it
-    # with the next batch while this one is still in use.
+    # Copy first: JAX may alias a NumPy array for a CPU device, and the caller may refill it.
     if not isinstance(leaf, jax.Array):
         leaf = host_arrays.native(np.array(host_arrays.array(leaf, _name(path))))
         host_arrays.require_numbers(leaf.dtype, str(Leaf(_name(path), leaf.shape, leaf.dtype)))
@@ -146,7 +145,7 @@ class Layout:
 
     sharding: NamedSharding
     num_rows: int  # of the global batch
-    rows: np.ndarray  # [rows] int, the rows of this process
+    rows: np.ndarray  # [rows] int, of this process
     treedef: Any
     leaves: tuple[Leaf, ...]
 
@@ -174,7 +173,7 @@ class Layout:
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
 
     def of_later(self, batch: Any) -> "Layout":
-        """Return the layout of a later batch, which may have other shapes; usually this one."""
+        """Return the layout of a later batch: this one unless shapes differ."""
         leaves, _, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
@@ -190,7 +189,7 @@ class Layout:
         return self if tuple(leaves) == self.leaves else Layout.of_batch(batch, self.sharding)
 
     def place(self, batch: Any) -> Any:
-        """Place this process's host batch on its devices, as its part of the global batch."""
+        """Place this process's host batch on its devices, as its shard of the global batch."""
         leaves, arrays, treedef = _leaves(batch)
         for leaf, array in zip(leaves, arrays, strict=True):
             host_arrays.require_fits(array, leaf.name)
@@ -221,7 +220,7 @@ def _name(path: tuple) -> str:
 
 
 def _of_list_of_rows(batch: Any) -> str:
-    """Return the error for a list of single rows in the place of a batch; "" for others."""
+    """Return the error for a list of single rows as a batch, or ""."""
     is_of_dicts = isinstance(batch, list) and all(isinstance(row, dict) for row in batch)
     if not is_of_dicts or len(batch) < 2 or any(row.keys() != batch[0].keys() for row in batch):
         return ""
@@ -254,7 +253,7 @@ def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[i
 
 
 def _require_own_shapes(batch: Any) -> None:
-    """Refuse a node that keeps the shape of its arrays as data: a part of its rows has another."""
+    """Refuse a node that keeps its arrays' shape as data: a shard of its rows has another."""
     named, _ = host_arrays.flattened(batch, "`batch`", _has_shape)
     for path, node in named:
         if not _has_shape(node):

@@ -1,4 +1,4 @@
-"""Check during a loop that all processes get equally many batches."""
+"""Checks during a loop that all processes get equally many batches."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from jdp.worker import progress
 
 
 class LoopEnd(NamedTuple):
-    """How a process ended its loop. If it is "on", it requested that batch instead.
+    """How a process ended its loop, or with "on" that it requested that batch.
 
     >>> print(LoopEnd(1, 9, "end"))
     process 1 ended its loop after 9 batches
     """
 
     process: int
-    num_batches: int  # number of batches that the loop got
+    num_batches: int  # that the loop got
     how: str  # "end", "left", "error" or "on"
     text: str = ""
 
@@ -43,16 +43,16 @@ class LoopEnd(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The reason why no process can continue."""
+    """Why no process can continue."""
 
-    is_failure: bool  # whether the loader of a process failed
+    is_failure: bool  # whether a process's loader failed
     text: str
 
 
 def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     """Return the problem of a loop that ended in `first`, for the process with the end `mine`.
 
-    None if both got equally many batches, or if `mine` may still get as many.
+    None if both got equally many batches, or `mine` may still get as many.
 
     >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
     process 0 ended its loop after 9 batches, but process 1 continued to batch 10: each step ...
@@ -72,23 +72,23 @@ def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     return Problem(False, with_code("JDP210", text))
 
 
-# When the loops differ, a process has this long to request its next batch, where the error is
-# raised. Then its waits for other ranks are aborted, and last the process exits.
+# A process has GRACE_S after a difference to request its next batch, which raises the error. Then
+# its waits for other ranks are aborted, and after LAST_GRACE_S the process exits.
 GRACE_S, LAST_GRACE_S = 1.0, 3.0
 
-# A thread that waits in the store aborts the interpreter's shutdown, so it often checks for one.
+# A thread that waits in the store aborts the interpreter's shutdown, so it polls.
 _POLL_S = 0.5
 
-# How long a process that has left its loop has to report the exception that ended the loop.
+# Seconds for a process that left its loop to report the exception that ended it.
 _UNCAUGHT_S = 0.3
 
 
 def hand_out_equally(
     batches: Generator[Any, None, None], sharding: NamedSharding
 ) -> Generator[Any, None, None]:
-    """Yield this process's batches, and find a process that gets more or fewer of them.
+    """Yield this process's batches, and find a process that gets more or fewer.
 
-    All processes call this in the same order. They exchange nothing until one ends its loop.
+    All processes call this in the same order, and communicate only when one ends its loop.
     """
     assert isinstance(sharding.mesh, Mesh)
     peers = agree.peers(sharding.mesh)
@@ -105,7 +105,7 @@ def hand_out_equally(
 
 
 class _Loop:
-    """One loop of this process, and the known facts about the other processes' loops.
+    """One loop of this process, and what is known about the other processes' loops.
 
     All processes give a loop the same name, and share these entries below it in the store: "first",
     the first `LoopEnd`; a note of each process whose loop ended equally; and "verdict", once all
@@ -119,7 +119,7 @@ class _Loop:
         self._peers, self._me = peers, jax.process_index()
         self._lock = threading.Lock()
         self._runner = threading.get_ident()
-        self._num_batches = 0  # number of batches that the loop got
+        self._num_batches = 0  # that the loop got
         self._mine: LoopEnd | None = None  # how the loop ended here, or requested too many
         self._first: LoopEnd | None = None
         self._is_compared = False
@@ -130,7 +130,7 @@ class _Loop:
         self._thread.start()
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
-        """Return the next batch, or None if no process has one."""
+        """Return the next batch, or None if all processes have ended."""
         try:
             batch = next(batches)
         except StopIteration:
@@ -151,20 +151,20 @@ class _Loop:
         raise AssertionError(f"{self._mine}, and no process had ended")
 
     def end(self, how: str, text: str = "") -> None:
-        """Report, without waiting for the others, how this loop ended: see `LoopEnd`."""
+        """Report how this loop ended, see `LoopEnd`, without waiting for the others."""
         with self._lock:
             if self._mine is not None:
                 return
             self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
         if how == "error":
             self._raised.set()  # this process raises the error itself
-        with self._lock:  # not beside the watcher, whose comparison may delete the keys
+        with self._lock:  # the watcher's comparison may delete the keys
             if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
                 self._first = mine
         self._compare()
 
     def stop(self) -> None:
-        """End the loop because the program ends, and wait for the ends of the other processes."""
+        """End the loop at program exit, and wait for the ends of the other processes."""
         try:
             if kv_store.is_open():
                 self.end("left")
@@ -174,18 +174,18 @@ class _Loop:
             self._thread.join()
 
     def raise_problem(self) -> None:
-        """Raise the problem of the loop if it has one that was not raised before."""
+        """Raise the loop's problem once."""
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
             kind = OtherFailedError if self._problem.is_failure else ValueError
             with self._propagating_errors():
                 raise kind(self._problem.text)
 
-    # A process that has left the loop may wait for this one at the start of its next loop.
+    # A process that left the loop may wait for this one at the start of its next loop.
     def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 
-    # Called when the first end is known, and when this loop has ended or got too many batches.
+    # After the first end, and after this loop ended or got too many batches.
     def _compare(self) -> None:
         with self._lock:
             if self._is_compared or self._first is None:
@@ -210,7 +210,7 @@ class _Loop:
         return self._settled.wait(min(agree.timeout_s(), threading.TIMEOUT_MAX))
 
     def _wait_for_others(self) -> None:
-        with progress.WAITING:  # and not for data, as reports of hangs would say
+        with progress.WAITING:  # hang reports must not say that it waits for data
             is_settled = self._is_settled()
         if not is_settled:
             text = (
@@ -244,7 +244,7 @@ class _Loop:
         if self._problem is None:
             prefetcher.active_loops.compared.discard(self)
         elif not is_own and (self._mine is None or self._mine.how != "error"):
-            # An error of this process is more specific than the problem.
+            # An error of this process is more specific.
             this_process.current.why_over = self._problem.text
         self._settled.set()
         if self._problem is not None and not this_process.current.is_interrupted:
@@ -260,7 +260,7 @@ class _Loop:
 
     # End this process's wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:
-        # Print first: if the process that holds the store exits, JAX ends this one.
+        # Print first: if the process with the store exits, JAX ends this one.
         print(f"jdp: {problem}", file=sys.stderr, flush=True)
         self._stop.wait(GRACE_S)  # earlier steps may end
         place = self._place()
@@ -277,7 +277,7 @@ class _Loop:
             print(text, file=sys.stderr, flush=True)
             prefetcher.leave()
 
-    # The position of the thread that runs the loop, which does not change while that thread waits.
+    # The position of the loop's thread, which does not change while it waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)
