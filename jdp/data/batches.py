@@ -240,8 +240,7 @@ def batches(
       tail: the short last batch of a run by `epochs`. "pad": pad it, with a mask in every batch,
         even if the last batch is full. "drop": leave it out.
       mask: True: every batch has a mask, and any `batch_size` works on any number of ranks.
-        Default:
-        only in a run by `epochs` with `tail="pad"`.
+        Default: only in a run by `epochs` with `tail="pad"`.
       position: where to begin, in rows since the start of the run: a saved `Batches.position`.
       axis_name: the mesh axis or axes that shard the batch.
       mesh: default: the mesh of `jdp.init`, looked up when a loop begins.

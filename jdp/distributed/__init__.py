@@ -1,1 +1,1 @@
-"""One process among several: joining a run, agreement between processes, and shutdown."""
+"""One process among several: joining a run, agreement between processes, shutdown."""

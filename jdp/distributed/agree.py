@@ -1,4 +1,4 @@
-"""Gather values of all processes, find where they differ, and send bytes of one to others."""
+"""Gathers values of all processes, finds where they differ, and broadcasts bytes."""
 
 import contextlib
 import hashlib
@@ -20,9 +20,9 @@ from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# Number of gathers of each group, which makes the keys in the store unique.
+# Gathers of each group, which make the store's keys unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
-# Number of gathers of each group that found a failure, of this process or another.
+# Gathers of each group that found a failure.
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 _SAME_CALLS = (
@@ -30,22 +30,22 @@ _SAME_CALLS = (
     "`if jax.process_index() == 0`, such as jdp.TrainState.create, a loop over jdp.batches, "
     "Checkpointer.restore or jdp.evaluate."
 )
-# The store does not accept an infinite timeout.
+# The store rejects an infinite timeout.
 _SLICE_S = 60.0
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of later comparisons, in seconds; 300 if never called, inf for none."""
+    """Set the deadline of later comparisons, in seconds; initially 300, inf for none."""
     this_process.current.timeout_s = timeout_s
 
 
 def timeout_s() -> float:
-    """Return how long this process waits for another process in a comparison, in seconds."""
+    """Return how long this process waits for another in a comparison, in seconds."""
     return this_process.current.timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
-    """Return the processes that have devices in `mesh`, or only this one if the store is closed."""
+    """Return the processes with devices in `mesh`, or only this one if the store is closed."""
     if not kv_store.is_open():
         return (jax.process_index(),)
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
@@ -89,8 +89,8 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
 def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
     """Return process -> value, for the processes that offer a value under the same key in time.
 
-    Unlike `all_gather`, processes need not call it, and it never raises. It explains failures that
-    some processes may not have seen.
+    It never raises, and processes need not call it: it explains failures that some may not have
+    seen.
     """
     me, found = jax.process_index(), {jax.process_index(): value}
     end = time.monotonic() + timeout_s
@@ -108,15 +108,15 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 
 @contextlib.contextmanager
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
-    """Report an error in the with block to the other processes, so that they stop waiting.
+    """Report an error in the body to the other processes, so that they stop waiting.
 
-    The block may call `all_gather`, and may contain further contexts. An error is reported once.
+    The body may call `all_gather` and nest this context; an error is reported once.
     """
     before = _num_failures[group]
     try:
         yield
     except Exception as error:
-        # If the failure was gathered in the block, all processes know of it.
+        # A failure gathered in the body is known to all processes.
         if len(group) > 1 and _num_failures[group] == before:
             _num_failures[group] += 1
             text = f"{doing}, so no process can continue: {type(error).__name__}: {error}"
@@ -126,9 +126,7 @@ def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
 
 
 def odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
-    """Return a process (or rank) with an unusual value, and one with the most common value.
-
-    None if all values are equal.
+    """Return (process or rank with an unusual value, one with the usual value), or None.
 
     >>> odd_one({0: "a", 1: "a", 2: "b"}), odd_one({0: "a", 1: "a"})
     ((2, 0), None)
@@ -148,7 +146,7 @@ def first_difference(
 ) -> int:
     """Return the index of the first item that differs between two processes.
 
-    If one process has only further items, it is the number of items of the other process.
+    If one process only has further items, it is the other's number of items.
     """
     lengths = all_gather(group, len(items), what="lengths")
     start, stop = 0, max(lengths[process] for process in pair)
@@ -164,7 +162,7 @@ def first_difference(
 
 
 def digest(items: Sequence[Any] | np.ndarray) -> str:
-    """Return 16 hexadecimal digits that identify a sequence of items, or the bits of an array."""
+    """Return 16 hexadecimal digits of a sequence of items, or of the bits of an array."""
     if isinstance(items, np.ndarray):
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
@@ -204,16 +202,15 @@ def _key(group: tuple[int, ...], number: int, process: int) -> str:
     return f"jdp/gathered/{zlib.crc32(repr(group).encode())}/{number}/{process}"
 
 
-# They are sent in chunks of at most this many, which bounds the temporary memory, and of few sizes:
-# each size is compiled.
+# Chunks bound the temporary memory, and have few sizes, since each size is compiled.
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 64 << 20, 1 << 12
 
 
 def broadcast_bytes(data: np.ndarray | None, num_bytes: int, group: Sequence[int]) -> np.ndarray:
-    """Return the bytes of the one process that has them; all processes of a group call it together.
+    """Broadcast bytes of one process of a group; a collective call.
 
     Args:
-      data: `[num_bytes]` uint8 on that process, which gets it back; None on the others.
+      data: `[num_bytes]` uint8 on that process, which it gets back; None on the others.
     """
     received = np.empty(num_bytes, np.uint8) if data is None else data
     if len(group) == 1:
@@ -232,7 +229,6 @@ def broadcast_bytes(data: np.ndarray | None, num_bytes: int, group: Sequence[int
 
 
 def _mesh(group: Sequence[int]) -> Mesh:
-    """Return a mesh of one device of each process."""
     first: dict[int, jax.Device] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)
@@ -241,7 +237,7 @@ def _mesh(group: Sequence[int]) -> Mesh:
 
 
 def _sum(words: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Return the sum over the processes of a mesh, of integers: of floats, -0.0 would become 0."""
+    """Return the sum over processes, of integers: with floats, -0.0 would become 0."""
     rows = NamedSharding(mesh, PartitionSpec("processes"))
     shape = (mesh.size, *words.shape)
     placed = jax.make_array_from_callback(shape, rows, lambda index: words[None])

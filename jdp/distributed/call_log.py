@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# A process may be ahead of the others by the steps in flight and a few comparisons.
+# A process may be ahead by the steps in flight and a few comparisons.
 NUM_KEPT = 32
 
 
@@ -12,12 +12,12 @@ class Call:
     """A call of a step, or a comparison between the processes.
 
     Args:
-      what: description, such as "call 3 of `step`".
-      name: name of the step; "" for a comparison.
-      shapes: returns path -> dtype and shape, for the arrays that the step was called with.
+      what: such as "call 3 of `step`".
+      name: of the step; "" for a comparison.
+      shapes: returns path -> dtype and shape of the step's arrays.
 
     Attributes:
-      was_refused: whether all processes raised an error instead of making the call.
+      was_refused: whether all processes raised an error instead.
     """
 
     __slots__ = ("name", "shapes", "was_refused", "what")
@@ -30,13 +30,7 @@ class Call:
 
 
 class Described(NamedTuple):
-    """A call as other processes read it from the store.
-
-    Attributes:
-      what: description, such as "call 3 of `step`".
-      name: name of the step; "" for a comparison.
-      shapes: path -> dtype and shape.
-    """
+    """A `Call` as other processes read it from the store."""
 
     what: str
     name: str
@@ -44,11 +38,7 @@ class Described(NamedTuple):
 
 
 class CallLog:
-    """The calls of one group of processes.
-
-    Attributes:
-      num_calls: number of calls so far.
-    """
+    """The calls of one group of processes."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -56,22 +46,22 @@ class CallLog:
 
     def record(self, call: Call) -> Call:
         """Record a call that starts, and return it."""
-        # Store the number with the call, because another thread may read between these two lines.
+        # With its number, since another thread may read between these lines.
         self._latest.append((self.num_calls + 1, call))
         self.num_calls += 1
         return call
 
     def latest(self) -> dict[int, Described | None]:
-        """Return number -> call, for the last calls; None for a call that was refused."""
+        """Return number -> call for the last calls; None for a refused call."""
         return {
             number: None if call.was_refused else Described(call.what, call.name, {**call.shapes()})
             for number, call in self._latest.copy()
         }
 
 
-# Number of threads of this process that wait for another process in a comparison.
+# Threads of this process that wait for another process in a comparison.
 num_waiting = 0
-# One log for each group of processes of this run.
+# By group of processes.
 logs: dict[tuple[int, ...], CallLog] = {}
 
 
@@ -83,9 +73,9 @@ def log_of(group: tuple[int, ...]) -> CallLog:
 def first_difference(
     mine: Mapping[int, Described | None], theirs: Mapping[int, Described | None]
 ) -> tuple[int, Any, Any] | None:
-    """Return the number of the first call that two processes make differently, and both calls.
+    """Return (number, call, call) of the first call that two processes make differently, or None.
 
-    None if there is none. Two comparisons count as equal here: `all_gather` compares them itself.
+    Two comparisons count as equal, since `all_gather` compares them itself.
 
     >>> step, other = Described("call 2 of `f`", "f", {}), Described("call 1 of `g`", "g", {})
     >>> first_difference({1: step, 2: step}, {1: step, 2: other, 3: step})[0]

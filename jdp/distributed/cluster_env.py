@@ -1,7 +1,7 @@
-"""Find the place of this process in the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
+"""Finds this process's place in the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
 
-`jax.distributed.initialize()` alone would use a Slurm allocation without srun, in which one process
-waits for others that were not started, and would assign one GPU to each process.
+`jax.distributed.initialize()` alone would use a Slurm allocation without srun, where a process
+waits for others that were never started, and would assign one GPU to each process.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def number(name: str, environment: Mapping[str, str], default: int | None = None
 
 
 def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of processes, and of this one.
+    """Return (number of processes, this process's id).
 
     >>> size_and_id(("WORLD_SIZE", "RANK"), {"RANK": "1", "WORLD_SIZE": "2"})
     (2, 1)
@@ -41,15 +41,14 @@ def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple
     return size, process_id
 
 
-# As JAX does in a job of Slurm: the port follows from the number of the job, among so many.
+# JAX's formula for Slurm: the port follows from the job id.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
-# For JAX two steps of a job have one port, and their processes would join each other's runs. Jobs
-# that are so far apart seldom run at the same time on one host.
+# JAX gives all steps of a job one port, so that their processes would join each other's runs.
 _JOBS_BETWEEN_STEPS = 997
 
 
 def coordinator(environment: Mapping[str, str]) -> str:
-    """Return "address:port" at which process 0 listens; JAX_COORDINATOR_PORT wins, as in JAX.
+    """Return "address:port" of process 0; JAX_COORDINATOR_PORT overrides, as in JAX.
 
     >>> coordinator({"SLURM_STEP_NODELIST": "n[01-03,7]", "SLURM_JOB_ID": "7"})
     'n01:61447'
@@ -61,7 +60,7 @@ def coordinator(environment: Mapping[str, str]) -> str:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it.
+    """Return the first host of a Slurm list.
 
     >>> first_host("node[007,010-015],login"), first_host("rack1-n[2-3]-ib")
     ('node007', 'rack1-n2-ib')
@@ -83,15 +82,13 @@ def num_tasks_here(environment: Mapping[str, str]) -> int:
     return tasks[min(number("SLURM_NODEID", environment, 0), len(tasks) - 1)]
 
 
-# Variables of mpiexec for MPICH and Intel MPI: number of processes, number of this one, its number
-# on this host, and number of processes on this host.
+# mpiexec of MPICH and Intel MPI: size, rank, local rank, local size.
 _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
-# Variables of torchrun, and those of JAX's own names, which Kubeflow's JAX runtime sets: number of
-# processes, number of this one, and where process 0 listens.
+# torchrun, and JAX (Kubeflow's JAX runtime): size, rank, where process 0 listens.
 _TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 _JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
-# Variables that srun sets for each of its tasks.
+# Set by srun for each task.
 _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 
 
@@ -99,13 +96,12 @@ class ProcessPlace(NamedTuple):
     """The place of this process among several.
 
     Attributes:
-      method: JAX's method to find the values that are None here: its name, "deactivate" if none are
-        None, or None for the one that JAX detects.
-      num_processes: number of processes of all hosts.
-      process_id: number of this process, from 0.
-      coordinator: "address:port" at which process 0 listens.
-      local_id: number among the processes of this host, from 0.
-      num_local: number of processes of this host.
+      method: JAX's method to find values that are None here: its name, "deactivate" if none is
+        missing, or None for the one that JAX detects.
+      process_id: from 0, on all hosts.
+      coordinator: "address:port" of process 0.
+      local_id: from 0, on this host.
+      num_local: processes of this host.
     """
 
     method: str | None
@@ -116,7 +112,7 @@ class ProcessPlace(NamedTuple):
     num_local: int = 1
 
     def devices(self, num_gpus: int, environment: Mapping[str, str]) -> list[int]:
-        """Return the numbers of this process's GPUs among those that it sees, [] for all of them.
+        """Return the visible GPUs of this process, [] for all of them.
 
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
@@ -138,7 +134,7 @@ class ProcessPlace(NamedTuple):
 def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Return the place of this process among several, or None if it is alone.
 
-    With WORLD_SIZE=1 or JAX_NUM_PROCESSES=1 it is alone, whatever the other variables are. Empty
+    WORLD_SIZE=1 or JAX_NUM_PROCESSES=1 means alone, whatever the other variables are. Empty
     variables do not count.
 
     >>> find({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # an allocation, without srun
@@ -159,7 +155,7 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     return None
 
 
-# Without Slurm or mpiexec, as by prun, PMIx gives the number of a process and not of all.
+# Without Slurm or mpiexec, as by prun, PMIx tells the rank and not the size.
 def _require_no_pmix(environment: Mapping[str, str]) -> None:
     if "SLURM_PROCID" not in environment and number("PMIX_RANK", environment, 0) > 0:
         raise RuntimeError(
@@ -169,7 +165,7 @@ def _require_no_pmix(environment: Mapping[str, str]) -> None:
         )
 
 
-# The first of `names` is the number of processes.
+# The first name is the number of processes.
 def _require_all(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
     size, *_ = names
     missing = [name for name in names if name not in environment]
@@ -200,7 +196,7 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
     )
 
 
-# JAX reads the address by itself, but neither of the numbers.
+# JAX itself reads the address, but not the numbers.
 def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not set(_JAX) <= set(environment):
         return None
@@ -213,12 +209,11 @@ def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
     return ProcessPlace("deactivate", *size_and_id(_JAX, environment), coordinator)
 
 
-# Check this before Slurm: inside a Slurm job, mpiexec starts its own daemons with srun.
+# Before Slurm: inside a Slurm job, mpiexec starts its daemons with srun.
 def _open_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
     if number("OMPI_COMM_WORLD_SIZE", environment, 1) == 1:
         return None
-    # Before version 5, a variable holds the address of mpiexec. Since then, only MPI itself knows
-    # it.
+    # Before version 5 a variable holds the address of mpiexec; since then only MPI knows it.
     if "OMPI_MCA_orte_hnp_uri" in environment:
         return _mpi("ompi", _OPEN_MPI, environment)
     return _mpi("mpi4py", _OPEN_MPI, environment)
@@ -264,7 +259,7 @@ def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
     )
 
 
-# A pod knows its own number but not the number of pods, for which JAX asks Kubernetes.
+# A pod knows its own index; JAX asks Kubernetes for the number of pods.
 def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment):
         return None

@@ -1,4 +1,4 @@
-"""End a process that fails at once, without waiting for the processes that it trains with."""
+"""Ends a failed process at once, without waiting for the processes that it trains with."""
 
 import atexit
 import contextlib
@@ -23,24 +23,24 @@ from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
 from jdp.worker.progress import own
 
-# The end of a traceback explains most. A message to the launcher can hold this many characters.
+# Must fit a message to the launcher; the end of a traceback explains most.
 MAX_TRACEBACK_CHARS = 80_000
 
-# The key under which an uncaught exception is reported to the other processes' loops over batches.
+# Key of an uncaught exception's report to the other processes' loops.
 UNCAUGHT = "jdp/uncaught"
-# Of the text of an exception in a report to other processes.
+# Of an exception's text in a report.
 TEXT_CHARACTERS = 600
 
-# A failing process reports to the others, waits up to 2 s until they have read the report, and
-# prints its traceback. If process 0 exited before, JAX would end this process during that time.
+# A failing process waits up to 2 s until the others have read its report, and prints its traceback.
+# If process 0 exited first, JAX would end this process meanwhile.
 _GRACE_S = 3.0
-# Process 0 holds the store. If it exits first, JAX ends the others before they have printed where
-# Ctrl-C interrupted them.
+# Process 0 holds the store: if it exits first, JAX ends the others before they print where Ctrl-C
+# interrupted them.
 _INTERRUPT_GRACE_S = 1.0
-# How long the last lines of `jdp.log` may take.
+# Seconds for the last lines of `jdp.log`.
 _LINES_S = 1.0
 _POLL_S = 0.05
-# The texts of JAX and pickle that a newcomer meets, and what to write.
+# Errors of JAX and pickle that newcomers meet, and what to write.
 _HINTS = (
     (
         re.compile(r"(?:Array|[Bb]uffer) has been deleted"),
@@ -65,7 +65,7 @@ _HINTS = (
     ),
 )
 
-# How long a failure may take to report; then the traceback is shown all the same.
+# Seconds for a report; then the traceback is shown without it.
 _REPORT_S = 2.0
 
 
@@ -77,20 +77,19 @@ def fail_fast() -> None:
     """Make this process exit at once after an uncaught exception or `sys.exit`.
 
     At exit, JAX would wait minutes for the other processes, while they wait for this one in a
-    collective. Under a launcher, this process reports its traceback, and the launcher ends the
-    others. A second call does nothing.
+    collective. Under a launcher, this process reports its traceback. A second call has no effect.
     """
     if this_process.current.excepthook is not None:
         return
     this_process.current.excepthook = sys.excepthook
     sys.excepthook = _show_and_leave
     sys.exit = _exit
-    # This runs before the handlers that wait for other processes or report a normal end.
+    # Before the handlers that wait for other processes or report a normal end.
     atexit.register(leave_if_failed)
 
 
 def hint_at_uncaught() -> None:
-    """Add a hint to an uncaught exception of JAX or pickle. A second call does nothing."""
+    """Add a hint to an uncaught exception of JAX or pickle; a second call has no effect."""
     hook = sys.excepthook
     is_ours = isinstance(hook, functools.partial) and hook.func is _show_with_hint
     if hook is not _show_and_leave and not is_ours:
@@ -119,7 +118,7 @@ def _show_and_leave(
 ) -> None:
     assert this_process.current.excepthook is not None
     _add_hint(error)
-    # Count the error as progress, so that a launcher reports the error and not a hang.
+    # As progress, so that a launcher reports the error and not a hang.
     own.slot.write_progress()
     report_uncaught(error)
     this_process.current.excepthook(kind, error, where)
@@ -158,7 +157,7 @@ def report_uncaught(error: BaseException) -> None:
 def uncaught(
     peers: Sequence[int], *, timeout_s: float, or_own: bool = False
 ) -> tuple[int, str] | None:
-    """Return the process with an uncaught exception and a text about it, or None."""
+    """Return (process, text) of an uncaught exception, or None."""
     end = time.monotonic() + timeout_s
     while True:
         if or_own and (error := this_process.current.leaving_by) and not _is_success(error):
@@ -173,10 +172,10 @@ def uncaught(
 
 
 def end_process(error: Exception) -> None:
-    """End this process because of an error found in a thread, while the main thread waits.
+    """End this process for an error found in a thread, while the main thread waits.
 
     The traceback shows the main thread, which is in compiled code and cannot raise. An interactive
-    session is not ended, since its state would be lost.
+    session continues, since its state would be lost.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place = "".join(traceback.format_stack(frame))
@@ -186,15 +185,15 @@ def end_process(error: Exception) -> None:
         _leave(1, text)
 
 
-# Whether it is `sys.exit()`, or that after SIGTERM: no reason why other processes could not go on.
+# `sys.exit()`, also after SIGTERM: other processes may go on.
 def _is_success(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0, SAVED)
 
 
 def leave_if_failed() -> None:
-    """End this process if an exception was not caught. Call this in exit handlers that wait."""
+    """End this process after an uncaught exception; for exit handlers that wait."""
     # Another hook may have replaced this module's. Python records an exception before it calls any
-    # hook. At a prompt, the recorded exception may be old.
+    # hook; at a prompt the recorded one may be old.
     is_ours = this_process.current.excepthook is not None
     is_replaced = is_ours and sys.excepthook is not _show_and_leave
     is_prompt = hasattr(sys, "ps1") or sys.flags.interactive
@@ -203,9 +202,8 @@ def leave_if_failed() -> None:
         _leave_by(type(error), error, error.__traceback__)
 
 
-# Python calls no hook for an uncaught SystemExit, but deletes it after reading its code, when no
-# frame is running. A caught one is deleted while a frame is running. In another thread, an uncaught
-# one ends only that thread.
+# Python calls no hook for an uncaught SystemExit, but deletes it when no frame is running; a caught
+# one is deleted while a frame runs. In another thread an uncaught one ends only that thread.
 class _Exit(SystemExit):
     def __del__(self) -> None:
         frame = inspect.currentframe()

@@ -1,4 +1,4 @@
-"""Steps in flight: limit their number, and raise the errors of those that have run."""
+"""Steps in flight: limits their number, and raises the errors of those that have run."""
 
 import atexit
 import operator
@@ -23,12 +23,11 @@ from jdp.worker import progress
 
 
 class RankReports(NamedTuple):
-    """One value of each rank, split over the ranks.
+    """One value of each rank, sharded over the ranks.
 
     Attributes:
-      differs: whether the arguments differ between ranks, `[ranks]` bool; None if the step does
-        not compare them.
-      weight: the result of `weight_fn`, `[ranks]` float; None without a `weight_fn`.
+      differs: whether the arguments differ between ranks, `[ranks]` bool; None if not compared.
+      weight: the result of `weight_fn`, `[ranks]` float, or None.
     """
 
     differs: jax.Array | None
@@ -40,13 +39,12 @@ class CalledProgram:
     """What calls keep of the program that they run, without its executables.
 
     Attributes:
-      arguments: compares the arguments between processes; None if they are not compared.
-      jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
-      check: raises a RuntimeError for a failure during a call that JAX does not report.
-      why_invalid: returns an error for invalid weights of ranks, given `weight` and
-        `reports.weight`; None if they are valid.
-      waits_in_xla: whether ranks may wait for each other in collectives of XLA's, in the program
-        that was traced last.
+      arguments: compares the arguments between processes, or None.
+      jaxprs: the latest programs of the step on its mesh, with the names of their inputs.
+      check: raises a RuntimeError for a failure that JAX does not report.
+      why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`, or
+        None.
+      waits_in_xla: whether the last traced program has collectives of XLA.
     """
 
     arguments: Arguments | None
@@ -57,16 +55,15 @@ class CalledProgram:
 
 
 class StepCall:
-    """A call of a step that may still be running. Each step makes one, so it has slots.
+    """A call of a step that may still be running.
 
     Attributes:
-      spec: the step.
-      number: number of the call among those of the step, from 1.
+      number: of the call among those of the step, from 1.
       program: what it runs.
-      given: the arguments that are compared.
-      reports: the reports of the ranks; None while the call is being dispatched.
-      weight: the weight of the batch, `[]` float; -inf if a sum of integers has overflowed. It
-        is ready when the call has run.
+      given: the compared arguments.
+      reports: of the ranks; None during the dispatch.
+      weight: of the batch, `[]` float, ready when the call has run; -inf after an overflow of a sum
+        of integers.
       integer_sums: the author's lines of sums of integers over ranks.
     """
 
@@ -85,7 +82,7 @@ class StepCall:
 
     @property
     def arguments(self) -> Arguments | None:
-        """What compares the arguments; None if they are not compared."""
+        """What compares the arguments, or None."""
         return self.program.arguments
 
     def is_checked(self) -> bool:
@@ -96,28 +93,28 @@ class StepCall:
         return bool(self.integer_sums)
 
     def differs(self) -> bool:
-        """Wait for the call, and return whether its arguments differ between processes."""
+        """Wait for the call; return whether its arguments differ between processes."""
         # All ranks of a process got the same arguments.
         differs = None if self.reports is None else self.reports.differs
         return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
 
     def weight_error(self) -> str | None:
-        """Wait for the call, and return the error for its weights, None if they are valid."""
+        """Wait for the call; return the error for invalid weights, or None."""
         given = None if self.reports is None else self.reports.weight
         return None if given is None else self.program.why_invalid(self.weight, given)
 
     def overflow(self) -> str | None:
-        """Wait for the call, and return the lines of sums of which one overflowed, or None."""
+        """Wait for the call; return the lines of sums, one of which overflowed, or None."""
         if not self.integer_sums or not np.isneginf(self.weight.addressable_data(0)):
             return None
         return " or ".join(line or "a line of a library" for line in self.integer_sums)
 
     def is_deleted(self) -> bool:
-        """Whether the arrays that are needed to check the call were deleted."""
+        """Whether the arrays needed to check the call were deleted."""
         return any(map(pytrees.is_deleted, (self.weight, *(self.reports or ()))))
 
     def difference(self, timeout_s: float) -> str | None:
-        """Return a sentence about the argument that differs between processes, None if unknown."""
+        """Return a sentence about the argument that differs between processes, or None."""
         if self.arguments is None or self.given is None:
             return None
         if not (self.given.small or self.given.large):
@@ -125,16 +122,12 @@ class StepCall:
         return self.arguments.difference(self.given, timeout_s=timeout_s)
 
 
-# After this many seconds without any step that ends, the processes compare their calls.
+# Seconds without a finished step until the processes compare their calls.
 PATIENCE_S = 5.0
 
 
 class Overdue:
-    """Check the calls in flight periodically, and end this process if an overdue one differs.
-
-    Args:
-      patience_s: seconds until the processes compare the calls, once.
-    """
+    """Checks the calls in flight periodically, and ends this process if an overdue one differs."""
 
     def __init__(self, patience_s: float = PATIENCE_S):
         self._patience_s = patience_s
@@ -143,7 +136,7 @@ class Overdue:
         self._is_explained = False
 
     def poll(self, calls: Sequence[StepCall]) -> threading.Thread | None:
-        """Check the unfinished calls, ordered from the oldest, without waiting."""
+        """Check the unfinished calls, oldest first, without waiting."""
         oldest = str(calls[0]) if calls else None
         if oldest != self._oldest:
             self._oldest, self._since, self._is_explained = oldest, time.monotonic(), False
@@ -190,12 +183,12 @@ _ON_CPU = {
 
 def is_failed_run(error: Exception) -> bool:
     """Whether XLA raised `error`, because it could not compile or finish a program."""
-    # JAX raises a ValueError with XLA's status if a program fails that was compiled ahead of time.
+    # JAX raises a ValueError with XLA's status for a failed ahead-of-time program.
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def why_failed(error: Exception) -> str:
-    """Return the cause in an error of XLA, without its status, the stack and the final full stop.
+    """Return the cause in an error of XLA, without status, stack and final full stop.
 
     >>> why_failed(RuntimeError("DEADLINE_EXCEEDED: jdp: rank 1: nothing from rank 0 for 30 s."))
     'rank 1: nothing from rank 0 for 30 s'
@@ -221,20 +214,20 @@ def _callback_raised(text: str) -> str:
     return f"a callback raised {raised}{where}"
 
 
-# XLA's CPU client before JAX 0.11 hangs forever with more than about 30 pending steps on all of its
-# devices. On other backends a few steps in flight are enough to hide dispatch.
+# XLA's CPU client before JAX 0.11 hangs forever with more than about 30 pending steps on all its
+# devices. Elsewhere a few steps in flight hide dispatch.
 _MAX = 8
 
-# How long a process whose step failed waits for the arguments of the others.
+# Seconds for the arguments of other processes after a failed step.
 _EXPLAIN_FAILURE_S = 2.0
 
-# Python aborts the process if a step calls back during interpreter shutdown. How long to wait.
+# Python aborts the process if a step calls back during interpreter shutdown.
 _END_S = 10.0
 
 _calls: deque[StepCall] = deque()
-# Weights of the latest calls that were forgotten because another call of their step failed.
+# Weights of the latest calls forgotten after a failure of their step.
 _forgotten: deque[Any] = deque(maxlen=4 * _MAX)
-# The call that is being dispatched. JAX runs a small program on CPU before the dispatch returns.
+# The call being dispatched: JAX runs a small CPU program before the dispatch returns.
 _being_made: deque[StepCall] = deque(maxlen=1)
 _overdue = Overdue()
 
@@ -247,7 +240,7 @@ def begin_call(call: StepCall) -> None:
 
 
 def end_call() -> None:
-    """Record that the call of `begin_call` was dispatched to the devices, or failed."""
+    """Record that the dispatch ended or failed."""
     _being_made.clear()
 
 
@@ -259,9 +252,9 @@ def add(call: StepCall) -> None:
 
 
 def make_room() -> None:
-    """Wait until one more call may be in flight, and raise the errors of calls that have run.
+    """Wait until one more call may be in flight, and raise the errors of finished calls.
 
-    This comes before the dispatch, so that an error is raised before the state is donated.
+    Before the dispatch, so that an error is raised before the state is donated.
     """
     if len(_calls) >= _MAX:
         _drain(_MAX - 1)
@@ -273,12 +266,12 @@ def drain() -> None:
 
 
 def latest_spec() -> StepSpec | None:
-    """Return the step of the latest call in flight; None if there is none."""
+    """Return the step of the latest call in flight, or None."""
     return _calls[-1].spec if _calls else None
 
 
 def latest_call() -> StepCall | None:
-    """Return the latest call in flight; None if there is none."""
+    """Return the latest call in flight, or None."""
     return _calls[-1] if _calls else None
 
 
@@ -289,10 +282,10 @@ def settle() -> None:
 
 
 class Unchecked:
-    """The training steps that are in flight now, and not yet known to be right.
+    """The training steps in flight now, not yet known to be right.
 
-    A step checks itself, and its reports are ready when its state is, so a thread that writes the
-    state does not wait longer for them.
+    A step's reports are ready when its state is, so a thread that writes the state does not wait
+    longer.
     """
 
     def __init__(self) -> None:
@@ -311,7 +304,7 @@ class Unchecked:
 
 
 def require_right_states() -> None:
-    """Raise the error of a wrong training step again, because all later states are wrong too."""
+    """Raise the error of a wrong training step again, since all later states are wrong."""
     if this_process.current.state_error is not None:
         raise RuntimeError(this_process.current.state_error)
 
@@ -319,8 +312,7 @@ def require_right_states() -> None:
 def accept_new_state() -> None:
     """Record that training continues with a state that all processes got from one source.
 
-    Training steps that failed led to a state that is given up, and JAX may have raised their errors
-    already where the author read a value. So these are forgotten; others are checked as before.
+    Failed training steps led to a discarded state, so their errors are forgotten.
     """
     this_process.current.state_error = None
     right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call))]
@@ -330,7 +322,7 @@ def accept_new_state() -> None:
 
 def _drain(num_left: int) -> None:
     while len(_calls) > num_left:
-        call = _calls[0]  # keep it there while waiting for it, see `_num_running`
+        call = _calls[0]  # stays there while waited for, see `_num_running`
         try:
             call.weight.block_until_ready()
             call.program.check()
@@ -348,7 +340,7 @@ def _drain(num_left: int) -> None:
 
 
 def _error_of(call: StepCall) -> str | None:
-    """Return the error of a call that ran to its end, None if it was right."""
+    """Return the error of a call that ran to its end, or None."""
     if call.differs():
         assert call.arguments is not None and call.given is not None
         return call.arguments.explained(call.given, str(call))
@@ -366,11 +358,7 @@ def _error_of(call: StepCall) -> str | None:
 
 
 def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
-    """Return the error for a call that failed while it ran, and remove its step's other calls.
-
-    Args:
-      is_gone: whether its input state was donated.
-    """
+    """Return the error for a call that failed while it ran, and forget its step's other calls."""
     difference = call.difference(_EXPLAIN_FAILURE_S)
     cause = f" It was not the same call on all processes: {difference}" if difference else ""
     _forget(call.spec)
@@ -389,7 +377,7 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
 
 
 def _wait_for(call: StepCall) -> bool:
-    """Wait for a call, and return whether it failed while it ran."""
+    """Wait for a call; return whether it failed while it ran."""
     try:
         call.weight.block_until_ready()
     except RuntimeError:
@@ -398,7 +386,7 @@ def _wait_for(call: StepCall) -> bool:
 
 
 def _forget(spec: StepSpec) -> None:
-    """Remove the calls of a step. Those of other steps may continue, or have their own errors."""
+    """Remove the calls of a step; other steps may continue, or have their own errors."""
     others = [call for call in _calls if call.spec is not spec]
     _forgotten.extend(call.weight for call in _calls if call.spec is spec)
     _calls.clear()
@@ -420,18 +408,18 @@ def _has_run(weight: Any) -> bool:
         return True  # the step failed, or the author deleted its arrays
 
 
-# All of JAX's arrays have this method, though the interface of `jax.Array` does not declare it.
+# All JAX arrays have this method, which `jax.Array` does not declare.
 _is_ready = operator.methodcaller("is_ready")
 
 
-# A thread calls this periodically while no step starts or ends.
+# Called periodically by a thread while no step starts or ends.
 def _num_running() -> int:
     try:
         running = [call for call in tuple(_calls) if not _is_ready(call.weight)]
     except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it is not running
         return 0
     call_mismatch.current.poll(bool(running or _being_made or call_log.num_waiting))
-    # Call this even if no step runs here, because other processes may be ahead or behind.
+    # Also if no step runs here: other processes may be ahead or behind.
     _overdue.poll([*_calls, *_being_made] if running or _being_made else [])
     return len(running)
 

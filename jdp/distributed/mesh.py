@@ -1,4 +1,4 @@
-"""The mesh: the devices of the data axis."""
+"""`init`: joins the processes, and makes the mesh of the data axis."""
 
 import contextlib
 import functools
@@ -25,35 +25,33 @@ from jdp.worker import build_info, source_files, watching
 from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus, require_few_cpu_ranks
 
-# How long processes wait for each other to join; JAX's own default. Under a launcher, the launcher
-# reports a missing process and stops the run.
+# JAX's default wait for processes to join; under a launcher, the launcher reports a missing one.
 JOIN_TIMEOUT_S = 300
 _JAX_WAITS_LONGER_S = 60
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
-# Without a launcher, only JAX notices that a process is gone. It ends the others after this time;
-# JAX's own default is 100 s.
+# Without a launcher, JAX ends the other processes this long after one is gone; its default is 100.
 HEARTBEAT_TIMEOUT_S = 30
-# A launcher notices it at once. JAX measures this time with the wall clock, and if that clock
-# jumped by more, JAX would abort every process.
+# A launcher notices it at once. JAX measures this time with the wall clock, and would abort every
+# process if the clock jumped by more.
 _LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
 
-# JAX imports the first two when it lowers its first program, in 20 ms; `socket` the third when it
+# JAX imports the first two in 20 ms when it lowers its first program; `socket` the third when it
 # connects to a host by name.
 _LATE_IMPORTS = ("jaxlib.mlir.dialects.mhlo", "jaxlib.mlir.dialects.builtin", "encodings.idna")
 
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
-# An address at which no other host could reach this process.
+# Unreachable from other hosts.
 _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
 def join() -> None:
-    """Find the other processes, if there are any, and connect JAX with them.
+    """Find the other processes, if any, and connect JAX with them.
 
-    Under `jdp run`, wait until the launcher assigns a number to this process. Otherwise read the
-    environment (`cluster_env`). Without variables for it, this process is alone. A second call does
-    nothing, and neither does a call after the user's own `jax.distributed.initialize`.
+    Under `jdp run`, wait for the launcher's assignment. Otherwise read the environment
+    (`cluster_env`); without its variables this process is alone. A call has no effect after another
+    one, or after the user's own `jax.distributed.initialize`.
     """
     source_files.record()
     launched = current()
@@ -77,14 +75,13 @@ def join() -> None:
         preemption.let_children_end()
 
 
-# Work that a standby process does before other processes wait for it.
+# Work that a standby does before other processes wait for it.
 def _prepare() -> None:
     for name in _LATE_IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    build_info.source_digest()  # which processes compare, and which is remembered
-    # A full collection would take 60 ms in the next half second. After `freeze`, later collections
-    # skip the objects that exist now.
+    build_info.source_digest()  # which processes compare, and which is cached
+    # A full collection takes 60 ms; after `freeze`, later ones skip the existing objects.
     gc.collect()
     gc.freeze()
 
@@ -138,10 +135,10 @@ def _initialize(timeout_s: int, **place: Any) -> None:
         raise
 
 
-# JAX aborts a process that has waited too long, with addresses of C++ functions and no reason.
+# JAX aborts a process that waited too long, with C++ addresses and no reason.
 @contextlib.contextmanager
 def _ends_unless_joined(timeout_s: float, place: Mapping[str, Any]) -> Iterator[None]:
-    """End this process with an error if the block has not ended in time."""
+    """End this process with an error if the body has not ended in time."""
     names = ("process_id", "num_processes", "coordinator_address")
     process_id, number, address = (place[name] for name in names)
     error = TimeoutError(
@@ -162,8 +159,8 @@ def _ends_unless_joined(timeout_s: float, place: Mapping[str, Any]) -> Iterator[
 def _without_grpc_proxy() -> Iterator[None]:
     """Let gRPC connect to process 0 directly, even if http_proxy or https_proxy is set.
 
-    A proxy does not reach the loopback interface of this host, and rarely another host of the run.
-    gRPC reads `grpc_proxy` first, once for each connection. If it is empty, gRPC uses no proxy.
+    A proxy does not reach this host's loopback interface, and rarely another host of the run. gRPC
+    reads `grpc_proxy` first, once for each connection; an empty one means no proxy.
     """
     before = {name: os.environ[name] for name in _GRPC_PROXIES if name in os.environ}
     if before:  # JAX warns about any such variable
@@ -176,7 +173,7 @@ def _without_grpc_proxy() -> Iterator[None]:
             os.environ.update(before)
 
 
-# Wait for process 0: JAX pauses for a second after its first failed connection attempt.
+# JAX pauses for a second after its first failed connection attempt.
 def _wait_for(address: str, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
     start = time.monotonic()
@@ -203,11 +200,11 @@ def init(
 ) -> Mesh:
     """Make the mesh that jdp trains on, and remember it.
 
-    With several processes, `init` finds the others, and the mesh spans the devices of all of them:
-    under `jdp run`, mpiexec, Slurm's srun or Kubernetes, with torchrun's variables, or after your
-    own `jax.distributed.initialize()`. It must then precede anything that creates an array. Under
-    `jdp run`, standby processes also run the lines before `init`, and wait in it. A second call
-    replaces the mesh. States that are already on another mesh stay there.
+    With several processes, `init` finds the others, and the mesh spans the devices of all: under
+    `jdp run`, mpiexec, Slurm's srun or Kubernetes, with torchrun's variables, or after your own
+    `jax.distributed.initialize()`. Call it before anything that creates an array. Under `jdp run`,
+    standby processes also run the lines before `init`, and wait in it. A second call replaces the
+    mesh; states that are already on another mesh stay there.
 
     Args:
       mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.
@@ -215,25 +212,25 @@ def init(
       cpu_ranks: train on this many virtual CPU devices, 1 to 1024. Must precede anything that asks
         JAX for a device.
       devices: the devices of the mesh, in rank order. Default: all devices of all processes.
-      timeout_s: seconds, > 0, after which a run that completes no step is ended with exit code 124;
+      timeout_s: seconds, > 0, without a finished step after which the run ends with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
-        takes precedence. None: no limit. There is also no limit for a program that makes no step
-        and takes no batch of `jdp.batches`, such as plain inference. A process that trains alone is
-        ended only in a step or while it waits for `jdp.batches`, and never at a prompt.
-      progress: whether process 0 shows how far it is: one line on a terminal and in a notebook,
-        elsewhere a line every 30 s. JDP_PROGRESS=off turns it off, too. Under `jdp run` the
+        overrides it. None: no limit. A program without a step and without a batch of `jdp.batches`,
+        such as plain inference, has no limit either. A lone process is ended only in a step or
+        while it waits for `jdp.batches`, and never at a prompt.
+      progress: whether process 0 shows the progress: one line on a terminal and in a notebook,
+        elsewhere a line every 30 s. JDP_PROGRESS=off also turns it off. Under `jdp run` the
         launcher shows it, see `--progress`.
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.
 
     Raises:
-      TypeError: if an option has another type.
-      ValueError: if `mesh` has no such axis, a device is listed twice, `cpu_ranks` comes too late,
-        or `timeout_s` is not positive; on every process, if a process has other versions, devices,
+      TypeError: an option has another type.
+      ValueError: `mesh` has no such axis, a device is listed twice, `cpu_ranks` comes too late, or
+        `timeout_s` is not positive; on every process, if a process has other versions, devices,
         XLA_FLAGS or another mesh.
-      RuntimeError: if the other processes cannot be found, or JAX is already running.
+      RuntimeError: the other processes cannot be found, or JAX is already running.
 
     >>> import jdp
     >>> mesh = jdp.init(cpu_ranks=4)
@@ -295,7 +292,7 @@ def _require_devices(devices: Any) -> None:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh that `init` made."""
+    """Return the mesh of `init`."""
     mesh = this_process.current.mesh
     if mesh is None:
         raise RuntimeError(
@@ -306,7 +303,7 @@ def current_mesh() -> Mesh:
 
 
 def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
-    """Return the mesh of a state's leaves, or else that of `init`, with the axis `axis_name`."""
+    """Return the mesh of a state's leaves, or else of `init`, with the axis `axis_name`."""
     names = axis.names(axis_name)
     wanted = set(names)
     for leaf in leaves:
@@ -320,7 +317,7 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
 
 
 def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
-    """Return the number of ranks of `mesh` along `axis_name`, a name or a tuple of names."""
+    """Return the number of ranks of `mesh` along `axis_name`."""
     names = axis_name if isinstance(axis_name, tuple) else axis.names(axis_name)
     return _num_ranks(mesh, names)
 
@@ -332,7 +329,7 @@ def _num_ranks(mesh: Mesh, names: tuple[str, ...]) -> int:
 
 @functools.lru_cache
 def sharding_of_rows(mesh: Mesh, names: tuple[str, ...]) -> NamedSharding:
-    """Return how the rows of a batch are split over the ranks of `mesh` along some of its axes."""
+    """Return the sharding of a batch's rows over the ranks of `mesh` along some axes."""
     return NamedSharding(mesh, PartitionSpec(names))
 
 
@@ -344,7 +341,7 @@ def _cpu_devices(num: int) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", num)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:
-        pass  # a backend is already running, and may have enough devices
+        pass  # a backend already runs, and may have enough devices
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
     if len(found) < num:
         raise ValueError(
@@ -356,7 +353,7 @@ def _cpu_devices(num: int) -> list[jax.Device]:
 
 
 def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
-    """Raise an error for a mesh without the axes `wanted`."""
+    """Refuse a mesh without the axes `wanted`."""
     missing = [name for name in wanted if name not in mesh.axis_names]
     if missing:
         raise ValueError(

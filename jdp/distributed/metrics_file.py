@@ -1,4 +1,4 @@
-"""A file of metrics, to which a thread writes lines while the steps still run."""
+"""A file of metrics, written by a thread while the steps run."""
 
 import contextlib
 import errno
@@ -29,22 +29,20 @@ from jdp.worker import launcher_client
 from jdp.worker.launcher_client import Assignment
 from jdp.worker.progress import own
 
-# The run that a file of metrics belongs to, so that no run continues the file of another one.
-#
-# `jdp run` gives a run an id, which is kept beside the file, in `metrics.jsonl.run`: a line of its
-# own in the file would be a row without a step for all that read it.
+# `jdp run` gives a run an id, kept in `metrics.jsonl.run`, so that no run continues another's file.
+# In the file itself it would be a row without a step.
 
 
-# Files that this process has opened.
+# Opened by this process.
 _claimed: set[Path] = set()
 
 
 def may_continue(path: Path, *, is_later: bool) -> bool:
-    """Whether this run may append to a file that has lines.
+    """Whether this run may append to a file with lines.
 
-    A run that begins may not, whatever its first step is; its later generations may, if the file is
-    of this run. Without `jdp run` there is no id, and a script may keep checkpoints of its own: it
-    may append if it begins later than the file.
+    A new run may not, whatever its first step; its later generations may append to the run's own
+    file. Without `jdp run` there is no id, and the script may keep its own checkpoints: it may
+    append if it begins later than the file.
     """
     assigned = _assignment()
     if launcher_client.is_asked_to_resume():
@@ -57,12 +55,12 @@ def may_continue(path: Path, *, is_later: bool) -> bool:
 
 
 def claim(path: Path) -> None:
-    """Write down that a file belongs to this run."""
+    """Record that a file belongs to this run."""
     _claimed.add(path)
     assigned = _assignment()
     if assigned is None or _owner(path) == assigned.run_id:
         return
-    # Renamed, since a process that dies here must leave all of it or nothing.
+    # Renamed, so that a death leaves all of it or no file.
     part = path.with_name(f"{path.name}.run.part")
     part.write_text(assigned.run_id)
     part.rename(_owner_file(path))
@@ -75,7 +73,7 @@ def _assignment() -> Assignment | None:
 
 def _owner(path: Path) -> str | None:
     try:
-        return _owner_file(path).read_text(errors="replace")  # of no run, if it is damaged
+        return _owner_file(path).read_text(errors="replace")  # of no run, if damaged
     except FileNotFoundError:
         return None
 
@@ -86,30 +84,30 @@ def _owner_file(path: Path) -> Path:
 
 _log = logging.getLogger("jdp")
 
-# Metrics that wait for their steps. Steps in flight are few, so more wait only for a slow disk.
+# Lines that wait for their steps; only a slow disk makes more wait.
 _MAX_WAITING = 1000
 _END_S = 10.0
-# Between attempts to write a line that the disk refuses, and until that is an error.
+# Seconds between attempts to write a refused line, and until it is an error.
 _RETRY_S, _PATIENCE_S = 0.2, 10.0
-# A process that was just killed may still be exiting.
+# A killed process may still be exiting.
 _LOCK_S = 5.0
-# Of file systems without locks, such as Lustre that was mounted without -o flock.
+# File systems without locks, such as Lustre without -o flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _REPEATED = (
     "jdp: the metrics of step %d are not written to %s, which has such metrics up to step "
     "%d. Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
 )
 OWN_NAMES = ("step", "time")
-# Metrics that the line of progress shows, by its names, and the names that users give them.
+# The progress line's metrics, and users' names for them.
 _SHOWN = {
     "loss": ("train/loss", "loss"),
     "learning_rate": ("lr", "learning_rate"),
     "gradient_norm": ("grad_norm", "gradient_norm"),
 }
-# The launcher reads the step after the last one in 8 bytes; TensorBoard has as many.
+# The launcher reads the step plus one in 8 bytes; TensorBoard has as many.
 MAX_STEP = 2**63 - 1
 
-# Open files of this process. A forked child shares their locks, and may outlive this process.
+# A forked child closes these, since it may outlive this process and its locks.
 _open: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
@@ -122,7 +120,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class MetricsFile:
-    """A file of metrics, and the thread that writes to it."""
+    """A file of metrics, and the thread that writes it."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +129,7 @@ class MetricsFile:
         self._own: set[frozenset[str]] = set()  # names of lines of this process
         self._has_warned = False
         self._error: BaseException | None = None
-        self._refusal: OSError | None = None  # of the line that is retried
+        self._refusal: OSError | None = None  # of the line being retried
         self._refused_at = 0.0
         self._tracked = TrackerQueue(path)
         self._is_over = threading.Event()
@@ -140,9 +138,13 @@ class MetricsFile:
         self._thread.start()
 
     def put(self, step: int, scalars: dict[str, Any], trackers: Sequence[Tracker] = ()) -> None:
-        """Have the thread write a line, unless the file has it; raise its error of earlier ones.
+        """Queue a line for the thread, unless the file has it; raise the error of an earlier line.
 
         A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
+
+        Args:
+          scalars: numbers by name, or `[]` arrays that a step may still compute.
+          trackers: get the values in their own thread, after the file.
         """
         self.raise_error()
         names = frozenset(scalars)
@@ -170,7 +172,7 @@ class MetricsFile:
         return self._tracked.opened(given)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the thread has written all lines, at most for `timeout_s`."""
+        """Wait until the thread has written all lines; return whether it has."""
         end = time.monotonic() + timeout_s
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
@@ -179,7 +181,7 @@ class MetricsFile:
         return not self._lines.unfinished_tasks
 
     def flush_trackers(self, timeout_s: float) -> bool:
-        """Wait until the trackers have all lines on the disk; return whether they have."""
+        """Wait until the trackers have all lines; return whether they have."""
         return self._tracked.flush(timeout_s)
 
     def end_thread(self) -> None:
@@ -244,7 +246,7 @@ class MetricsFile:
                     f"metrics[{gone[0]!r}] of step {step} was donated before it was written, so "
                     "the line is missing. Give jdp.log a copy: jnp.copy(x)."
                 ) from None
-            # The step failed, and its own error is raised by the next call of a step.
+            # The step failed; the next call of a step raises its error.
             self._last[frozenset(scalars)] = step - 1
             return
         line = {"step": step, "time": round(at, 3)} | {k: _in_json(v) for k, v in values.items()}
@@ -258,7 +260,7 @@ class MetricsFile:
 
     def _has_appended(self, step: int, text: bytes) -> bool:
         try:
-            if not _is_at(self._file, self._path):  # somebody has moved the file away
+            if not _is_at(self._file, self._path):  # the file was moved away
                 self._file.close()
                 self._file, _ = _opened(self._path, step)
             _append(self._file, text)
@@ -272,7 +274,7 @@ class MetricsFile:
         return True
 
 
-# The file, and the last step that it holds, by the names of the metrics.
+# Return the file, and the last step of each set of metric names.
 def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str], int]]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "ab", buffering=0))
@@ -308,7 +310,7 @@ def _lock(file: io.FileIO, path: Path) -> None:
             )
 
 
-# Drops a line that a killed process did not complete.
+# Drop a line that a killed process did not complete.
 def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], int]:
     last: dict[frozenset[str], int] = {}
     begins_at, end = None, 0
@@ -373,7 +375,7 @@ def _refused(path: Path, error: OSError) -> OSError:
     )
 
 
-# Writes a line or, on a full disk, nothing: what follows a part of a line could not be read.
+# Append all of a line, or on a full disk no part, which could not be read.
 def _append(file: io.FileIO, line: bytes) -> None:
     done = 0
     try:
@@ -387,7 +389,7 @@ def _append(file: io.FileIO, line: bytes) -> None:
 
 def _number(value: Any) -> Any:
     found = np.asarray(value)
-    # An item of a wide dtype is one of NumPy's, not Python's.
+    # An item of a wide dtype is NumPy's, not Python's.
     for kind, convert in ((np.floating, float), (np.complexfloating, complex)):
         if jax.numpy.issubdtype(found.dtype, kind):
             return convert(found.item())

@@ -24,7 +24,7 @@ _MEASURED = (optax.SnapshotState, optax.MonitorState)
 
 
 def of_state(state: Any) -> dict[str, Any]:
-    """Return the scalars by name, on one device, so that the next step may donate the state."""
+    """Return the scalars by name, copied to one device, so that the state may be donated."""
     leaves, tree = jax.tree.flatten(state)
     indices = _indices(tree)
     if not indices:
@@ -44,7 +44,7 @@ def of_state(state: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _indices(tree: Any) -> dict[str, int]:
-    """Return which leaves are logged, by name: labels of `optax.multi_transform`, and their own."""
+    """Return the leaves to log, by their labels of `optax.multi_transform` and names."""
     state = tree.unflatten(range(tree.num_leaves))
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, _INJECTED + _MEASURED)
@@ -69,7 +69,7 @@ def _values(node: Any) -> dict[str, Any]:
 
 
 def _keys(path: Any) -> list[str]:
-    """Return the keys of dicts on a path, without attributes and positions."""
+    """Return the dict keys on a path."""
     return [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
 
 
@@ -93,37 +93,34 @@ def log(
     """Write the metrics of a step to a file, as one line of JSON, without waiting for the step.
 
     A thread waits for the values. Process 0 writes; on other processes the call checks its
-    arguments. When a run continues after a death or with `--resume`, it repeats some steps: nothing
-    is written again up to the last step that the file holds with the same names. So metrics of the
-    same names go in the order of their steps. A run from its beginning does not continue the file
-    of another one: that is an error.
+    arguments. A resumed or recovered run repeats some steps: a line is not written again up to the
+    last step in the file with the same names. So log metrics of the same names in the order of
+    their steps. A new run does not continue another run's file: that is an error.
 
     Args:
-      metrics: names and scalars: arrays of one element, or numbers. A mapping in it adds its name:
+      metrics: names and scalars: arrays of one element, or numbers. A nested mapping adds its name:
         `{"eval": {"loss": x}}` is written as "eval/loss". NaN and infinities become strings.
       step: number of the step, from 0 to 2**63 - 2. With a Checkpointer call this before
-        `checkpointer.step`, with `checkpointer.steps + 1`: after SIGTERM a run continues behind the
-        saved state, and a later call of this step would never be made.
+        `checkpointer.step`, with `checkpointer.steps + 1`: after SIGTERM a run resumes after the
+        saved step, and a later call for it would never be made.
       file: is created if it does not exist; relative to the working directory.
-      also: receives the same metrics, in a thread: "csv", "mlflow", "tensorboard" or "wandb"; a
-        `jdp.tracker`; a function `also(step, values)`; a writer with a method
-        `add_scalar(name, value, step)`; or a list of these. Call `jdp.log.flush()` before you
-        close one of your own.
-      state: that the step returned, whose optimizer adds to `metrics` the "learning_rate" of
+      also: gets the same metrics, in a thread: "csv", "mlflow", "tensorboard" or "wandb"; a
+        `jdp.tracker`; a function `also(step, values)`; a writer with a method `add_scalar(name,
+        value, step)`; or a list of these. Call `jdp.log.flush()` before you close your own writer.
+      state: the returned state, whose optimizer adds to `metrics` the "learning_rate" of
         `optax.inject_hyperparams` and scalars of `optax.snapshot` and `optax.monitor`, unless
         `metrics` has their names. Those of `optax.multi_transform` follow their label and "/".
 
     Raises:
-      TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is nothing of
-        these.
-      ImportError: if the library of a tracker is not installed.
-      ValueError: if a metric is not a scalar, has more than 64 bits, was donated, or is named
-        "step", "time" or as another one; if `state` has no such value or was donated; or if the
-        file holds the steps of an earlier run.
-      RuntimeError: before `jdp.init` in a process of `jdp run`; if `also` raised an error in an
+      TypeError: `metrics` is not a mapping, a metric is not a number, or `also` has another type.
+      ImportError: the library of a tracker is not installed.
+      ValueError: a metric is not a scalar, has more than 64 bits, was donated, or is named "step",
+        "time" or like another one; `state` has no such value or was donated; or the file holds the
+        steps of an earlier run.
+      RuntimeError: before `jdp.init` in a process of `jdp run`; or `also` raised an error in an
         earlier call.
-      OSError: if `file` cannot be opened, or the disk has refused a line of an earlier call for 10
-        seconds. The lines are kept and retried, also that of this call while fewer than 1000 wait.
+      OSError: `file` cannot be opened, or the disk has refused an earlier line for 10 seconds. The
+        lines are kept and retried, also this one while fewer than 1000 wait.
 
     >>> import json, tempfile, jdp
     >>> from jdp.distributed import metrics_log
@@ -170,13 +167,13 @@ def flush(timeout_s: float = _FLUSH_S) -> None:
 
 
 def write_all(timeout_s: float = _FLUSH_S) -> None:
-    """Wait until all lines are in their files, whatever `also` does."""
+    """Wait until all lines are in their files."""
     refusals = []
     for each in list(_open.files.values()):
         try:
             if not each.flush(timeout_s):
                 raise TimeoutError(f"not all metrics were written within {timeout_s:g} s.")
-        except OSError as error:  # the lines of the other files are not held up
+        except OSError as error:  # go on with the other files
             refusals.append(error)
     if refusals:
         raise refusals[0]
@@ -186,7 +183,7 @@ log.flush = flush  # type: ignore[attr-defined]
 
 
 def end() -> None:
-    """Wait until all lines are written, and close the files; a later `log` opens its file again."""
+    """Wait until all lines are written, and close the files; a later `log` reopens its file."""
     for each in list(_open.files.values()):
         each.end_thread()
     _open.files.clear()
@@ -210,11 +207,11 @@ def _register_end() -> None:
 
 
 _register_end()
-# The threads that write are not in a forked child, which then has files of its own.
+# The writing threads are not in a forked child, which then has its own files.
 os.register_at_fork(after_in_child=_open.__init__)
 
 
-# Standbys run the code before `jdp.init()`, too, and a process has no number there.
+# A standby also runs the code before `jdp.init()`, without a number.
 def _require_assignment() -> None:
     member = launcher_client.current()
     if member is not None and member.assignment is None:
@@ -270,7 +267,7 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             if not value.is_fully_replicated:
                 raise ValueError(f"metrics[{name!r}] lies on another process alone.")
-        # The author may write to an array of NumPy before the thread reads it.
+        # The author may overwrite a NumPy array before the thread reads it.
         yield name, value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -282,7 +279,7 @@ def _is_of_numbers(dtype: Any) -> bool:
 def _array(name: str, value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
-    except ValueError as error:  # of lists of different lengths
+    except ValueError as error:  # lists of different lengths
         raise ValueError(
             f"metrics[{name!r}] is not a scalar: {error} Write its mean, or each element under a "
             "name of its own."

@@ -1,4 +1,4 @@
-"""Copy a state onto the mesh."""
+"""Copies a state onto the mesh."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +14,15 @@ from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.pytrees import is_array, is_key
 
-# Smaller arrays are copied on the host first: a second copy of them takes less than a millisecond.
+# Smaller arrays are copied on the host first: less than a millisecond for the second copy.
 LARGE_BYTES = 1 << 20
 
 
 def copied_from_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Return an array on devices that does not share the memory of `value`, which may then change.
+    """Return an array on devices that does not share the memory of `value`.
 
-    JAX copies an array of the host to a CPU device only if its memory is not aligned, and uses the
-    memory itself otherwise, whatever `may_alias` is. Such memory cannot be donated either: the step
-    that does so copies it.
+    JAX copies a host array to a CPU device only if its memory is not aligned, and aliases it
+    otherwise, whatever `may_alias` is. Aliased memory cannot be donated: the step would copy it.
     """
     if value.dtype.kind in "iufc":  # JAX would narrow int64 too, and warn of it
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
@@ -58,10 +57,10 @@ def placed(
     partition: Sequence[PartitionSpec | None] | None = None,
     may_be_split: bool = False,
 ) -> Any:
-    """Copy a state onto the mesh, equal on every rank; `per_rank` state is split over the ranks.
+    """Copy a state onto the mesh, equal on every rank; `per_rank` state is sharded over the ranks.
 
-    Leaves that are already there, perhaps split over further axes, stay unchanged. A copy shares no
-    buffer with the original, so donating the copy leaves the original intact.
+    Leaves that are already there, perhaps sharded over further axes, stay. A copy shares no buffer
+    with the original, so it may be donated.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in named]
@@ -111,11 +110,7 @@ def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
 def _require_agreement(
     treedef: Any, leaves: Sequence[Any], targets: Mapping[int, NamedSharding], mesh: Mesh
 ) -> None:
-    """Refuse a state whose values differ between processes, before they become one array.
-
-    Args:
-      targets: index of a leaf that is copied -> sharding of the copy.
-    """
+    """Refuse a state whose values differ between processes; `targets` has the copied leaves."""
     if NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
         return  # a process that trains alone must not wait for others
     is_new = [i in targets and not _is_on(leaf, mesh) for i, leaf in enumerate(leaves)]
@@ -127,9 +122,9 @@ def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Arr
     if not all(target.is_fully_addressable for target in targets):
         # device_put would compare the values of all processes, leaf by leaf.
         return list(map(copy_to, leaves, targets))
-    # Numbers become arrays of a strong type. A weak type would change at the first step, and the
-    # step would compile twice. Copy first, since device_put may use the caller's memory; all small
-    # leaves go in one call.
+    # Numbers become strongly typed: a weak type would change at the first step, which would compile
+    # twice. Copied first, since device_put may alias the caller's memory; one call for all small
+    # leaves.
     strong = list(map(_copy, leaves, targets))
     return jax.device_put(strong, list(targets))
 
@@ -149,17 +144,17 @@ def _is_on(leaf: Any, mesh: Mesh) -> bool:
 def _shard_target(
     leaf: Any, spec: PartitionSpec, mesh: Mesh, axis_name: AxisName
 ) -> NamedSharding | None:
-    """Return the sharding that splits a leaf into shards, None if it already is."""
+    """Return the sharding for a leaf's shards; None if it has it."""
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
         return None
-    # Along further axes it stays split as it was.
+    # It keeps its sharding along further axes.
     old = tuple(leaf.sharding.spec) if _is_on(leaf, mesh) else ()
     parts = [_without(part, set(axis.names(axis_name))) for part in old]
     if spec:
         dim, own = len(spec) - 1, axis.names(spec[-1])
         parts += [None] * (len(spec) - len(parts))
         every = (*(axis.names(parts[dim]) if parts[dim] else ()), *own)
-        # The ranks divide the dim, but the devices along all of its axes may not.
+        # The ranks divide the dim, but the devices along all its axes may not.
         parts[dim] = own if leaf.shape[dim] % num_ranks(mesh, every) else every
     target = NamedSharding(mesh, PartitionSpec(*parts))
     is_there = _is_on(leaf, mesh) and leaf.sharding.is_equivalent_to(target, leaf.ndim)
@@ -174,7 +169,7 @@ def _without(part: Any, names: set[str]) -> Any:
 def _target(
     path: tuple, leaf: Any, is_own: bool, mesh: Mesh, names: tuple[str, ...], may_be_split: bool
 ) -> NamedSharding | None:
-    """Return the sharding to copy a leaf to, None if it stays unchanged."""
+    """Return the sharding to copy a leaf to; None if it stays."""
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
         return None
     found = getattr(leaf, "sharding", None)
@@ -184,7 +179,7 @@ def _target(
         spec = sharding.spec if sharding is not None and sharding.mesh == mesh else ()
         if spec and spec[0] is not None and axis.names(spec[0]) == names:
             return None
-        # Along further axes it stays split as it was.
+        # It keeps its sharding along further axes.
         return NamedSharding(mesh, PartitionSpec(names, *spec[1:]))
     if sharding is not None and not may_be_split:
         _require_whole(path, leaf, sharding, names)

@@ -1,6 +1,6 @@
 """Signals that ask for an end: all processes save after the same step, and stop.
 
-A scheduler sends SIGTERM. Slurm, submitit and MPI hand SIGUSR1 or SIGUSR2 on to their processes.
+A scheduler sends SIGTERM; Slurm, submitit and MPI pass SIGUSR1 or SIGUSR2 on to their processes.
 """
 
 import functools
@@ -23,12 +23,10 @@ _USER = (signal.SIGUSR1, signal.SIGUSR2)
 class Preemption:
     """Listens for SIGTERM, SIGUSR1 and SIGUSR2 until `stop_listening`.
 
-    With several processes, JAX listens for SIGTERM in each of them (it checks once a second), and
-    they agree on a step that none has started; the other signals become SIGTERM. A check takes less
-    than a microsecond. With one process, a signal handler listens. Only the main thread can install
-    it; in another thread, a signal ends the process.
-
-    SIGUSR1 and SIGUSR2 stay as they are if they are ignored or have a handler in C.
+    With several processes, JAX listens for SIGTERM in each (it checks once a second), and they
+    agree on a step that none has started; the other signals become SIGTERM. With one process, a
+    Python handler listens, which only the main thread can install; in another thread, a signal ends
+    the process. SIGUSR1 and SIGUSR2 stay if they are ignored or have a C handler.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,7 @@ class Preemption:
                     exit_codes.use_handler_of(signal.SIGTERM, number)
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step: the same on all processes, which ask after each step."""
+        """Whether to stop after this step; equal on all processes, which ask after each step."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._agrees
@@ -79,7 +77,7 @@ class Preemption:
 
 
 def _is_taken(number: int) -> bool:
-    """Whether a signal is ignored, or has a handler in C such as that of `faulthandler`."""
+    """Whether a signal is ignored, or has a C handler such as that of `faulthandler`."""
     handler = signal.getsignal(number)
     if callable(handler):
         return False
@@ -88,10 +86,9 @@ def _is_taken(number: int) -> bool:
 
 @functools.cache
 def let_children_end() -> None:
-    """Let SIGTERM end the children that this process forks from now on, such as data loaders.
+    """Let SIGTERM end children forked from now on, such as data loaders.
 
-    They inherit a handler that would let them survive it: JAX's handler, once the processes are
-    connected, or that of `Preemption`. A handler of the user's stays in place.
+    They would inherit the handler of JAX or of `Preemption`, and survive. A user's handler stays.
     """
     os.register_at_fork(after_in_child=_restore_handler)
 

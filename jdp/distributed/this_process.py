@@ -1,4 +1,4 @@
-"""The state of this process in a run, in one place, and which processes share its host."""
+"""The state of this process in a run, and which processes share its host."""
 
 import contextlib
 import os
@@ -12,21 +12,20 @@ from jax.sharding import Mesh
 
 
 class ThisProcess:
-    """The state that `jdp.init` sets up. `current` is the only instance.
+    """The state that `jdp.init` sets up; `current` is the only instance.
 
     Attributes:
-      mesh: the mesh of the last `jdp.init`; None before it.
-      hosts: the name of the host of each process of that mesh, by process, if it has several.
-      timeout_s: how long this process waits for others in comparisons, in seconds; inf: no limit.
-      excepthook: the `sys.excepthook` that `fail_fast` replaced; None before.
-      state_error: the error of a training step that ran to its end and was wrong, which makes later
-        states wrong too; None if there is none.
-      why_over: why no process can continue, as found by a loop over batches; None if they can.
-      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits;
-        None otherwise. Python reports an uncaught one only after all blocks.
-      is_interrupted: whether an interrupt (Ctrl-C) ends this process.
-      has_restored: whether a Checkpointer has restored a saved state.
-      has_reported_failure: whether this process has reported its failure to the launcher.
+      mesh: of the last `jdp.init`, or None.
+      hosts: host name by process of that mesh, if it has several.
+      timeout_s: seconds to wait for others in comparisons; inf: no limit.
+      excepthook: the `sys.excepthook` that `fail_fast` replaced, or None.
+      state_error: the error of a wrong training step, which makes later states wrong, or None.
+      why_over: why no process can continue, as found by a loop over batches, or None.
+      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits, or
+        None. Python reports an uncaught one only after all blocks.
+      is_interrupted: whether Ctrl-C ends this process.
+      has_restored: whether a Checkpointer restored a saved state.
+      has_reported_failure: to the launcher.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ current = ThisProcess()
 
 
 def own_host() -> str:
-    """Return a name of this host. A network namespace, such as of a container, counts as a host."""
+    """Return a name of this host; a network namespace, such as a container's, counts as a host."""
     try:  # processes of one host see each other in /proc
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
         return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
@@ -64,13 +63,13 @@ def own_host() -> str:
 
 
 def is_on_own_host(process: int) -> bool:
-    """Whether a process is on the host of this one, as `jdp.init` has found."""
+    """Whether `jdp.init` found a process on this host."""
     known, me = current.hosts, jax.process_index()
     return process == me or (process in known and known[process] == known.get(me))
 
 
 def numbered_hosts(processes: Iterable[int]) -> list[int]:
-    """Return the number of the host of each process, as `jdp.init` has found.
+    """Return a host index for each process, as `jdp.init` found it.
 
     >>> numbered_hosts([0, 0])
     [0, 0]

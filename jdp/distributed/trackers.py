@@ -1,4 +1,4 @@
-"""Dispatch the metrics of a run to functions, writers, and trackers such as W&B."""
+"""Dispatches the metrics of a run to functions, writers, and trackers such as W&B."""
 
 import contextlib
 import csv
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-# Kind -> the package that it needs, by the name of its module.
+# Kind -> the module that it needs.
 NEEDS = {"csv": "csv", "mlflow": "mlflow", "tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -30,11 +30,7 @@ class NamedTracker:
 
 
 def beside(file: Path, what: str) -> Path:
-    """Return the path of a file that belongs to one file of metrics.
-
-    >>> beside(Path("metrics.jsonl"), "csv").name
-    'metrics.jsonl.csv'
-    """
+    """Return the path of a file that belongs to a file of metrics."""
     return file.with_name(f"{file.name}.{what}")
 
 
@@ -42,12 +38,11 @@ class RunNote:
     """Metadata of a tracker's run, in a file beside the file of metrics.
 
     Args:
-      file: the file of metrics; another first line means another run.
-      kind: the tracker.
+      file: of metrics; another first line means another run.
 
     Attributes:
-      last: the last step that the run is known to have, -1 before the first.
-      names: the sets of metric names that were tracked.
+      last: the last step that the run is known to have, or -1.
+      names: tracked sets of metric names.
     """
 
     def __init__(self, file: Path, kind: str):
@@ -61,7 +56,7 @@ class RunNote:
         self.names = {frozenset(each) for each in found["names"]} if is_same else set()
 
     def run_id(self, begin: Callable[[], str]) -> str:
-        """Return the id of the run, of a new one from `begin`."""
+        """Return the id of the run, or of a new one from `begin`."""
         if self._id is None:
             self._id = begin()
         return self._id
@@ -83,7 +78,7 @@ class TrackedRun(Protocol):
     """A run of a tracker, which resumes the earlier run of the same file."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of a line that the resumed run does not have."""
+        """Return the values of a line that the resumed run lacks."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write the values of a step."""
@@ -160,8 +155,6 @@ class _TensorBoard(_Rebuilt):
 
 
 class _WandB:
-    """A run of Weights & Biases."""
-
     def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         import wandb  # pyrefly: ignore[missing-import]
 
@@ -190,8 +183,6 @@ class _WandB:
 
 
 class _MLflow:
-    """A run of MLflow."""
-
     def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         import mlflow  # pyrefly: ignore[missing-import]
 
@@ -307,12 +298,11 @@ class FileTracker:
         self._run.close()
 
 
-# Both have a name, and receive lines by `write`, `flush` and `close`.
 Tracker = OwnTracker | FileTracker
 
 
 class TrackerQueue:
-    """Dispatches the lines of one file of metrics to its trackers, in a thread of its own."""
+    """Dispatches the lines of a file of metrics to its trackers, in a thread."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -329,7 +319,7 @@ class TrackerQueue:
         num_runs = len(self._runs)
         with self._opening:
             found = [self._opened(each) for each in given]
-            # Not by the thread that writes: at the end of the interpreter no thread can start.
+            # Not by the writing thread: no thread can start at the end of the interpreter.
             if found and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._dispatch, name="jdp track", daemon=True
@@ -340,7 +330,7 @@ class TrackerQueue:
     def _opened(self, given: OwnTracker | NamedTracker) -> Tracker:
         if isinstance(given, OwnTracker):
             if all(each.writer is not given.writer for each in self._own):
-                # A function has nothing to flush, and each call may make another one.
+                # A function needs no flush, and each call may make another one.
                 self._own += [given] if hasattr(given.writer, "flush") else []
             return given
         for each in self._runs:
@@ -359,7 +349,7 @@ class TrackerQueue:
         return self._for_all(timeout_s, lambda each: each.flush())
 
     def close(self, timeout_s: float) -> int:
-        """Flush, and end the runs; return the number of lines that are left."""
+        """Flush, and end the runs; return the number of remaining lines."""
         if self.flush(timeout_s):
             self._for_all(timeout_s, lambda each: each.close())
         return self._lines.unfinished_tasks
@@ -415,17 +405,17 @@ def tracker(
     run, and writes the lines of the file that it lacks, so each step is tracked once.
 
     Args:
-      kind: "csv", "mlflow", "tensorboard" (written by the package tensorboardX) or "wandb". For
-        the file `metrics.jsonl` the first is `metrics.jsonl.csv`, and the third a folder
+      kind: "csv", "mlflow", "tensorboard" (written by the package tensorboardX) or "wandb". For the
+        file `metrics.jsonl` the first is `metrics.jsonl.csv`, and the third a folder
         `metrics.jsonl.tensorboard`.
       name: of the run, for people. Default: one that the tracker makes.
-      config: hyperparameters by name: numbers, texts and the like.
+      config: hyperparameters by name: numbers, strings and the like.
       **options: of `wandb.init` or `mlflow.start_run`, such as `project="digits"`, or of
         `tensorboardX.SummaryWriter`.
 
     Raises:
-      ValueError: if there is no such kind.
-      ImportError: if its library is not installed.
+      ValueError: there is no such kind.
+      ImportError: its library is not installed.
 
     >>> tracker("csv").kind
     'csv'
@@ -476,5 +466,5 @@ def _in_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _number(x: Any) -> Any:
-    """Return the float of a text such as "nan", which JSON has no number for."""
+    """Return the float of a string such as "nan", which JSON lacks."""
     return float(x) if isinstance(x, str) and "j" not in x else x

@@ -1,4 +1,4 @@
-"""Check that all processes call a step with the same further arguments and the same state."""
+"""Checks that all processes call a step with the same further arguments and state."""
 
 import itertools
 import weakref
@@ -18,7 +18,7 @@ from jdp.distributed.checks.hashes import is_small
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 
-PART = " part "  # separates a leaf's name from its part's position along further axes
+PART = " part "  # separates a leaf's name from its shard's position along further axes
 
 WHY = "Ranks that get other arguments train different models, or wait for each other forever."
 ADVICE_FOR_STATE = (
@@ -33,7 +33,7 @@ ADVICE = (
 
 
 def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return a sentence that names the first leaf that differs and its process, None if none does.
+    """Return a sentence that names the first differing leaf and its process, or None.
 
     >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
     '`key` has other values on process 2 than on process 0.'
@@ -49,7 +49,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
             shown = f": {values[0]} instead of {values[1]}" if all(values) else ""
             return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
         lacking = next((process for process in gathered if process not in found), None)
-        if lacking is not None and not part:  # a process need not hold every part
+        if lacking is not None and not part:  # a process need not hold every shard
             return (
                 f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "
                 f"process {lacking}."
@@ -58,7 +58,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
 
 
 def described(leaf: Any) -> str:
-    """Return dtype, shape and digest of a leaf, and its values if there are at most four."""
+    """Return dtype, shape and digest of a leaf, and the values of at most four."""
     leaf = pytrees.without_key(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
@@ -67,11 +67,10 @@ def described(leaf: Any) -> str:
     return f"{value.dtype}{[*value.shape]} {agree.digest(value)}{shown}"
 
 
-# How long a process that has found a difference waits for the arguments of the others.
+# Seconds to wait for the arguments of others after a difference.
 _EXPLAIN_S = 20.0
 
-# Name of a step -> number of steps of that name in this process. All processes thereby use the same
-# name for the same call.
+# Steps of each name in this process, so that all processes name a call alike.
 _num_steps: Counter[str] = Counter()
 
 
@@ -79,10 +78,10 @@ class Given(NamedTuple):
     """The compared arguments of one call of a step, in this process.
 
     Attributes:
-      call: name of the call, the same on all processes.
-      checksums: inputs of the step: one for the state and one for each large argument,
-        `[*mesh.devices.shape, 2]` uint32.
-      small: name -> leaf, for the leaves of small arguments.
+      call: name of the call, equal on all processes.
+      checksums: of the state and of each large argument, `[*mesh.devices.shape, 2]` uint32; inputs
+        of the step.
+      small: name -> leaf of small arguments.
       large: names of leaves, and their hashes from `hashes.folded`.
     """
 
@@ -93,12 +92,7 @@ class Given(NamedTuple):
 
 
 class Arguments:
-    """Compares the arguments of one step between the processes of its mesh.
-
-    Args:
-      mesh: the mesh of the step.
-      spec: the step.
-    """
+    """Compares the arguments of one step between the processes of its mesh."""
 
     def __init__(self, mesh: Mesh, spec: StepSpec):
         self._mesh = mesh
@@ -108,12 +102,12 @@ class Arguments:
         number = _num_steps[spec.name]
         _num_steps[spec.name] += 1
         self._calls = (f"{spec.name}/{number}/{call}" for call in itertools.count())
-        # Position of an argument -> its leaves in the last call, with their names and hashes.
+        # Index of an argument -> its leaves in the last call, their names and hashes.
         self._last: dict[int, tuple[list[weakref.ref], list[str], Any, jax.Array]] = {}
 
     @property
     def spec(self) -> P:
-        """The sharding of a checksum in a step: split over its data axes."""
+        """The sharding of a checksum in a step: over its data axes."""
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def checksums(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
@@ -129,8 +123,8 @@ class Arguments:
         return Given(next(self._calls), tuple(checksums), small, large)
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shapes of the checksums, to compile a program that will not run."""
-        # A shape, not an array, since the mesh may only describe devices.
+        """Return the types of the checksums, for a program that is only compiled."""
+        # Types, since the mesh may only describe devices.
         where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
         shape = (*self._mesh.devices.shape, 2)
         described = jax.ShapeDtypeStruct(shape, np.uint32, sharding=where)
@@ -149,7 +143,7 @@ class Arguments:
             raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
-        """Return a sentence about the leaf that differs between processes, None if unknown."""
+        """Return a sentence about the leaf that differs between processes, or None."""
         if len(self._group) == 1:
             return None
         try:
@@ -160,7 +154,7 @@ class Arguments:
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
     def explained(self, given: Given, call: str) -> str:
-        """Return the error for the call `call`, whose arguments differed between processes."""
+        """Return the error for `call`, whose arguments differed between processes."""
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:
@@ -216,7 +210,7 @@ class Arguments:
             split = {
                 name for part in sharding.spec if part is not None for name in axis.names(part)
             }
-            # The step gathers a leaf that is split over the ranks, so all ranks use the same one.
+            # The step gathers a leaf that is sharded over the ranks, so all ranks use the same one.
             return None if split & set(self._axis_name) else leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
@@ -230,7 +224,7 @@ class Arguments:
         apart = [i for i, name in enumerate(self._mesh.axis_names) if name not in self._axis_name]
         for names, hashed in given.large:
             for position, values in hashes.parts(hashed):
-                # Processes may hold different parts along further axes.
+                # Processes may hold different shards along further axes.
                 part = "".join(f"{PART}{position[i]}" for i in apart)
                 for name, value in zip(names, values, strict=True):
                     seen, text = found.get(name + part), value.tobytes().hex()

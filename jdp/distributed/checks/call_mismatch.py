@@ -1,9 +1,8 @@
-"""Check, when no call ends, whether the processes wait for each other in different calls.
+"""Checks whether the processes wait for each other in different calls.
 
-A process puts its last calls into the store when it ends, or when none of its calls has ended for
-`PATIENCE_S`. While process 0 of a group waits, it compares the calls of all processes with its own.
-The other processes compare theirs with those of process 0. Calls that end in time are only recorded
-(`call_log.py`).
+A process publishes its last calls in the store when it exits, or when none of its calls has ended
+for `PATIENCE_S`. While it waits, process 0 of a group compares the calls of all processes with its
+own; the others compare theirs with those of process 0.
 """
 
 import atexit
@@ -22,7 +21,7 @@ from jdp.error_codes import with_code
 PATIENCE_S = 3.0
 _POLL_S = 0.5
 _END_S = 2.0
-_NUM_SHOWN = 3  # number of shapes in an error
+_NUM_SHOWN = 3  # shapes in an error
 
 _WHY = (
     "Their ranks wait for each other, or add up different sums. All processes of a mesh must make "
@@ -32,10 +31,10 @@ _WHY = (
 
 
 class DifferentCalls:
-    """End this process if its calls differ from those of another process, and no call ends.
+    """Ends this process if its calls differ from another process's, and no call ends.
 
     Args:
-      patience_s: seconds without a new call until the processes compare their calls.
+      patience_s: seconds without a new call until the comparison.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -47,8 +46,8 @@ class DifferentCalls:
         self._publisher: threading.Thread | None = None
 
     def watch_end(self) -> None:
-        """Publish this process's calls when it exits. Call this once the processes are joined."""
-        # Register after JAX's handler, so that this one runs first, while the store is open.
+        """Publish this process's calls when it exits; call this once the processes are joined."""
+        # Registered after JAX's handler, and so run before it, while the store is open.
         atexit.unregister(self._end)
         atexit.register(self._end)
         if self._publisher is None:  # Python starts no thread while the interpreter ends.
@@ -56,7 +55,7 @@ class DifferentCalls:
             self._publisher.start()
 
     def poll(self, is_waiting: bool) -> None:
-        """Start a comparison, without waiting for it, if the calls have not moved for long."""
+        """Start a comparison, without waiting for it, if no call began or ended for long."""
         now, num_calls = time.monotonic(), _num_calls()
         self._is_waiting = is_waiting
         if num_calls != self._num_calls:
@@ -67,17 +66,17 @@ class DifferentCalls:
             self._thread = threading.Thread(target=self._compare, args=(num_calls,), daemon=True)
             self._thread.start()
 
-    # A thread in the store's client aborts a process that exits, so wait for the thread.
+    # A thread in the store's client aborts a process that exits, so wait for it.
     def _end(self) -> None:
         fail_fast.leave_if_failed()
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_END_S)
             if self._thread.is_alive():
-                return  # It waits for the store, as this thread would.
+                return  # it waits for the store, as this thread would
         if self._publisher is not None:
             self._ends.set()
-            self._publisher.join(_END_S)  # Not longer: the store may not answer.
+            self._publisher.join(_END_S)  # bounded: the store may not answer
 
     def _publish_at_end(self) -> None:
         self._ends.wait()
@@ -124,7 +123,7 @@ def _difference(group: tuple[int, ...], mine: Mapping[int, Described | None]) ->
 
 
 def described(one: int, other: int, number: int, mine: Described, theirs: Described) -> str:
-    """Return the error for two processes in different calls, the same on both processes."""
+    """Return the error for two processes in different calls, equal on both."""
     paths = [
         path
         for path in dict.fromkeys([*mine.shapes, *theirs.shapes])

@@ -1,4 +1,4 @@
-"""Hash arrays on their devices, and checksums with which a running step compares its arguments."""
+"""Hashes of arrays on their devices, and checksums that a running step compares."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0
 def folded(
     where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Hash every device's part of every leaf, and combine the hashes of a device into one.
+    """Hash every device's shard of every leaf, and combine the hashes of a device.
 
     It uses no collective, and does not wait.
 
@@ -44,7 +44,7 @@ def zero(where: Mesh) -> jax.Array:
 
 
 def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Return, for each device of this process, its position in the mesh and hashes `[leaf, 2]`."""
+    """Return (mesh position, hashes `[leaf, 2]`) of each device of this process."""
     found: dict[tuple[int, ...], list[np.ndarray]] = {}
     for each in hashed:
         for shard in each.addressable_shards:
@@ -53,8 +53,7 @@ def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray
     return [(position, np.stack(values)) for position, values in found.items()]
 
 
-# One small program for each type of leaf, since a model has few types. One program for a whole
-# model would compile for seconds.
+# One program for each type of leaf: one for a whole model would compile for seconds.
 @functools.cache
 def _program(where: Mesh, spec: P) -> Any:
     device = P(*where.axis_names)
@@ -63,7 +62,7 @@ def _program(where: Mesh, spec: P) -> Any:
         hashed = jnp.stack(of_part(leaf, _offsets(leaf, spec, where))).reshape(total.shape)
         return hashed, total + hashed * factor
 
-    # No collective: it could deadlock with those of a step in flight.
+    # No collective: it could deadlock with a step in flight.
     return jax.jit(
         jax_compat.shard_map(
             on_device,
@@ -76,7 +75,7 @@ def _program(where: Mesh, spec: P) -> Any:
 
 
 def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
-    """Return, for each dim of this device's part, its offset and the length of the whole array."""
+    """Return (offset of this device's shard, length of the whole array) for each dim."""
     parts = [*spec, *[None] * (x.ndim - len(spec))]
     split = [() if part is None else axis.names(part) for part in parts]
     num_parts = [math.prod(where.shape[name] for name in names) for names in split]
@@ -87,10 +86,10 @@ def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
 
 
 def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
-    """Return two hashes of an array's part: sums over its words and their positions, modulo 2**32.
+    """Return two hashes of a shard: sums over its words and their positions, modulo 2**32.
 
-    As sums, the hashes of the parts add up to that of the whole array. Each term is a bijection of
-    its word, so a difference in a single word always changes the hash.
+    The hashes of all shards add up to that of the whole array. Each term is a bijection of its
+    word, so a difference in a single word always changes the hash.
     """
     zero = np.uint32(0)
     if not x.size:  # XLA of JAX 0.11.2 crashes on an empty sum
@@ -106,7 +105,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
     mixed = (mixed ^ (mixed >> 13)) * _ODD[3]
     mixed = mixed ^ (mixed >> 16)
     other = (mixed ^ (mixed >> 15)) * _ODD[4]
-    # XLA's CPU backend sums a pair many times faster than two arrays one after the other.
+    # XLA:CPU sums a pair many times faster than two arrays in turn.
     return lax.reduce(
         (mixed, other),
         (zero, zero),
@@ -116,7 +115,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
 
 def words_of(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, on the device; large elements have a further dim."""
+    """Return the bits of an array as uint32, on the device; large elements add a dim."""
     x = pytrees.without_key(x)
     if jax.typeof(x).memory_space != jax.memory.Space.Device:
         x = jax.device_put(x, jax.memory.Space.Device)
@@ -132,8 +131,8 @@ def words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(jnp.uint32)
 
 
-# The step itself hashes a further argument of up to this many elements and leaves, in each call. A
-# separate program hashes a larger argument if it is not the same object as in the previous call.
+# The step itself hashes a further argument of up to this many elements and leaves. A separate
+# program hashes a larger one if it is not the previous call's object.
 _SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
 
 _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
@@ -141,7 +140,7 @@ _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
 
 def is_small(arg: Any) -> bool:
     """Whether the step itself hashes an argument."""
-    # Count elements, because a tracer has no bytes.
+    # Elements, because a tracer has no bytes.
     leaves = jax.tree.leaves(arg)
     return len(leaves) <= _SMALL_LEAVES and sum(map(np.size, leaves)) <= _SMALL_SIZE
 
@@ -162,12 +161,12 @@ def checksum_pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.
 
 
 def checksums_differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
-    """Return whether `pieces` differ between ranks, given their sums over ranks: `[1]` bool.
+    """Return whether checksum pieces differ between ranks: `[1]` bool.
 
-    If only two different values exist, the result is True on the ranks of both.
+    Of only two different values, the ranks of both return True.
 
     Args:
-      mine: `pieces` of this rank, `[4]` float32.
-      sums: the sums of `pieces` over the ranks, `[4]` float32.
+      mine: pieces of this rank, `[4]` float32.
+      sums: sums of the pieces over the ranks, `[4]` float32.
     """
     return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)

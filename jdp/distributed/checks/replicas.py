@@ -1,4 +1,4 @@
-"""`check_replicas`: check that all ranks hold the same bits."""
+"""`check_replicas`: checks that all ranks hold the same bits."""
 
 import hashlib
 from collections import Counter
@@ -21,19 +21,19 @@ class RanksDifferError(RuntimeError):
     """Ranks hold different bits of a state."""
 
 
-# (structure of a state, axes, every) -> number of calls.
+# (structure of a state, axes, every) -> calls.
 _num_calls: Counter[Any] = Counter()
 
 
 def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") -> str | None:
-    """Make sure that every rank holds the same bits of the state, and give their hash.
+    """Check that every rank holds the same bits of the state, and return their hash.
 
-    jdp proves that a step leaves equal states. It cannot see callbacks that are not pure, kernels
-    that round differently from device to device, and faulty memory. The states of the ranks then
-    drift apart, which averaged metrics do not show.
+    jdp proves that a step leaves equal states. It cannot see impure callbacks, kernels that round
+    differently from device to device, and faulty memory. The ranks' states then drift apart, which
+    averaged metrics do not show.
 
-    Every rank hashes its own copy, reading it once, and only hashes are compared. If an array is
-    split over the ranks, as `jdp.sharded` does, each part is compared with its copies. The call
+    Every rank hashes its own copy, reading it once, and only hashes are compared. Each shard of an
+    array that is sharded over the ranks, as by `jdp.sharded`, is compared with its copies. The call
     waits for the steps that compute the state. All processes must make it.
 
     Args:
@@ -43,14 +43,14 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
       axis_name: the data axis of the mesh: a name, or a tuple of names.
 
     Returns:
-      16 hexadecimal digits, the same for equal bits on any number of ranks, with which runs can be
-      compared; None from a call that does nothing.
+      16 hexadecimal digits, equal for equal bits on any number of ranks, to compare runs; None from
+      a call that does nothing.
 
     Raises:
       RuntimeError: on every process, naming the rank that differs from most and the first leaf, or
         a process that does not make the call.
-      TypeError: if `every` is not an integer.
-      ValueError: if it is not positive, or a leaf was donated.
+      TypeError: `every` is not an integer.
+      ValueError: `every` is not positive, or a leaf was donated.
 
     >>> import jax.numpy as jnp, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -83,10 +83,9 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
 
 
 def require_equal_copies(state: Any) -> None:
-    """Raise an error unless all devices that hold the same part of an array hold the same bits.
+    """Raise an error unless all devices with the same shard of an array hold the same bits.
 
-    This is `check_replicas` for a state that is replicated or split over any axes. Leaves that are
-    on one device are ignored.
+    This is `check_replicas` for any sharding; leaves on one device are ignored.
     """
     in_flight.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
@@ -102,7 +101,7 @@ def require_equal_copies(state: Any) -> None:
 
 
 def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
-    """Return the hashes of every device's part of every leaf: `[device, leaf, 2]` uint32."""
+    """Return the hashes of every device's shard of every leaf: `[device, leaf, 2]` uint32."""
     hashed, _ = hashes.folded(where, leaves, range(len(leaves)))
     mine = {
         int(np.ravel_multi_index(position, where.devices.shape)): values.tobytes().hex()
@@ -120,7 +119,7 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
 
 
 def _holders(where: Mesh, leaf: jax.Array) -> list[list[int]]:
-    """Return, for each part of a leaf, the positions in the mesh of the devices that hold it."""
+    """Return the mesh positions of the devices that hold each shard of a leaf."""
     if leaf.sharding.is_fully_replicated:
         return [[*range(where.size)]]
     parts: dict[str, list[int]] = {}
@@ -137,7 +136,7 @@ def _require_equal(
     leaves: list[jax.Array],
     table: np.ndarray,
 ) -> None:
-    found: list[tuple[int, int, int]] = []  # (leaf, a device that differs, a device that does not)
+    found: list[tuple[int, int, int]] = []  # (leaf, differing device, usual device)
     for i, leaf in enumerate(leaves):
         for holders in _holders(where, leaf):
             bits = {position: table[position, i].tobytes() for position in holders}

@@ -1,4 +1,4 @@
-"""Compare programs and environments of all processes before anything is sent."""
+"""Compares programs and environments of all processes before they communicate."""
 
 import functools
 import hashlib
@@ -30,7 +30,7 @@ from jdp.worker import build_info, launcher_client
 from jdp.worker.build_info import version
 from jdp.worker.process_status import PATIENCE
 
-# Kept of a process that traces many: of each kind, and kinds.
+# Kept of each kind of program, and kinds.
 _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
 
@@ -53,11 +53,11 @@ class Lines(Protocol):
 
 
 class TracedProgram:
-    """A program whose facts and lines nobody has asked for.
+    """A program whose facts and lines were not requested yet.
 
     Args:
       name: of its step.
-      facts_of: returns JSON: on what the program may depend that is not the author's.
+      facts_of: returns JSON of what the program depends on beside the author's code.
       lines_of: returns the lines of the program.
     """
 
@@ -66,7 +66,7 @@ class TracedProgram:
         self._of: tuple[Callable[[], Any], Callable[[], Lines]] | None = facts_of, lines_of
 
     def take(self) -> tuple[Any, Lines]:
-        """Return the facts and the lines, and let go of the program. Only once."""
+        """Return facts and lines, and release the program; once."""
         of, self._of = self._of, None
         assert of is not None
         facts_of, lines_of = of
@@ -74,20 +74,15 @@ class TracedProgram:
 
 
 class TracedPrograms:
-    """Programs by their kind: the name of the step, and all on which its program may depend.
-
-    >>> programs = TracedPrograms()
-    >>> programs.kinds()
-    {}
-    """
+    """Programs by their kind: the name of the step, and all that its program depends on."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, dict[str, Lines]] = {}
-        # Their steps hold them: a process that drops a step also drops its program.
+        # Held by their steps: a process that drops a step also drops its program.
         self._traced: deque[weakref.ref[TracedProgram]] = deque(maxlen=_MAX_KINDS)
 
     def record(self, traced: TracedProgram) -> None:
-        """Record a program, for as long as the caller holds it or until its lines are asked for."""
+        """Record a program while the caller holds it, or until its lines are requested."""
         self._traced.append(weakref.ref(traced))
 
     def kinds(self) -> dict[str, dict[str, Lines]]:
@@ -126,8 +121,8 @@ class ProgramText(NamedTuple):
     """The program of a step in the form that is compared.
 
     Attributes:
-      name: name of the author's function.
-      lines: lines of its lowered text.
+      name: of the author's function.
+      lines: of its lowered text.
       constants: the arrays that it captures.
       source: index of a line -> file and line of the author's code, or "".
     """
@@ -180,7 +175,7 @@ def _different_constant(
     gathered = agree.all_gather(group, [*map(_described, constants)], what="constants")
     odd, usual = pair
     if len(gathered[odd]) != len(gathered[usual]) or gathered[odd] == gathered[usual]:
-        return None  # if the numbers of constants differ, so do the lines
+        return None  # with other numbers of constants, the lines differ, too
     both = enumerate(zip(gathered[odd], gathered[usual], strict=True))
     number = next(i for i, (one, other) in both if one != other)
     shapes = {process: gathered[process][number].rpartition(" ")[0] for process in pair}
@@ -233,7 +228,7 @@ def _source(lowered: Any, lines: Sequence[str], index: int) -> str:
             others.append(line)
     if len(others) != len(lines):
         return ""
-    # A constant has no location of its own. Use that of the first line that reads it.
+    # A constant has no location; use the first line that reads it.
     value = lines[index].partition(" = ")[0].strip()
     reads = re.compile(rf"{re.escape(value)}(?!\w)")
     readers = (i for i in range(index + 1, len(lines)) if value and reads.search(lines[i]))
@@ -252,10 +247,7 @@ def _file(line: str, places: dict[str, str]) -> str:
 
 
 def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
-    """Yield the arrays (constants or literals) that a jaxpr or one within it captures.
-
-    A jaxpr that is called from several places is read once. `seen` holds the ids of those read.
-    """
+    """Yield the arrays that a jaxpr captures, each inner jaxpr once; `seen` holds their ids."""
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
@@ -305,9 +297,7 @@ _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*bac
 
 
 def schedule_of(compiled: str) -> list[str]:
-    """Return the collectives of a compiled program, in the order in which it runs them.
-
-    Names of values and computations, which may differ in equal programs, are left out.
+    """Return the collectives of a compiled program in order, without names, which may differ.
 
     >>> schedule_of("  %r.3 = f32[8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add.2")
     ['all-reduce-start f32[8] replica_groups={{0,1}}']
@@ -328,7 +318,7 @@ _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def require_start(mesh: Mesh, timeout_s: float | None) -> None:
-    """Raise an error if the processes of `mesh` differ in versions, devices or the mesh itself."""
+    """Raise an error if the processes of `mesh` differ in versions, devices or the mesh."""
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
@@ -373,7 +363,7 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
         "JAX": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        # A process may lack one. It reports that when gradients are reduced, and all use XLA.
+        # A process may lack one; it reports that when gradients are reduced, and all use XLA.
         "native library": _stamp("libjdp_cpu"),
         "CUDA library": _stamp("libjdp_cuda"),
         "kind of device": ", ".join(sorted({d.device_kind for d in jax.local_devices()})),
@@ -383,19 +373,14 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
     }
 
 
-# setup.py records the digest of the sources from which it built a library.
+# setup.py records the digest of a library's sources.
 def _stamp(name: str) -> str | None:
     path = build_info.PACKAGE / "lib" / f"{name}.json"
     return json.loads(path.read_text())["digest"][:8] if path.exists() else None
 
 
 class FirstRuns:
-    """Compare a step between the processes of its mesh before each new trace runs.
-
-    Args:
-      mesh: the mesh of the step.
-      name: name of the author's function.
-    """
+    """Compares a step between the processes of its mesh before each new trace runs."""
 
     def __init__(self, mesh: Mesh, name: str):
         self._mesh = mesh
@@ -429,7 +414,7 @@ class FirstRuns:
                 pass
             finally:
                 self._is_expected = True
-        # The returned state may have other shapes than the input state. Then compare again.
+        # The returned state may have other shapes than the input state; then compare again.
         try:
             is_new = self._compare(trace, args, first)
         except Exception:
@@ -440,12 +425,12 @@ class FirstRuns:
         return run(*args)
 
     def on_trace(self) -> None:
-        """Record that the step is being traced. If `run` did not expect this, it compares first."""
+        """Record that the step is being traced; if `run` did not expect this, it compares first."""
         if not self._is_expected:
             raise _NewTrace
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
-        """Compare the program for these shapes, and return whether it is a new one."""
+        """Compare the program for these shapes, and return whether it is new."""
         with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
@@ -471,7 +456,7 @@ def _shapes(args: tuple) -> Any:
     return tree, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
 
 
-# The shapes of batch and further arguments: args begin with the state and end with the checksums.
+# args begin with the state and end with the checksums.
 def _shown(shapes: Any, *, is_returned: bool) -> dict[str, str]:
     tree, leaves = shapes
     args = jax.tree.unflatten(tree, [aval for aval, _ in leaves])[0 if is_returned else 1 : -1]
