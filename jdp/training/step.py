@@ -247,8 +247,8 @@ class Shield:
 SHIELD = Shield()
 
 
-# What JAX says before it runs or deletes anything: of an array that is donated twice, or donated and
-# read; of one that is gone; of keys of a dict that it cannot sort.
+# What JAX says before it runs or deletes anything, of arrays that are donated twice, or donated and
+# read, or gone, and of keys of a dict that it cannot sort.
 _UNPREPARED = re.compile("INVALID_ARGUMENT.*donate|has been deleted|Comparator raised")
 
 # The calls of a step after which the state that went in is looked at: one look takes longer.
