@@ -96,10 +96,10 @@ def main():
     params = new_params(args.length, args.dim, args.depth)
 
     mesh = jdp.init()
-    state = jdp.TrainState.create(params, jdp.replicated(optax.adam(1e-3)))
+    tx = jdp.replicated(optax.adam(1e-3))
     batches = jdp.batches(rows, args.batch_size, num_steps=args.steps, mask=True)
     with jdp.Checkpointer(args.checkpoints, commit_every=5, save_every=100) as checkpointer:
-        state = checkpointer.restore(state, batches)
+        state = checkpointer.restore(lambda: jdp.TrainState.create(params, tx), batches)
         step = checkpointer.steps
         print(f"pid {os.getpid()}, one of {mesh.size} ranks, begins after step {step}")
         for batch in batches:

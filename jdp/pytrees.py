@@ -34,12 +34,25 @@ def kind_of(value: Any) -> str:
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed random key."""
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_described = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return is_described and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def without_key(leaf: Any) -> Any:
     """Return the data of a typed random key, any other leaf as it is."""
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if not is_key(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def key_impl(key: Any) -> str:
+    """Return the name of the generator of a typed random key, or of its shape."""
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)
+    return found[0]
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from typing import Any
 
 from jdp import pytrees
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.restore import require_position
+from jdp.checkpoint.restore import is_maker, require_position, shapes_of
 from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
 from jdp.checkpoint.write_plan import require_alive
@@ -100,8 +100,12 @@ class Checkpointer:
         receives the state from a process that has one.
 
         Args:
-          state: the state of step 0. Its leaves give the shapes, dtypes and shardings to restore
-            to, so a step compiled for it is not recompiled.
+          state: the state of step 0, or a function without arguments that makes it. Its leaves give
+            the shapes, dtypes and shardings to restore to, so a step compiled for it is not
+            recompiled. A function is only traced where there is something to restore: its arrays
+            are never made beside the restored ones. It is called then, too, if it cannot be traced,
+            if it places arrays itself outside of a `TrainState`, if the mesh has further axes, and
+            with `missing="keep"`.
           batches: the run's `jdp.batches(...)`; `jdp.shard_batches(loader)` of a loader that saves
             its own state; or an object with an int `position`, which is set.
           missing: "error" raises if leaves differ. "keep" allows another optimizer, an added
@@ -113,7 +117,7 @@ class Checkpointer:
             log line names the first differing operation.
 
         Returns:
-          The restored state, or `state`.
+          The restored state, or that of step 0.
 
         Raises:
           TypeError: `batches` has no position, or JAX does not support the type of a leaf.
@@ -133,6 +137,10 @@ class Checkpointer:
         if missing not in ("error", "keep"):
             raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
         allows_edits = allows(allow, "new script")
+        make = state if is_maker(state) else None
+        if make is not None:
+            shapes = None if missing == "keep" else shapes_of(make)
+            state, make = (make(), None) if shapes is None else (shapes, make)
         describe(state)
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
@@ -143,6 +151,7 @@ class Checkpointer:
                     self._resume,
                     keeps_missing=missing == "keep",
                     allows_edits=allows_edits,
+                    make=make,
                 )
         except BaseException:
             session.end_session()

@@ -28,7 +28,7 @@ from jdp.checkpoint.saved_leaves import (
 from jdp.checkpoint.shards import SplitValue
 from jdp.checkpoint.split_state import split_values
 from jdp.distributed.placement import copied_from_host
-from jdp.pytrees import is_array, is_key
+from jdp.pytrees import is_array, is_key, key_impl, without_key
 from jdp.validation import int_at_least
 
 _log = logging.getLogger("jdp")
@@ -111,7 +111,7 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
     if not isinstance(value, SplitValue):
         return placed(x, value, copies=copies)
     value.fetch()
-    is_placed = isinstance(x, jax.Array) and x.committed and (is_key(x) or not x.weak_type)
+    is_placed = _has_place(x) and (is_key(x) or not x.weak_type)
     new = placed(x, value if is_placed else value[...])
     value.release()
     return new
@@ -119,24 +119,30 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
 
 def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
     """Return a saved value with the type and sharding of `x`; `copies`: in its own memory."""
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) and not _has_place(x):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
     if is_key(x):
-        data = placed(jax.random.key_data(x), value, copies=copies)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if x.weak_type and not x.shape and x.is_fully_addressable:
+        data = placed(without_key(x), value, copies=copies)
+        return jax.random.wrap_key_data(data, impl=key_impl(x))
+    if x.weak_type and not x.shape and (not _has_place(x) or x.sharding.is_fully_addressable):
         # Only a Python number produces a weakly typed array, as jnp.asarray(1.0) does.
         number = jnp.asarray(value.item())
-        return jax.device_put(number, x.sharding) if x.committed else number
-    if not x.committed:
+        return jax.device_put(number, x.sharding) if _has_place(x) else number
+    if not _has_place(x):
         return jnp.asarray(np.array(value) if copies else value)
     if copies:
         return copied_from_host(value, x.sharding)
     # A process without a shard has no dtype to infer.
     get = value.__getitem__
     return jax.make_array_from_callback(x.shape, x.sharding, get, dtype=x.dtype)
+
+
+def _has_place(x: Any) -> bool:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None
+    return isinstance(x, jax.Array) and x.committed
 
 
 def _fits(saved: SavedLeaf, given: SavedLeaf) -> bool:

@@ -1,9 +1,13 @@
 """Restores all processes: values, and the position of the data."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdp.checkpoint.code_change import Edits
@@ -14,9 +18,74 @@ from jdp.checkpoint.saved_leaves import leaves_of, pack, packed_bytes, unpack
 from jdp.checkpoint.shards import SplitValue
 from jdp.checkpoint.split_state import split_values
 from jdp.checkpoint.state_writer import KEY_OF_LOADER, state_of_data
-from jdp.distributed import agree
+from jdp.distributed import agree, placement
 from jdp.distributed.agree import broadcast_bytes
 from jdp.distributed.checks import state as state_check
+
+_log = logging.getLogger("jdp")
+
+
+def is_maker(state: Any) -> bool:
+    """Whether a function that makes a state was given in its place. A module is a state."""
+    is_partial = isinstance(state, functools.partial) and not isinstance(
+        state, jax.tree_util.Partial
+    )
+    return inspect.isfunction(state) or inspect.ismethod(state) or is_partial
+
+
+def shapes_of(make: Callable[[], Any]) -> Any:
+    """Return what `make` returns, with shapes and shardings in place of the arrays that it makes.
+
+    None where these are not known without making it: the function reads values, or places arrays.
+    """
+    kept: list[Any] = []
+
+    def traced() -> list[Any]:
+        leaves, tree = jax.tree.flatten(make())
+        is_made = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
+        kept[:] = tree, [None if made else x for x, made in zip(leaves, is_made, strict=True)]
+        return [leaf for leaf, made in zip(leaves, is_made, strict=True) if made]
+
+    try:
+        with placement.shapes_only():
+            jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)()
+    except Exception as error:  # an error of the function comes again when it is called
+        text = "the state to restore is made first, since its function cannot be traced: %s: %s"
+        _log.info(text, type(error).__name__, str(error).partition("\n")[0])
+        return None
+    tree, leaves = kept
+    left = iter(shapes)
+    state = tree.unflatten([next(left) if leaf is None else leaf for leaf in leaves])
+    nodes, outer = jax.tree.flatten(state, is_leaf=_knows_its_place)
+    if any(isinstance(node, jax.ShapeDtypeStruct) for node in nodes) and _places(jaxpr.jaxpr):
+        return None
+    placed = [node.as_placed() if _knows_its_place(node) else node for node in nodes]
+    return None if any(node is None for node in placed) else outer.unflatten(placed)
+
+
+def _knows_its_place(node: Any) -> bool:
+    return hasattr(node, "as_placed")
+
+
+def _places(jaxpr: Any) -> bool:
+    """Whether a program places arrays, of which shapes tell nothing."""
+    for eqn in jaxpr.eqns:
+        places = [*eqn.params.get("devices", ()), *eqn.params.get("out_shardings", ())]
+        is_free = all(x is None or type(x).__name__ == "UnspecifiedValue" for x in places)
+        inner = getattr(eqn.params.get("jaxpr"), "jaxpr", None)
+        if eqn.primitive.name == "sharding_constraint" or not is_free or inner and _places(inner):
+            return True
+    return False
+
+
+def _arrays_of(state: Any, shapes: Any) -> Any:
+    """Return a restored state with arrays of JAX where `shapes` has a shape without a sharding."""
+
+    def array(x: Any, shape: Any) -> Any:
+        is_described = isinstance(shape, jax.ShapeDtypeStruct) and not isinstance(x, jax.Array)
+        return jnp.asarray(x.item() if shape.weak_type else x) if is_described else x
+
+    return jax.tree.map(array, state, shapes)
 
 
 def restored(
@@ -45,7 +114,7 @@ def restored(
         facts, values = _loaded(group, found, sources)
     with agree.propagating_errors(group, f"while it restored {found.where}"):
         edits.continue_from(facts)
-        state, taken = fill(
+        new, taken = fill(
             state,
             leaves_of(facts),
             values,
@@ -53,6 +122,9 @@ def restored(
             keeps_missing=keeps_missing,
             copies=found.key.is_commit,
         )
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            new = _arrays_of(new, state)
+            taken = jax.tree.leaves(new)
         if batches is not None:
             set_position(batches, facts, found.where)
         if own is not None:
@@ -60,7 +132,7 @@ def restored(
             sources.forget_later(found.key, own)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     state_check.vouch_for(taken)  # All processes got them from one source.
-    return state
+    return new
 
 
 # Processes read values of their own host; no collective runs unless a process lacks some.

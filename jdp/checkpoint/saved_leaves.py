@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdp.pytrees import is_array, is_key
+from jdp.pytrees import is_array, is_key, key_impl
 
 # Leaves are aligned to this many bytes, so that JAX on CPUs needs no copy.
 _ALIGNMENT = 64
@@ -114,7 +114,7 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
     _require_equal_copies(name, x)
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
-        return SavedLeaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
+        return SavedLeaf(name, data.shape, str(data.dtype), key_impl(x))
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not is_known(dtype):
         text = f"`{name}` is {x}" if dtype.hasobject else f"`{name}` is an array of {dtype}"

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -122,13 +123,19 @@ class Session:
         *,
         keeps_missing: bool,
         allows_edits: bool,
+        make: Callable[[], Any] | None,
     ) -> Any:
-        """Return the state to resume from, and set the batches to its position."""
+        """Return the state to resume from, and set the batches to its position.
+
+        `make` makes the state of step 0 where only shapes are given.
+        """
         began, self._edits = time.monotonic(), Edits(allows=allows_edits)
         in_flight.accept_new_state()
         self._splits = is_split(state)
         everything = self._find(resume)
         found = everything.latest
+        if found is None and make is not None:
+            state = make()
         if found is not None:
             state = restored(
                 self._group,

@@ -342,7 +342,7 @@ def _needed(
     for new, (x, owner) in zip(describe(state), found, strict=True):
         x = pytrees.without_key(x)
         known = boxes.setdefault(new.name, set())
-        if owner is not None or not isinstance(x, jax.Array):
+        if owner is not None or getattr(x, "sharding", None) is None:
             boxes[new.name] = None
         elif known is not None:
             indices = x.sharding.addressable_devices_indices_map(x.shape).values()

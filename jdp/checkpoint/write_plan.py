@@ -356,7 +356,8 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
 # Whether each process can assemble an array from its own devices; equal on all processes, because a
 # sharding lists the shards of all devices.
 def _is_on_each_process(x: Any) -> bool:
-    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return True
     parts: dict[int, set[str]] = defaultdict(set)
     for device, index in x.sharding.devices_indices_map(x.shape).items():

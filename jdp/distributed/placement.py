@@ -1,6 +1,8 @@
 """Copies a state onto the mesh."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -46,6 +48,42 @@ def _shares_memory(array: jax.Array, value: np.ndarray) -> bool:
     low, high = np.lib.array_utils.byte_bounds(value)
     parts: list[Any] = [shard.data for shard in array.addressable_shards]
     return any(low <= part.unsafe_buffer_pointer() < high for part in parts)
+
+
+_shapes_only: ContextVar[bool] = ContextVar("shapes only", default=False)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """While JAX traces what makes a state: nothing is placed or compared between processes."""
+    token = _shapes_only.set(True)
+    try:
+        yield
+    finally:
+        _shapes_only.reset(token)
+
+
+def is_shapes_only() -> bool:
+    """Whether a state is made for its shapes alone."""
+    return _shapes_only.get()
+
+
+def described(
+    tree: Any, axis_name: AxisName, mesh: Mesh, partition: Sequence[PartitionSpec | None]
+) -> Any:
+    """Return the leaves that `placed` would return, on a mesh of data axes alone, as shapes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    own = PartitionSpec(axis.names(axis_name))
+    found = []
+    for leaf, spec, flag in zip(leaves, partition, rank_state.flags(tree), strict=True):
+        if not is_array(leaf):
+            found.append(leaf)
+            continue
+        sharding = NamedSharding(mesh, own if flag else spec or PartitionSpec())
+        given = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        dtype = jax.dtypes.canonicalize_dtype(given, allow_extended_dtype=True)
+        found.append(jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding))
+    return treedef.unflatten(found)
 
 
 def placed(

@@ -127,6 +127,8 @@ def placed(state: Any, *, copy: bool) -> Any:
       copy: whether leaves that lie there already are copied, too.
     """
     axis_name = state.tx.axis_name
+    if placement.is_shapes_only():
+        return state
     try:
         mesh = mesh_of(jax.tree.leaves(state), axis_name)
     except RuntimeError:
@@ -329,7 +331,7 @@ class TrainState:
             mixed_precision.require_masters(params, sharding.gather_dtype)
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
-        if broadcast:
+        if broadcast and not placement.is_shapes_only():
             given = of_the_first_process(given, tx.axis_name)
         fields: dict[str, Any] = {**given, "opt_state": None, "tx": tx, "trainable": ()}
         state = placed(cls(**fields), copy=True)
@@ -344,6 +346,20 @@ class TrainState:
             trainable=flags,
         )
         return placed(state, copy=False)
+
+    def as_placed(self) -> "TrainState | None":
+        """Return this state, made for its shapes alone, with the shardings that `create` gives.
+
+        None without a mesh, or if it has further axes, over which the author's arrays decide.
+        """
+        names = axis.names(self.tx.axis_name)
+        try:
+            mesh = mesh_of((), names)
+        except RuntimeError:
+            return None
+        if set(mesh.axis_names) != set(names):
+            return None
+        return placement.described(self, names, mesh, shard_layout.partition(self, mesh))
 
     def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
         """Reduce the gradients over ranks, let the optimizer step, count the step.

@@ -32,6 +32,7 @@ NUM_ROWS = 64
 BATCH_SIZE = 10
 COMMIT_EVERY = 4
 SAVE_EVERY = 20
+TX = jdp.replicated(optax.sgd(0.05, momentum=0.9))
 
 LAUNCH = "JDP_TEST_LAUNCH"  # which of the launchers that the test started one after the other
 
@@ -65,11 +66,10 @@ def main() -> None:
     orders = Orders(folder)
     orders.carry_out(None)
     log = Log(folder)
-    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.05, momentum=0.9)))
     batches = jdp.batches(rows, BATCH_SIZE, num_steps=num_steps, mask=True)
     checkpoints = folder / "checkpoints"
     with jdp.Checkpointer(checkpoints, commit_every=COMMIT_EVERY, save_every=SAVE_EVERY) as ckpt:
-        state = ckpt.restore(state, batches)
+        state = ckpt.restore(lambda: jdp.TrainState.create(params, TX), batches)
         log.write(restored=ckpt.steps)
         orders.least = ckpt.steps + 1
         for batch in batches:
