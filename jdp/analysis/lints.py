@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jdp.analysis import diagnostics, jaxprs, scales
@@ -12,7 +17,7 @@ from jdp.analysis.backward_slice import Frame, Node
 from jdp.analysis.dataflow import Forward
 from jdp.analysis.diagnostics import Traced, shown, source_of
 from jdp.analysis.interpreter import move
-from jdp.analysis.marks import LOCAL, NARROW_LOSS, OF_MASTERS
+from jdp.analysis.marks import LOCAL, NARROW_LOSS, OF_MASTERS, SUMMED
 from jdp.analysis.provenance import Provenance, Report
 from jdp.analysis.rules import RULES, collectives, control_flow
 from jdp.analysis.uniformity import find_shard_maps
@@ -372,3 +377,81 @@ def _is_infinite(atom: Any) -> bool:
         and jnp.issubdtype(atom.aval.dtype, jnp.floating)
         and bool(abs(atom.val) == jnp.inf)
     )
+
+
+# Warn of losses, gradients and metrics that the author divides by the number of devices.
+
+# Expressions of that number, as text.
+_COUNT = re.compile(
+    r"(?:int|float)?\(?(?:jax\.(?:local_)?(?:device|process)_count\(\)"
+    r"|len\(jax\.(?:local_)?devices\(\)\)|\w*mesh\.(?:devices\.)?size|\w*mesh\.shape\[[^\]]*\]"
+    r"|(?:jax\.)?lax\.(?:axis_size\(|psum\(1, )[^()]*\)|os\.environ\[.WORLD_SIZE.\])\)?"
+)
+_TWICE = (
+    "{line} divides {what} by the number of devices, and jdp averages over the ranks, so the "
+    "result is divided twice.\nLeave the division out. jdp.sum_over_ranks(x) is the sum."
+)
+
+
+def division_warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a warning for means over the ranks of what is divided by their number already."""
+    counts = {jax.device_count(), jax.local_device_count(), jax.process_count()}
+    counts = {float(each) for each in (*counts, step.params["mesh"].size) if each > 1}
+    inside = jaxprs.equations(jaxprs.mapped_body(step))
+    lines = {id(eqn): line for eqn in inside if (line := _divided(eqn, counts))}
+    axes = frozenset(traced.spec.axis_name)
+    if not lines or any(each.kind == SUMMED for each in report.marks):
+        return
+    back = report.back(axes)
+    local = [each for each in report.marks if each.kind == LOCAL and each.value.axes & axes]
+    ends = [("the gradients", [back.of_mark(each.eqn) for each in local])]
+    for i, output in scales.metrics(traced).items():
+        if report.outputs[i].axes & axes:
+            ends.append((f"`{output.path}`", [back.of_output(i)]))
+    told: set[str] = set()
+    for what, nodes in ends:
+        before = [*back.back([*filter(None, nodes)], everything=True)]
+        made = [(back.differs(node), eqn) for node in before if (eqn := back.maker(node))]
+        if any(eqn.primitive.name in _EXCHANGES for _, eqn in made):
+            continue
+        # A uniform value, such as a rate, may be divided. A cotangent of 1 is uniform, too.
+        divided = [eqn for differs, eqn in made if differs or jaxprs.is_transposed(eqn)]
+        found = {lines[id(eqn)] for eqn in divided if id(eqn) in lines} - told
+        yield from (_TWICE.format(line=line, what=what) for line in sorted(found))
+        told |= found
+
+
+# With one of these before it, a division may be a mean by hand.
+_EXCHANGES = frozenset(collectives.RULES) - {"jdp_mark"}
+
+
+def _divided(eqn: Any, counts: set[float]) -> str:
+    """Return the author's line that divides a value by the number of devices; "" for others."""
+    if eqn.primitive.name != "div" or jaxprs.number(eqn.invars[1]) not in counts:
+        return ""
+    frames = () if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
+    for frame in frames:
+        if diagnostics.whose_file(frame.file_name) == "author":
+            source = linecache.getlines(frame.file_name)
+            is_found = _divides(source[frame.line_num - 1].strip(), "".join(source))
+            return source_of(eqn) if is_found else ""
+    return ""
+
+
+@functools.lru_cache
+def _divides(line: str, source: str) -> bool:
+    """Whether a line divides by the number of devices, other than for another divisor."""
+    try:
+        nodes = [*ast.walk(ast.parse(line))]
+    except SyntaxError:  # a part of a statement
+        return False
+    divisions = [each for each in nodes if isinstance(getattr(each, "op", None), ast.Div)]
+    divisors = [each.value if isinstance(each, ast.AugAssign) else each.right for each in divisions]
+    within = {id(each) for divisor in divisors for each in ast.walk(divisor)}
+    texts = [
+        ast.unparse(by)
+        for each, by in zip(divisions, divisors, strict=True)
+        if id(each) not in within
+    ]
+    assigned = rf"(?m)^\s*%s\s*(?::[^=]+)?=\s*{_COUNT.pattern}\s*(?:#.*)?$"
+    return any(_COUNT.fullmatch(by) or re.search(assigned % re.escape(by), source) for by in texts)

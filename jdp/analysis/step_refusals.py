@@ -71,6 +71,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *scales.warnings(step, report, traced),
         *padding.warnings(step, report, traced),
         *lints.clip_warnings(report, traced),
+        *lints.division_warnings(step, report, traced),
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)

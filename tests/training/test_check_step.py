@@ -52,6 +52,7 @@ def test_arguments_by_keyword_are_passed_on():
         jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale)
 
 
+@pytest.mark.filterwarnings("ignore:.*divides the gradients")
 def test_a_division_by_the_number_of_devices_is_found():
     num = jax.device_count()
     ranks(num)

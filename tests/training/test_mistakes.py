@@ -3,7 +3,9 @@
 import dataclasses
 import linecache
 import random
+import re
 import time
+import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -298,6 +300,40 @@ def test_parameters_that_are_one_array_are_named_too():
         step(jdp.TrainState.create(jnp.ones(5), sgd()), batch())
 
 
+WORLD_SIZE = jax.device_count()
+DIVISIONS = [
+    ({"loss": lambda x, s: x / jax.device_count()}, "the gradients"),
+    ({"loss": lambda x, s: x / WORLD_SIZE}, "the gradients"),
+    ({"grad": lambda g: g / WORLD_SIZE}, "the gradients"),
+    ({"metric": lambda m: m / WORLD_SIZE}, r"`metrics\['m'\]`"),
+    ({"metric": lambda m: jax.lax.psum(m, "data") / WORLD_SIZE}, None),
+    ({"loss": lambda x, s: x / (WORLD_SIZE**2 / WORLD_SIZE)}, None),
+    ({"loss": lambda x, s: x * (1 + s.step / WORLD_SIZE)}, None),
+    ({"loss": lambda x, s: x / WORLD_SIZE, "mean": False}, None),
+    ({"loss": lambda x, s: x / 8.0}, None),
+]
+
+
+@pytest.mark.parametrize("how, what", DIVISIONS)
+def test_a_division_of_a_mean_by_the_number_of_devices_is_a_warning(how, what):
+    ranks(WORLD_SIZE)
+    same = lambda x, *_: x  # noqa: E731
+
+    def fit(state, batch):
+        loss = lambda p: how.get("loss", same)(loss_fn(p, batch), state)  # noqa: E731
+        loss, grads = jax.value_and_grad(loss)(state.params)
+        grads = jax.tree.map(how.get("grad", same), grads)
+        return state.apply_gradients(grads), {"m": how.get("metric", same)(batch["x"].mean())}
+
+    s, rows = state(sgd(mean=how.get("mean", True))), batch(num_rows=WORLD_SIZE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jdp.train_step(fit)(s, rows)
+    told = [str(each.message) for each in caught if "divides" in str(each.message)]
+    assert len(told) == (what is not None)
+    assert what is None or re.match(rf"test_mistakes\.py:\d+ divides {what} by", told[0])
+
+
 def noise():
     return np.random.rand()  # DRAWN
 
@@ -308,7 +344,7 @@ DRAWS = {
     "python": lambda: random.random(),
     "jitted": jax.jit(lambda: jnp.float32(random.uniform(0, 1))),
     "generator": lambda: RANDOM.normal(),
-    "new generator": lambda: np.random.default_rng(0).normal(),
+    "new generator": lambda: np.random.default_rng().normal(),
     "clock": lambda: float(time.time()),
 }
 RANDOM = np.random.default_rng(0)
@@ -346,6 +382,7 @@ def test_a_generator_that_is_seeded_in_a_step_is_no_draw():
 
     def fit(state, batch):
         np.random.seed(3)
+        np.random.default_rng(3).normal()
         called = jax.pure_callback(
             lambda: np.float32(time.time() + RANDOM.random()), jnp.float32(0)
         )
