@@ -383,7 +383,7 @@ def _is_infinite(atom: Any) -> bool:
 
 # Expressions of that number, as text.
 _COUNT = re.compile(
-    r"(?:int|float)?\(?(?:jax\.(?:local_)?(?:device|process)_count\(\)"
+    r"(?:int\(|float\()?(?:jax\.(?:local_)?(?:device|process)_count\(\)"
     r"|len\(jax\.(?:local_)?devices\(\)\)|\w*mesh\.(?:devices\.)?size|\w*mesh\.shape\[[^\]]*\]"
     r"|(?:jax\.)?lax\.(?:axis_size\(|psum\(1, )[^()]*\)|os\.environ\[.WORLD_SIZE.\])\)?"
 )
@@ -432,26 +432,33 @@ def _divided(eqn: Any, counts: set[float]) -> str:
     frames = () if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
     for frame in frames:
         if diagnostics.whose_file(frame.file_name) == "author":
-            source = linecache.getlines(frame.file_name)
-            is_found = _divides(source[frame.line_num - 1].strip(), "".join(source))
-            return source_of(eqn) if is_found else ""
+            source = "".join(linecache.getlines(frame.file_name))
+            return source_of(eqn) if frame.line_num in _dividing_lines(source) else ""
     return ""
 
 
 @functools.lru_cache
-def _divides(line: str, source: str) -> bool:
-    """Whether a line divides by the number of devices, other than for another divisor."""
+def _dividing_lines(source: str) -> frozenset[int]:
+    """Return the lines that divide by the number of devices, other than for another divisor."""
     try:
-        nodes = [*ast.walk(ast.parse(line))]
-    except SyntaxError:  # a part of a statement
-        return False
+        nodes = [*ast.walk(ast.parse(source))]
+    except SyntaxError:  # with commands of a notebook
+        return frozenset()
+    assigned = [pair for each in nodes if isinstance(each, ast.Assign) for pair in _assigned(each)]
+    names = {ast.unparse(name) for name, value in assigned if _COUNT.fullmatch(ast.unparse(value))}
     divisions = [each for each in nodes if isinstance(getattr(each, "op", None), ast.Div)]
     divisors = [each.value if isinstance(each, ast.AugAssign) else each.right for each in divisions]
     within = {id(each) for divisor in divisors for each in ast.walk(divisor)}
-    texts = [
-        ast.unparse(by)
-        for each, by in zip(divisions, divisors, strict=True)
-        if id(each) not in within
-    ]
-    assigned = rf"(?m)^\s*%s\s*(?::[^=]+)?=\s*{_COUNT.pattern}\s*(?:#.*)?$"
-    return any(_COUNT.fullmatch(by) or re.search(assigned % re.escape(by), source) for by in texts)
+    found: set[int] = set()
+    for each, by in zip(divisions, map(ast.unparse, divisors), strict=True):
+        if id(each) not in within and (by in names or _COUNT.fullmatch(by)):
+            found.update(range(each.lineno, each.end_lineno + 1))
+    return frozenset(found)
+
+
+def _assigned(statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for target in statement.targets:
+        if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+            yield from zip(target.elts, statement.value.elts, strict=False)
+        else:
+            yield target, statement.value

@@ -300,7 +300,7 @@ def test_parameters_that_are_one_array_are_named_too():
         step(jdp.TrainState.create(jnp.ones(5), sgd()), batch())
 
 
-WORLD_SIZE = jax.device_count()
+RANK, WORLD_SIZE = 0, jax.device_count()
 DIVISIONS = [
     ({"loss": lambda x, s: x / jax.device_count()}, "the gradients"),
     ({"loss": lambda x, s: x / WORLD_SIZE}, "the gradients"),
