@@ -58,6 +58,11 @@ _HINTS = (
         "them do it, outside of `if jax.process_index() == 0:`.",
     ),
     (
+        re.compile(r"^unbound axis name"),
+        "a layer or a collective over the ranks runs outside of a step. Call it in a jdp.train_step "
+        "or jdp.eval_step; of a layer with batch statistics first call model.eval().",
+    ),
+    (
         re.compile(r"spans non-addressable"),
         "parts of this array lie on other processes. On all processes write "
         "jax.experimental.multihost_utils.process_allgather(x, tiled=True), or read a checkpoint "

@@ -178,6 +178,7 @@ HINTS = {
     "pickle.dumps(now)": "jdp.Checkpointer",
     "raise RuntimeError('Gloo context initialization failed: timeout')": "outside of `if jax.",
     "raise RuntimeError('a value that spans non-addressable devices')": "process_allgather",
+    "jax.lax.psum(1.0, 'data')": "outside of a step",
     "{}['w']": None,
 }
 SCRIPT = """

@@ -1,5 +1,6 @@
 """The causes that end a generation, with their texts."""
 
+import re
 import signal
 import time
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,10 @@ class Cause:
     noticed: float = field(default_factory=time.monotonic)
 
 
+# It would be the last line of different errors.
+_NOTE_OF_JAX = re.compile(r"-{20}\nFor simplicity, JAX has removed its internal frames.*\n?")
+
+
 def exit_of_process(
     process_id: int,
     host: str,
@@ -65,8 +70,9 @@ def exit_of_process(
     text = f"{_who(process_id, host, pid)} {in_words(returncode, out_of_memory=out_of_memory)}"
     error_code = "JDP302" if returncode < 0 else "JDP301"
     lines = [with_code(error_code, f"the cause: {text}")]
+    traceback = _NOTE_OF_JAX.sub("", traceback or "").rstrip()
     if traceback:
-        lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
+        lines += [f"  {line}" for line in traceback.splitlines()]
     elif last_lines:
         lines += ["its last output:", *(f"  {line}" for line in last_lines)]
     return Cause(
@@ -74,7 +80,7 @@ def exit_of_process(
         exit_code(returncode),
         "\n".join(lines),
         error_code,
-        error=(traceback or "").rstrip().rpartition("\n")[2],
+        error=traceback.rpartition("\n")[2],
         step=step,
         is_of_program=returncode != -signal.SIGKILL,
         # The report of a killed process may follow those of failures that it caused. SIGABRT is
