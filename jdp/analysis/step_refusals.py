@@ -75,11 +75,11 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)
-            warnings.warn(warning, stacklevel=_stacklevel())
+            warnings.warn(warning, stacklevel=stacklevel())
     return _proved(report, traced)
 
 
-def _stacklevel() -> int:
+def stacklevel() -> int:
     """Return the number of frames below the author's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -59,7 +59,7 @@ _HINTS = (
     ),
     (
         re.compile(r"^unbound axis name"),
-        "a layer or a collective over the ranks runs outside of a step. Call it in a jdp.train_step "
+        "a layer or a collective over the ranks runs outside of a step. Call it in jdp.train_step "
         "or jdp.eval_step; of a layer with batch statistics first call model.eval().",
     ),
     (

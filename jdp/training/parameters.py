@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jdp import pytrees, rank_state
+from jdp.analysis.step_refusals import stacklevel
+from jdp.step_spec import StepSpec
 
 
 def require_unshared(name: str, tree: Any) -> None:
@@ -223,3 +226,27 @@ def _spread(trainable: Any, params: Any) -> list[bool]:
             'function, such as lambda path, leaf: "bias" not in path.'
         ) from error
     return [bool(flag) for flag in jax.tree.leaves(spread)]
+
+
+_DROPPED = (
+    "`{step}` updates batch statistics of `{state}`, which an evaluation drops: its layers "
+    "normalise with the rows of the batch, and dropout may be on.\nCall model.eval() before."
+)
+
+
+def warn_of_statistics(spec: StepSpec, state: Any, before: list[Any]) -> None:
+    """Warn once if an evaluation has updated the batch statistics of nnx in its state."""
+    text = _DROPPED.format(step=spec.name, state=spec.argument(0))
+    is_changed = any(a is not b for a, b in zip(before, batch_statistics(state), strict=False))
+    if is_changed and text not in spec.warned:
+        spec.warned.add(text)
+        warnings.warn(text, stacklevel=stacklevel())
+
+
+def batch_statistics(tree: Any) -> list[Any]:
+    """Return the values of the batch statistics of nnx in a tree."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.BatchStat))
+    return jax.tree.leaves([node for node in nodes if isinstance(node, nnx.BatchStat)])

@@ -174,7 +174,10 @@ class RankProgram:
         """Return the metrics of the author's function on this rank."""
 
         def measured(state: Any) -> Any:
-            return self.spec.fn(state, batch, *rest, **named)
+            before = parameters.batch_statistics(state)
+            metrics = self.spec.fn(state, batch, *rest, **named)
+            parameters.warn_of_statistics(self.spec, state, before)
+            return metrics
 
         return fsdp_schedule.call_gathering(measured, state, batch)
 

@@ -172,9 +172,7 @@ def test_failures_that_a_run_never_gets_beyond_are_not_forgotten():
 
 def test_an_error_that_is_raised_at_the_same_step_again_ends_the_run():
     def raised(error, process_id=1):
-        note = (
-            f"{'-' * 20}\nFor simplicity, JAX has removed its internal frames from it\n"
-        )
+        note = f"{'-' * 20}\nFor simplicity, JAX has removed its internal frames from it\n"
         text = f"Traceback\n  in step\nValueError: {error}\n{note}"
         return failures.exit_of_process(process_id, "a", 7, 1, text, [], step=50)
 

@@ -183,6 +183,20 @@ def nnx_statistics():
     return made, fit
 
 
+@pytest.mark.parametrize("is_eval", [True, False])
+def test_an_evaluation_that_updates_batch_statistics_is_a_warning(is_eval):
+    ranks(2)
+    model = nnx.BatchNorm(5, axis_name="data", rngs=nnx.Rngs(0))
+    if is_eval:
+        model.eval()
+    measure = jdp.eval_step(lambda model, batch: {"m": model(batch["x"]).mean()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        measure(model, batch())
+    told = [each for each in caught if "updates batch statistics of `model`" in str(each.message)]
+    assert [each.filename for each in told] == [] if is_eval else [__file__]
+
+
 def equinox_statistics():
     norm, made = eqx.nn.make_with_state(eqx.nn.BatchNorm)(5, axis_name="rows", mode="batch")
 
