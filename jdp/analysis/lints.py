@@ -446,13 +446,14 @@ def _dividing_lines(source: str) -> frozenset[int]:
         return frozenset()
     assigned = [pair for each in nodes if isinstance(each, ast.Assign) for pair in _assigned(each)]
     names = {ast.unparse(name) for name, value in assigned if _COUNT.fullmatch(ast.unparse(value))}
-    divisions = [each for each in nodes if isinstance(getattr(each, "op", None), ast.Div)]
+    operations = [each for each in nodes if isinstance(each, ast.BinOp | ast.AugAssign)]
+    divisions = [each for each in operations if isinstance(each.op, ast.Div)]
     divisors = [each.value if isinstance(each, ast.AugAssign) else each.right for each in divisions]
     within = {id(each) for divisor in divisors for each in ast.walk(divisor)}
     found: set[int] = set()
     for each, by in zip(divisions, map(ast.unparse, divisors), strict=True):
         if id(each) not in within and (by in names or _COUNT.fullmatch(by)):
-            found.update(range(each.lineno, each.end_lineno + 1))
+            found.update(range(each.lineno, (each.end_lineno or each.lineno) + 1))
     return frozenset(found)
 
 

@@ -130,7 +130,7 @@ class RunEnd:
         """End the run once its last commit is on disk."""
         self._members.is_ending = True
         found, recoveries = self._report.summary(), self._recoveries
-        last = recoveries.last_step or found and found.target
+        last = recoveries.last_step or (None if found is None else found.target)
         self._last_commits = LastCommits(code, why, recoveries.checkpoint_step, last)
         self._last_commits.ask(self._members.remotes)
 
