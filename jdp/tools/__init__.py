@@ -1,1 +1,1 @@
-"""Tools for a machine, a run or a program: `jdp doctor`, `jdp bench`, `jdp explain`."""
+"""Tools: `jdp doctor`, `jdp bench`, `jdp explain`."""

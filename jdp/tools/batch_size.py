@@ -24,15 +24,14 @@ from jdp.validation import int_at_least
 
 
 class Search:
-    """The search for the most rows that fit, by position among the candidates.
+    """The search for the most rows that fit.
 
     Args:
-      bytes_of: number of rows -> bytes of a step, inf if XLA does not compile it.
-      limit: bytes that fit.
+      bytes_of: rows -> bytes of the step; inf if XLA does not compile it.
       candidates: numbers of rows, ascending.
 
     Attributes:
-      known: bytes of compiled steps, by position.
+      known: bytes of compiled steps, by position among the candidates.
     """
 
     def __init__(self, bytes_of: Callable[[int], float], limit: int, candidates: Sequence[int]):
@@ -40,7 +39,7 @@ class Search:
         self.known: dict[int, float] = {}
 
     def last_that_fits(self) -> int:
-        """Return the last position that fits before one that does not."""
+        """Return the last position that fits."""
         if not self.fits(0):
             took = self.known[0]
             took = of_bytes(took) if math.isfinite(took) else "more than a device has"
@@ -60,13 +59,13 @@ class Search:
         return fits
 
     def fits(self, i: int) -> bool:
-        """Whether the step fits at a position; compiled once."""
+        """Whether the step fits; compiles it once."""
         if i not in self.known:
             self.known[i] = self._bytes_of(self._candidates[i])
         return self.known[i] <= self._limit
 
     def bytes_at(self, i: int) -> int | None:
-        """Return the bytes at a position; None if not compiled."""
+        """Return the bytes; None if not compiled."""
         found = self.known.get(i, math.inf)
         return int(found) if math.isfinite(found) else None
 
@@ -74,7 +73,7 @@ class Search:
         """Return a position to try: where a line meets the limit, or the middle."""
         guess = 2 * fits + 1 if beyond is None else (fits + beyond) // 2
         others = [i for i in self.known if i != fits]
-        # Every third one is the middle, for memory that does not grow along a line.
+        # Every third try is the middle, because memory may not grow along a line.
         if others and len(self.known) % 3:
             other = beyond or max(others)
             slope = (self.known[fits] - self.known[other]) / (fits - other)
@@ -84,7 +83,7 @@ class Search:
         return min(max(guess, fits + 1), largest)
 
 
-# JAX's part of a GPU's memory without XLA_PYTHON_CLIENT_MEM_FRACTION.
+# JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION.
 _OF_GPU = 0.75
 
 
@@ -95,8 +94,8 @@ class BatchSize(NamedTuple):
       rows: of the batch over all ranks, or of a micro-batch of one rank.
       num_bytes: memory of the step on one rank.
       next_rows: the next larger number of rows; None if `rows` is the largest.
-      next_bytes: its memory, above the limit. None if `rows` is the largest, or if XLA does not
-        compile a larger step, as for TPUs with too little memory.
+      next_bytes: memory with `next_rows`; None without `next_rows`, or if XLA does not compile that
+        step, as for TPUs with too little memory.
       num_compiled: number of compiled steps.
     """
 
@@ -117,19 +116,17 @@ def find_batch_size(
     on: str | Mesh | None = None,
     **keywords: Any,
 ) -> BatchSize:
-    """Find the largest batch whose step fits into memory, without running it once.
+    """Find the largest batch whose step fits into memory, by compiling steps and running none.
 
-    Steps are compiled, as by `jdp.explain`, until one fits and the next larger one does not. Leave
-    memory for prefetched batches of `jdp.batches`, a copy of the state during a save, and
+    Leave memory for prefetched batches of `jdp.batches`, a copy of the state during a save, and
     fragments.
 
     Args:
       step: a decorated step, or a function `micro_batch_rows -> step`: then the batch stays
         unchanged, and the result is the rows of a micro-batch of one rank.
-      *args: arguments of the step, as for `jdp.explain`: its state, a batch, and others, as arrays
-        or shapes. For a step the first dim of the batch changes, and that of arrays of
-        `jdp.per_rank` with as many rows.
-      limit_bytes: memory of the step on one rank, > 0. Default, for GPUs named in `on`: JAX's part
+      *args: arguments of the step, as for `jdp.explain`. For a step, the first dim of the batch
+        changes, and that of arrays of `jdp.per_rank` with as many rows.
+      limit_bytes: memory of the step on one rank, > 0. Default for GPUs named in `on`: JAX's part
         of their memory, 75 %.
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
         micro-batches, whose rows also divide those of a rank.
@@ -194,7 +191,6 @@ def find_batch_size(
 def _of_batch(
     num_rows: int, num_ranks: int, granularity: int | None, max_rows: int | None
 ) -> Sequence[int]:
-    """Return the numbers of rows to try for a batch."""
     unit = num_ranks if granularity is None else granularity
     unit = int_at_least("granularity", unit, least=1)
     if unit % num_ranks:
@@ -217,7 +213,6 @@ def _of_batch(
 def _of_micro_batch(
     num_rows: int, num_ranks: int, granularity: int | None, max_rows: int | None
 ) -> Sequence[int]:
-    """Return the numbers of rows to try for a rank's micro-batch."""
     of_rank = num_rows // num_ranks
     unit = int_at_least("granularity", 1 if granularity is None else granularity, least=1)
     most = of_rank if max_rows is None else int_at_least("max_rows", max_rows, least=1)
@@ -232,7 +227,6 @@ def _of_micro_batch(
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the number of rows of all arrays of a batch."""
     named = jax.tree_util.tree_leaves_with_path(batch)
     shapes = {f"batch{jax.tree_util.keystr(path)}": jnp.shape(leaf) for path, leaf in named}
     rows = {shape[:1] for shape in shapes.values()}
@@ -258,7 +252,7 @@ def _made(make_step: Callable[[int], Step], rows: int) -> Step:
 def _takes_rows(make_step: Any) -> bool:
     try:
         inspect.signature(make_step).bind(1)
-    except (TypeError, ValueError):  # such as an undecorated step
+    except (TypeError, ValueError):  # an undecorated step
         return False
     return True
 

@@ -1,7 +1,7 @@
 """Measured rates of this machine, which `jdp bench --calibrate` saves. Needs no JAX.
 
-A JSON file for each host and platform, `~/.cache/jdp/calibration/HOST_PLATFORM.json`, has the
-fields of `Calibration` (see `docs/bench.md`).
+Each host and platform has a JSON file with the fields of `Calibration`,
+`~/.cache/jdp/calibration/HOST_PLATFORM.json` (see `docs/bench.md`).
 """
 
 import dataclasses
@@ -21,13 +21,9 @@ from jdp.tools.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, 
 
 
 def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Fit t = alpha + bytes / beta to measured times, with small relative errors.
+    """Fit t = alpha + bytes / beta to (bytes, seconds), with small relative errors.
 
-    Args:
-      points: (bytes, seconds), of at least two sizes.
-
-    >>> fit_alpha_beta([(1000, 3e-6), (2000, 4e-6), (4000, 6e-6)])
-    (2e-06, 1000000000.0, 0.0)
+    The points have at least two sizes. Returns alpha, beta and the largest relative error.
     """
     alpha, slope = _least_squares(points)
     if alpha < 0:  # through 0: weighted, so that each point counts by its relative error
@@ -41,7 +37,7 @@ def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, f
 
 
 def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    # Of (alpha + slope * b) / t - 1: the normal equations of two unknowns.
+    # The normal equations of (alpha + slope * b) / t - 1.
     aa = sum(1 / t**2 for _, t in points)
     ab = sum(b / t**2 for b, t in points)
     bb = sum((b / t) ** 2 for b, t in points)
@@ -63,8 +59,8 @@ class Slowness:
     Attributes:
       matmul: relative to large matmuls.
       elementwise: of other operations that read arrays in order, relative to a loop over an array.
-      strided: of operations that read or write an array across its rows, relative to the same.
-      start: relative to that of a tiny operation that follows another.
+      strided: of operations across the rows of an array, relative to the same.
+      start: relative to a tiny operation that follows another.
       largest_error: the largest |predicted / measured - 1| of the fitted steps.
     """
 
@@ -77,14 +73,14 @@ class Slowness:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeRates:
-    """Rates of each of some devices, while all of them compute and others idle.
+    """Rates of each of some devices of one host, while all compute and others idle.
 
     Attributes:
-      num_ranks: number of these devices, all of one host.
-      matmul_flops_per_s: dtype -> floating-point operations per second of large matmuls.
-      memory_bytes_per_s: bytes read and written per second to scale a large array.
-      cached_bytes_per_s: the same for an array of CACHED_BYTES, read and written.
-      transcendentals_per_s: hyperbolic tangents per second.
+      num_ranks: number of these devices.
+      matmul_flops_per_s: by dtype, of large matmuls.
+      memory_bytes_per_s: bytes read and written to scale a large array.
+      cached_bytes_per_s: the same for an array of CACHED_BYTES.
+      transcendentals_per_s: hyperbolic tangents.
       operation_start_s: seconds of a tiny operation.
       slowness: of training steps.
     """
@@ -98,11 +94,7 @@ class ComputeRates:
     slowness: Slowness
 
     def shared(self, share: float, alone: "ComputeRates") -> "ComputeRates":
-        """Return the rates with another share of cores and memory.
-
-        Args:
-          share: relative to these ranks, > 0.
-        """
+        """Return the rates with another share of cores and memory, relative to these ranks, > 0."""
         both = self.matmul_flops_per_s.keys() & alone.matmul_flops_per_s.keys()
         flops = {
             dtype: min(share * self.matmul_flops_per_s[dtype], alone.matmul_flops_per_s[dtype])
@@ -120,12 +112,9 @@ class ComputeRates:
 def of_ranks(
     measured: Sequence[ComputeRates], num_ranks: int, *, share_cores: bool
 ) -> ComputeRates:
-    """Return the rates of each of some ranks of a host, while all compute.
+    """Return the rates of each of `num_ranks` ranks of a host, while all compute.
 
     They follow from the next larger measured number of ranks, or the largest.
-
-    Args:
-      num_ranks: number of ranks, >= 1.
     """
     found = next((it for it in measured if it.num_ranks >= num_ranks), measured[-1])
     share = found.num_ranks / num_ranks if share_cores else 1.0
@@ -176,25 +165,25 @@ COMPUTATION = {
 SLOWNESS = {each.name: AMOUNT for each in dataclasses.fields(Slowness)}
 
 
-# Bytes that an operation reads and writes at the rate of a cache.
+# An operation reads and writes so many bytes at the rate of a cache.
 CACHED_BYTES = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveLaw:
-    """The law t = alpha_s + bytes / bytes_per_s of one collective, fitted to measured times.
+    """The law t = alpha_s + bytes / bytes_per_s, fitted to times of one collective.
 
     Attributes:
       operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
       algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
         (`jdp.collectives.ring`) or "xla".
-      num_processes: number of processes of these ranks.
+      num_processes: of these ranks.
       alpha_s: seconds of a call without bytes, >= 0.
-      bytes_per_s: further bytes per second; inf for a constant time. `bytes` is a rank's whole
-        array, as in nccl-tests: the result of an all-gather, otherwise the input.
+      bytes_per_s: inf for a constant time. `bytes` is a rank's whole array, as in nccl-tests: the
+        result of an all-gather, otherwise the input.
       largest_error: the largest |predicted / measured - 1| over `points`.
       points: the measured (bytes, median seconds), ascending.
-      cpu_points: the same for the CPU seconds of a call, of all ranks together.
+      cpu_points: the same for the CPU seconds of a call on all ranks together.
     """
 
     operation: str
@@ -220,15 +209,7 @@ class CollectiveLaw:
         )
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the predicted seconds of a call: interpolated between measured sizes, else by the
-        law.
-
-        >>> points = ((1000, 2e-5), (3000, 4e-5))
-        >>> cpu = ((1000, 1e-5), (3000, 2e-5))
-        >>> rate = CollectiveLaw("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points, cpu)
-        >>> round(rate.seconds(2000), 9), round(rate.seconds(1_000_000), 9)
-        (3e-05, 0.00101)
-        """
+        """Return the predicted seconds, interpolated between measured sizes, else by the law."""
         for (low, fast), (high, slow) in itertools.pairwise(self.points):
             if low <= num_bytes <= high:
                 return fast + (num_bytes - low) / (high - low) * (slow - fast)
@@ -241,12 +222,12 @@ class Calibration:
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      device_kind: JAX's name for the kind of device.
-      num_devices: number of local devices.
-      num_cores: number of CPU cores that the process may use.
-      date: of the measurement, ISO 8601 in UTC.
-      versions: package -> version: jdp, jax, jaxlib, python.
-      computation: rates of one device by itself, and of more at once, ascending.
+      device_kind: JAX's name.
+      num_devices: local devices.
+      num_cores: CPU cores that the process may use.
+      date: ISO 8601 in UTC.
+      versions: of jdp, jax, jaxlib, python.
+      computation: rates by number of devices, ascending.
       rates: laws of the collectives.
     """
 
@@ -283,17 +264,17 @@ class Calibration:
 
 
 def default_path(platform: str) -> Path:
-    """Return the path of this host's file for a platform."""
+    """Return the path of this host's file."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user without a home, as in a container
+    except RuntimeError:  # a container's user may have no home
         cache = tempfile.gettempdir()
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     return Path(cache, "jdp", "calibration", f"{host}_{platform}.json")
 
 
 def require_writable(platform: str) -> None:
-    """Raise an error if this host's file for a platform cannot be written."""
+    """Raise an error if this host's file cannot be written."""
     path = default_path(platform)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -315,7 +296,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
     )
     try:
         return _read(json.loads(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):  # a user may have no home, as in a container
+    except (FileNotFoundError, NotADirectoryError):  # a container's user may have no home
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One collective by one algorithm, as a program with checked results.
+"""A program of one collective by one algorithm, with checked results.
 
 A program makes several consecutive calls, so that its start is a small part of short calls. Each
 call has its own input and result, checked on every rank.
@@ -43,8 +43,8 @@ class Case(NamedTuple):
     Attributes:
       operation: one of `known_values.OPERATIONS`.
       algorithm: one of `algorithms(operation)`.
-      size: a rank's number of elements, as in nccl-tests: of the result of an all-gather, otherwise
-        the input. The number of ranks divides it, except for an all-reduce.
+      size: a rank's elements, as in nccl-tests: of the result of an all-gather, otherwise the
+        input. The number of ranks divides it, except for an all-reduce.
     """
 
     operation: str
@@ -59,16 +59,15 @@ class Case(NamedTuple):
 
 
 def algorithms(operation: str) -> tuple[str, ...]:
-    """Return the names of all algorithms of an operation; `xla` is the last."""
+    """Return all algorithms of an operation; `xla` is the last."""
     return tuple(_ALL_REDUCES if operation == "all-reduce" else _MODULES)
 
 
 class Trial:
-    """A program of collectives on a mesh with one axis, and its data.
+    """A program of independent collectives on a mesh with one axis.
 
     Args:
-      cases: the calls, in order, with independent results.
-      mesh: every process of it must make the same trials in the same order.
+      mesh: its processes must make the same trials in the same order.
       in_place: let results overwrite the inputs, as in a compiled step. Default: results have their
         own memory, reused in each round.
 
@@ -108,7 +107,7 @@ class Trial:
         jax.block_until_ready(self._results)
 
     def check(self) -> None:
-        """Compare every element of every result on this process's ranks."""
+        """Compare every result on this process's ranks."""
         for number, (case, found) in enumerate(zip(self.cases, self._results, strict=True)):
             call, m = self._round % 1000 * len(self.cases) + number, self._moduli[number]
             for shard in found.addressable_shards:
@@ -124,7 +123,7 @@ class Trial:
                     round_number=self._round,
                     what=f"a result in {case.dtype} over {self._mesh.size} ranks",
                 )
-        if self._in_place:  # their memory, for the next inputs
+        if self._in_place:  # reused by the next inputs
             sizes = map(self._input_size, self.cases)
             self._inputs = [
                 result if result.shape[1] == size else self._zeros(size, case.dtype)
@@ -166,7 +165,7 @@ class Trial:
 
     def _called(self, inputs: list[jax.Array], old: Any) -> list[jax.Array]:
         results: list[jax.Array] = []
-        with call_order.entered():  # as in a step: native calls in one order
+        with call_order.entered():  # native calls in one order, as in a step
             for case, leaf in zip(self.cases, inputs, strict=True):
                 if results:  # XLA's calls in one order, too
                     leaf, results[-1] = lax.optimization_barrier((leaf, results[-1]))

@@ -1,4 +1,4 @@
-"""`jdp explain --compare`: plans with other options of the optimizer, ranked."""
+"""`jdp explain --compare`: ranks options of the optimizer."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ class RankedPlan(NamedTuple):
     """A step with some options of its optimizer.
 
     Attributes:
-      options: the chosen options, by name; stage 0 is `jdp.replicated`.
+      options: by name; stage 0 is `jdp.replicated`.
     """
 
     options: dict[str, int]
@@ -52,7 +52,7 @@ def compare(
         )
     on = meshes.mesh_of(jax.tree.leaves(state), spec.axis_name) if on is None else on
     if isinstance(on, str) or set(on.axis_names) == set(spec.axis_name):
-        # A plan's options, not the state's sharding, decide where an array is.
+        # Options, not the state's sharding, decide where an array is.
         state = jax.tree.map(_shape, state)
     plans = []
     for values in itertools.product(*choices.values()):
@@ -85,7 +85,7 @@ def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
 
 
 def table(plans: Sequence[RankedPlan]) -> str:
-    """Return a line for each plan, then one for each unused given rate."""
+    """Return a line for each plan, and one for each unused given rate."""
     first = plans[0].report
     lines = [
         f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "

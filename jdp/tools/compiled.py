@@ -20,7 +20,7 @@ from jdp.training.step import Step
 
 
 def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
-    """Return the arguments of a step as shapes, placed on a mesh as by the step."""
+    """Return a step's arguments as shapes, placed as by the step."""
     state, batch, *rest = args
     num_ranks = meshes.num_ranks(mesh, spec.axis_name)
     rows = PartitionSpec(spec.axis_name)
@@ -34,7 +34,7 @@ def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
 
 
 def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
-    """Raise a ValueError if the number of ranks does not divide the rows of a batch."""
+    """Raise a ValueError if the number of ranks does not divide the rows."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % num_ranks:
             name = spec.argument(1) + jax.tree_util.keystr(path)
@@ -105,7 +105,7 @@ def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
 def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
     """Return the rows of an array of `per_rank` on another number of ranks."""
     if num_rows != before and num_rows % num_ranks == 0:
-        return num_rows  # of rows of the batch, which stays unchanged
+        return num_rows  # rows of the batch, which stays unchanged
     return num_rows // before * num_ranks
 
 
@@ -113,16 +113,15 @@ def _ranks_of(leaves: list[Any], spec: StepSpec) -> int:
     try:
         return meshes.num_ranks(meshes.mesh_of(leaves, spec.axis_name), spec.axis_name)
     except RuntimeError:
-        return 1  # no mesh: the state was never placed
+        return 1  # the state was never placed
 
 
 class StepForDevices(NamedTuple):
     """A step compiled for some devices.
 
     Attributes:
-      args: its arguments: shapes on the devices.
+      args: shapes on the devices.
       traced: the facts of its trace.
-      program: the compiled step, read from its text.
     """
 
     spec: StepSpec
@@ -135,7 +134,7 @@ class StepForDevices(NamedTuple):
 
 
 class TooLargeError(ValueError):
-    """XLA does not compile the step, because a device has too little memory."""
+    """A device has too little memory for XLA to compile the step."""
 
 
 def devices_of(

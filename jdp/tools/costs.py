@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of an instruction of a compiled program."""
+"""Floating-point operations and bytes of an instruction."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def is_convolution(one: Instruction) -> bool:
 
 
 def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the operations of a convolution: 2 for each product."""
+    """Return the operations of a convolution, 2 for each product."""
     labels = _LABELS.search(one.attributes())
     assert labels is not None
     lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])
@@ -89,9 +89,9 @@ class Kernel(NamedTuple):
     Attributes:
       name: by `pl.pallas_call(name=)`, or empty.
       result: dims of each of its results.
-      flops: floating-point operations of its `cost_estimate`, or None.
-      num_bytes: bytes read and written by its `cost_estimate`, or None.
-      transcendentals: of its `cost_estimate`, or 0.
+      flops: by its `cost_estimate`, or None.
+      num_bytes: read and written, by its `cost_estimate`, or None.
+      transcendentals: by its `cost_estimate`, or 0.
     """
 
     name: str
@@ -128,8 +128,8 @@ def _is_in(kernel: str, op_name: str) -> bool:
     return not kernel or re.search(rf"(?<![^/(]){re.escape(kernel)}(?![^/)])", op_name) is not None
 
 
-# Collectives that XLA runs in parts on TPUs: a start, computations beside it, and a done.
-# Each part is a fusion with the same collective. The start and the done also contain a call.
+# XLA runs some collectives on TPUs in parts: a start, computations beside it, and a done. Each part
+# is a fusion with the same collective. The start and the done also contain a call.
 
 
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
@@ -141,8 +141,7 @@ class ChainPart(NamedTuple):
 
     Attributes:
       chain: a name that its parts share.
-      is_start: whether it starts the collective.
-      is_done: whether it waits for its end.
+      is_done: whether it waits for the end.
     """
 
     chain: str
@@ -161,7 +160,7 @@ def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
 
 
 def chain_computation(inside: Computation) -> Computation:
-    """Return the computation of a part, without the collective and its operands."""
+    """Return a part's computation, without the collective and its operands."""
     passed = {one.name for one in inside if one.op in (*hlo.COLLECTIVES, "parameter")}
     found = Computation()
     for one in inside:
@@ -192,7 +191,7 @@ class Costs:
     """The costs of the instructions of a program.
 
     Args:
-      computations: of the program, see `hlo.parse`.
+      computations: see `hlo.parse`.
       kernels: its Pallas kernels.
     """
 
@@ -202,7 +201,7 @@ class Costs:
         self._flops: dict[str, dict[str, float]] = {}
 
     def inside(self, one: Instruction) -> Computation:
-        """Return the computation of a fusion or similar call; else an empty one."""
+        """Return the computation of a fusion or similar call, else an empty one."""
         called = [] if one.op in _CALLS_OF_ONE else one.called()
         return self._computations.get(called[0] if called else "", Computation())
 
@@ -211,7 +210,7 @@ class Costs:
         return chain_part(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:
-        """Return the Pallas kernel that an instruction runs, or None."""
+        """Return the Pallas kernel of an instruction, or None."""
         return find_kernel(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
@@ -228,7 +227,7 @@ class Costs:
         return f"the operations of {one.target()}, which a library computes"
 
     def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
-        """Return the floating-point operations of matmuls in an instruction, by dtype."""
+        """Return the operations of matmuls in an instruction, by dtype."""
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
         if is_convolution(one):
@@ -250,7 +249,7 @@ class Costs:
         return self._flops[name]
 
     def transcendentals(self, one: Instruction) -> int:
-        """Return the number of exponentials, logarithms and the like in an instruction."""
+        """Return the number of exponentials, logarithms and the like."""
         if kernel := self.kernel(one):
             return int(kernel.transcendentals)
         return sum(
@@ -329,7 +328,7 @@ def _bytes_written(inner: Computation) -> int:
 
 
 def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
-    """Return the bytes of an array that an operation changes in place."""
+    """Return the bytes that an operation changes in place."""
     operands = one.operands()
     if one.op == "dynamic-update-slice":
         return hlo.num_bytes(shapes[operands[1]])
@@ -361,7 +360,7 @@ def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
 
 
 def _dtype(one: Instruction, shapes: dict[str, str]) -> str:
-    # Of a fused matmul, XLA may write f32 where the operands have 16 bits.
+    # XLA may write f32 for a fused matmul of 16-bit operands.
     found = [array.dtype for x in one.operands()[:2] for array in hlo.arrays(shapes.get(x, ""))]
     return min(found, key=lambda dtype: hlo.Array(dtype, (8,), "").num_bytes(), default="f32")
 

@@ -36,13 +36,13 @@ def explain(
 
     Args:
       step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
-      *args: arguments of the step: its state, as arrays or shapes, such as from
-        `jax.eval_shape(make_state)`; a global batch, as arrays or `jax.ShapeDtypeStruct`s, whose
-        rows the number of ranks divides; and others.
+      *args: arguments of the step, as arrays or `jax.ShapeDtypeStruct`s: its state, such as from
+        `jax.eval_shape(make_state)`; a global batch, whose rows the number of ranks divides; and
+        others.
       on: the devices: `"8xH200"`, `"16xH100"` (two hosts of 8), `"v5e:2x4"`, `"cpu:4"`, or a mesh.
         Default: the mesh of the state.
-      rates: rates for the predicted time, such as `{"matmul_flops": 600e12}`; the report names all,
-        with units. Default: those of the report.
+      rates: rates for the predicted time, such as `{"matmul_flops": 600e12}`. The report names all,
+        with units, and the defaults.
       **keywords: keyword arguments of the step. Pass those named `on` or `rates` by position, or in
         a `functools.partial`.
 
@@ -53,7 +53,7 @@ def explain(
     Raises:
       ValueError: if there is no such target or rate, the rows cannot be split, or the step is
         refused, as in a run.
-      MissingPluginError: if this environment cannot compile for the target; says what to install.
+      MissingPluginError: if this environment cannot compile for the target.
       TypeError: if `step` is not decorated, `on` is neither a text nor a mesh, or a rate is not a
         number.
 

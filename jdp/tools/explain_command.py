@@ -1,4 +1,4 @@
-"""`jdp explain`: its arguments, and its output."""
+"""The command `jdp explain`."""
 
 import argparse
 import functools
@@ -72,7 +72,7 @@ def _explained(
         return _fail(str(error), 2)
     if options.png:
         options.png = os.path.abspath(options.png)  # the script may go to another folder
-    code = 1  # of an error that is raised
+    code = 1  # if an error is raised
     with take_stdout() as stdout:
         try:
             code = _explained_first_call(options, script, name, of_script, stdout)
@@ -102,7 +102,7 @@ def _explained_first_call(
         report = explain_call(*call, **chosen)
     except (targets.MissingPluginError, ValueError, TypeError, RuntimeError) as error:
         if not _is_of_jdp(error):
-            raise  # the author's code failed, whose lines are in the traceback
+            raise  # the traceback shows the author's failed line
         return _fail(str(error), 1)
     print(report.to_json() if options.json else report, file=stdout, flush=True)
     if options.png:
@@ -180,7 +180,6 @@ def _choice(text: str) -> tuple[str, list[int]]:
 
 
 def _twice(given: Sequence[tuple[str, Any]]) -> str | None:
-    """Return the first name that is given twice."""
     counts = Counter(name for name, _ in given)
     return next((name for name, count in counts.items() if count > 1), None)
 

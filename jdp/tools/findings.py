@@ -1,4 +1,4 @@
-"""Findings: what costs a compiled step memory or time, and what to write instead."""
+"""What costs a compiled step memory or time, and what to write instead."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ def train_states(facts: Facts) -> list[Any]:
 
 
 def parameters(facts: Facts) -> list[tuple[str, Any]]:
-    """Return the parameters in the state, each with its path."""
+    """Return the parameters in the state, with their paths."""
     state = facts.step.args[0]
     parts, named = state_parts(state), jax.tree_util.tree_leaves_with_path(state)
     found = [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
@@ -87,7 +87,7 @@ class _SummedLeaf(NamedTuple):
       kind: of the collective.
       leaf: of one rank.
       line: the author's line, or empty.
-      bucket: number of the collective for a leaf without a name; else -1.
+      bucket: number of the collective if the leaf has no name, else -1.
     """
 
     kind: str
@@ -138,7 +138,7 @@ def _is_summed(leaf: SentLeaf) -> bool:
 
 
 def _runs_of_one_pass(leaf: SentLeaf, whole: Sequence[Any], facts: Facts) -> int:
-    """Return how often one backward pass sums a gradient: once, or for each layer of a loop."""
+    """Return how often a backward pass sums a gradient: once, or for each layer of a loop."""
     if whole:
         return max(1, round(sum(x.size for x in whole) / leaf.num_elements))
     # BatchNorm statistics are as large as its scale, and divide the matrix before it.

@@ -1,4 +1,4 @@
-"""Run a script up to the first call of a step, to learn the step and its arguments."""
+"""Runs a script up to the first call of a step."""
 
 import concurrent.futures.thread
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 from jdp.training.step import Step
 
-# Time for threads and processes that end with the process, such as those of an executor.
+# For threads and processes that end with the process, such as an executor's.
 _EXIT_S = 2.0
 
 
@@ -129,7 +129,7 @@ def _intercepted(name: str, found: list[FirstCall], others: list[str]) -> Iterat
             found.append(FirstCall(step, args, keywords))
             if threading.current_thread() is threading.main_thread():
                 raise _FoundError
-            raise SystemExit  # for which Python prints no traceback of a thread
+            raise SystemExit  # without a thread's traceback
         if step.__name__ not in others:
             others.append(step.__name__)
             text = f"jdp explain: the script calls `{step.__name__}`, and runs on until `{name}`."

@@ -1,4 +1,4 @@
-"""A compiled program, read from its text: computations, instructions, shapes, source lines."""
+"""A compiled program, read from its text."""
 
 import functools
 import math
@@ -71,7 +71,7 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def shapes(self) -> dict[str, str]:
-        """The type of each result, by name."""
+        """The types of results by name."""
         return {one.name: one.shape for one in self}
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The users of each result, by its name."""
+        """The users of each result by name."""
         users: dict[str, list[Instruction]] = defaultdict(list)
         for one in self:
             for name in dict.fromkeys(one.operands()):
@@ -104,7 +104,7 @@ def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str
     return callers
 
 
-# A collective is one instruction, or a pair of start and done, of which the start counts.
+# One instruction, or a pair of start and done, of which the start counts.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
@@ -154,7 +154,7 @@ class HloProgram:
 
     Attributes:
       entry: name of the computation that runs first.
-      parameters: name of each argument, such as `args[0].params['w']` -> its type.
+      parameters: arguments, such as `args[0].params['w']` -> type.
     """
 
     def __init__(self, text: str):
@@ -178,7 +178,7 @@ class HloProgram:
         return self._frames.chain(int(found[1])) if found else ()
 
     def author_line(self, one: Instruction) -> str:
-        """Return the author's line of an instruction, such as "train.py:41"."""
+        """Return the author's line, such as "train.py:41"."""
         return diagnostics.innermost_line(
             (name, int(line)) for name, _, line in (x.rpartition(":") for x in self.where(one))
         )

@@ -53,7 +53,7 @@ class ParameterFlow:
 
     def __init__(self, program: HloProgram):
         self._computations = program.computations
-        # The body of each loop -> its calling computation, and the loop.
+        # loop body -> the calling computation, and the loop
         self._loops = {
             one.computation("body"): (name, one)
             for name, body in program.computations.items()
@@ -62,7 +62,7 @@ class ParameterFlow:
         }
 
     def gathered(self, transfer: SentArrays, i: int, shard: int) -> list[str]:
-        """Return the parameters that are gathered as the i-th array of a sum."""
+        """Return the parameters gathered as the i-th array of a sum."""
         return self._sources(transfer.computation, [transfer.instruction.operands()[i]], {shard})
 
     def names_of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
@@ -254,7 +254,7 @@ class Match(NamedTuple):
 
     Attributes:
       leaves: its arrays; unknown ones have no path.
-      num_planned: number of merged planned collectives of arrays; 0 if unknown.
+      num_planned: planned collectives merged into it; 0 if unknown.
       line: the author's line.
       is_of_author: whether the author's code called it, or XLA made it for the author's line.
     """
@@ -323,8 +323,8 @@ class _Unmatched:
         """Take the leaf of some size that belongs to a parameter, else the first of that size.
 
         Leaves sent by the same line come first, because BatchNorm statistics meet parameters of
-        their size. XLA unrolls loops, and never creates them: collectives of an unrolled loop share
-        a leaf.
+        their size. XLA unrolls loops, and never creates them, so collectives of an unrolled loop
+        share a leaf.
 
         Args:
           own: leaves already taken by the collective.

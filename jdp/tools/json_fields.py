@@ -1,4 +1,4 @@
-"""Checks of fields of a JSON file, which may be damaged or edited by hand. Needs no JAX."""
+"""Checks fields of a JSON file, which may be damaged or edited. Needs no JAX."""
 
 import re
 import reprlib
@@ -14,7 +14,6 @@ class Field(NamedTuple):
     Attributes:
       what: the allowed values, in words.
       holds: whether a value is allowed.
-      is_required: whether the object must have it.
     """
 
     what: str

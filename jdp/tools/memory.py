@@ -277,14 +277,14 @@ class Memory:
     """Bytes of memory of one rank while the step runs.
 
     Attributes:
-      parameters: of this rank's part of the state's parameters.
-      batch: of this rank's rows.
+      parameters: this rank's part.
+      batch: this rank's rows.
       activations: kept by the forward pass, at the peak of temporary memory.
       gradients: of gradients and the backward pass, at that peak.
-      temporaries: of the rest of XLA's temporary memory.
-      outputs: of results that do not overwrite an argument.
+      temporaries: the rest of XLA's temporary memory.
+      outputs: results that do not overwrite an argument.
       code: of the program.
-      saved_by_donation: of results that overwrite a donated argument.
+      saved_by_donation: results that overwrite a donated argument.
       limit: of the device, or None if unknown.
     """
 
@@ -309,7 +309,7 @@ class Memory:
 
     @property
     def temporary(self) -> int:
-        """Bytes of temporary values of the step."""
+        """Bytes of temporary values."""
         return self.activations + self.gradients + self.temporaries
 
     @property
@@ -321,11 +321,7 @@ class Memory:
 def memory_of(
     compiled: Any, program: HloProgram, parts: Mapping[str, str], limit: int | None
 ) -> Memory:
-    """Return the memory of a compiled step.
-
-    Args:
-      limit: bytes of a device, None if unknown.
-    """
+    """Return the memory of a compiled step; `limit` is a device's, None if unknown."""
     allocated = compiled.memory_analysis()
     sizes = dict.fromkeys(
         ("parameters", "optimizer_state", "other_state", "batch", "other_arguments"), 0

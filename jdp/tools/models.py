@@ -9,7 +9,7 @@ import numpy as np
 
 
 class SmallModel(NamedTuple):
-    """A model with its data, which every contestant trains."""
+    """A model and its data."""
 
     name: str
     params: Any  # tree of numpy arrays
@@ -18,7 +18,7 @@ class SmallModel(NamedTuple):
 
 
 def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) -> SmallModel:
-    """Make `num_layers` square layers, and a regression with random targets."""
+    """Make square layers, and a regression with random targets."""
     random = np.random.default_rng(0)
     params = [
         {"w": _normal(random, (width, width), width, dtype), "b": np.zeros(width, dtype)}
@@ -29,11 +29,7 @@ def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) 
 
 
 def mlp_loss(params: Any, batch: Any) -> jax.Array:
-    """Return the mean squared error, `[]`.
-
-    Args:
-      batch: `x` and `y`, `[r, width]`.
-    """
+    """Return the mean squared error, `[]`; `batch` has `x` and `y`, `[r, width]`."""
     x = batch["x"]
     for layer in params[:-1]:
         x = jax.nn.gelu(x @ layer["w"] + layer["b"])

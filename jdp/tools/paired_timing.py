@@ -22,7 +22,7 @@ def alternate(
     round begins with the last contestant.
 
     Returns:
-      For each contestant, `[rounds]` seconds: the mean of its two runs in a round.
+      For each contestant, `[rounds]` seconds: the mean of its two runs.
     """
     for clock in list(clocks.values()) * warm_up:
         clock()
@@ -37,11 +37,7 @@ def alternate(
 
 
 def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the median (Efron 1979).
-
-    Args:
-      values: `[n]`, the measurements.
-    """
+    """Return the 95 % bootstrap interval of the median of `[n]` values (Efron 1979)."""
     random = np.random.default_rng(0)
     samples = random.choice(values, (num_samples, len(values)))
     low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])

@@ -1,1 +1,1 @@
-"""`jdp bench`: times of collectives, steps and recoveries, with every result checked."""
+"""`jdp bench`: times of collectives, steps and recoveries."""

@@ -1,4 +1,4 @@
-"""`jdp bench --calibrate`: the rates of this machine, saved for predictions."""
+"""`jdp bench --calibrate`: measured rates of this machine."""
 
 import itertools
 import os
@@ -31,14 +31,13 @@ from jdp.tools.rate import Rate, given_rate
 from jdp.tools.rates import UNITS
 from jdp.tools.timeline import Groups, Work
 
-# How much slower training steps compute than single operations.
-# Large matmuls and loops over cached arrays are a device's best. Steps have smaller or transposed
-# matrices, strided arrays, and waits for threads. Factors are fitted to timed steps with operations
-# counted as by `explain`.
+# Training steps compute more slowly than large matmuls and loops over cached arrays. Their matrices
+# are smaller or transposed, their arrays strided, and threads wait. The factors are fitted to timed
+# steps.
 
 
 _NUM_STEPS, _BUDGET_S = 4, 9.0
-_TOLERANCE = 1e-3  # of the largest element of a leaf
+_TOLERANCE = 1e-3  # of a leaf's largest element
 _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 
@@ -46,9 +45,9 @@ class AloneSeconds(NamedTuple):
     """Seconds of a step's operations by themselves, by kind.
 
     Attributes:
-      elementwise: of other operations that read arrays in order.
-      strided: of operations that read or write an array across its rows.
-      start: of all starts.
+      elementwise: other operations that read arrays in order.
+      strided: operations across the rows of an array.
+      start: all starts.
     """
 
     matmul: float = 0.0
@@ -58,14 +57,14 @@ class AloneSeconds(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A model, and the number of micro-batches in a step."""
+    """A model with micro-batches."""
 
     model: SmallModel
     num_micro_batches: int = 1
 
     @property
     def name(self) -> str:
-        """The model with its number of micro-batches."""
+        """The model and its number of micro-batches."""
         return f"{self.model.name} in {self.num_micro_batches}"
 
     def gradients(self, params: Any, batch: Any) -> Any:
@@ -84,14 +83,14 @@ class Training(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """A timed step: its operations by themselves, and its seconds."""
+    """A timed step, and its operations by themselves."""
 
     alone: AloneSeconds
     seconds: float
 
 
 def measured_slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
-    """Time training steps without collectives, and return the slowness of operations."""
+    """Time training steps without collectives, and return their slowness."""
     trainings = _trainings(mesh.devices.flat[0].platform)
     made = {training.name: _made(mesh, training) for training in trainings}
     clocks = {name: clock for name, (clock, _) in made.items()}
@@ -105,12 +104,9 @@ def measured_slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
 
 
 def fit_slowness(steps: Sequence[TimedStep]) -> Slowness:
-    """Fit the factors to the times of steps, with small relative errors.
+    """Fit the factors with small relative errors.
 
     Factors that the steps do not distinguish are equal.
-
-    >>> fit_slowness([TimedStep(AloneSeconds(1.0), 3.0), TimedStep(AloneSeconds(1.0, 4.0), 13.0)])
-    Slowness(matmul=3.0, elementwise=2.5, strided=3.0, start=3.0, largest_error=0.0)
     """
     shares = np.array([step.alone for step in steps])
     shares /= np.array([[step.seconds] for step in steps])
@@ -120,7 +116,7 @@ def fit_slowness(steps: Sequence[TimedStep]) -> Slowness:
 
 
 def _groupings(num: int) -> Iterator[list[int]]:
-    """Yield the ways to equate factors: the group of each."""
+    """Yield the ways to equate factors, as the group of each."""
     for groups in itertools.product(range(num), repeat=num):
         firsts = list(dict.fromkeys(groups))
         if firsts == list(range(len(firsts))):
@@ -128,7 +124,7 @@ def _groupings(num: int) -> Iterator[list[int]]:
 
 
 def _least_squares(shares: np.ndarray) -> np.ndarray:
-    """Return the positive factors with shares of each step closest to 1."""
+    """Return the positive factors with each step's sum of shares closest to 1."""
     num_steps, num = shares.shape
     best, least = np.ones(num), float("inf")
     for groups in _groupings(num):
@@ -161,13 +157,13 @@ class _Recorder:
 
 
 def alone_seconds(program: HloProgram, rates: Mapping[str, Rate]) -> AloneSeconds:
-    """Return the seconds of a program's operations, by kind."""
+    """Return the seconds of operations, by kind."""
     recorder = _Recorder(rates)
     timeline.simulate(program, recorder)
     return recorder.alone
 
 
-# Of several sizes and ratios of matmuls, and in micro-batches, whose arrays are smaller.
+# Several sizes and ratios of matmuls, and micro-batches with smaller arrays.
 def _trainings(platform: str) -> list[Training]:
     if platform != "cpu":
         narrow = models.mlp(width=1024, num_layers=4, num_rows=4096)._replace(name="narrow mlp")
@@ -227,7 +223,7 @@ def _made(mesh: Mesh, training: Training) -> tuple[Callable[[], float], HloProgr
 
 
 def _right(step: Any, state: Any, batch: Any, device: Any) -> list[np.ndarray]:
-    """Return the leaves of the state after one run on one device."""
+    """Return the state's leaves after one run on one device."""
     alone: Any = jax.jit(step)
     state, batch = jax.device_put((state, batch), device)
     for _ in range(_NUM_STEPS + 1):
@@ -243,23 +239,23 @@ def _require(leaf: jax.Array, expected: np.ndarray, name: str) -> None:
         )  # fmt: skip
 
 
-_WIDTH = {"cpu": 1024}  # rows and columns of the matmul
+_WIDTH = {"cpu": 1024}  # rows and columns
 _WIDTH_ELSEWHERE = 8192
-# Consecutive matmuls: devices other than CPUs begin one while the host starts the next.
+# Devices other than CPUs begin one matmul while the host starts the next.
 _NUM_MATMULS_ELSEWHERE = 8
-# Operations of a program, enough to make its start a small part.
+# Enough operations to make the program's start a small part.
 _NUM_TIMES, _NUM_TINY = 64, 512
-# Elements of the scaled array, more than fit into caches (50 MiB and more on GPUs).
+# More elements than fit into caches (50 MiB and more on GPUs).
 _ELEMENTS, _ELEMENTS_ELSEWHERE = 2**24, 2**27
-# XLA:CPU of JAX 0.10 drops barriers first, and fuses all operations between them. XLA:GPU drops
-# them last, and cannot run the rest without that pass.
+# XLA:CPU of JAX 0.10 drops barriers early, and then fuses across them. XLA:GPU drops them last, and
+# needs that pass.
 _WITH_BARRIERS = {"cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"}}
 _NUM_ROUNDS, _WARM_UP_S = 7, 0.1
 _PERIOD = 3
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Return each device's floating-point operations per second, while all compute."""
+    """Return each device's matmul operations per second, while all compute."""
     platform = mesh.devices.flat[0].platform
     width = _WIDTH.get(platform, _WIDTH_ELSEWHERE)
     num_calls = 1 if platform == "cpu" else _NUM_MATMULS_ELSEWHERE
@@ -274,7 +270,7 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
 
 
 def memory_bytes_per_s(mesh: Mesh) -> float:
-    """Return the bytes that each device reads and writes per second, while all do."""
+    """Return the bytes per second that each device reads and writes, while all do."""
     if mesh.devices.flat[0].platform != "cpu":
         # One operation is so short that the program's start would count.
         size = _ELEMENTS_ELSEWHERE
@@ -303,9 +299,9 @@ def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right
 
 
 def operation_start_s(mesh: Mesh) -> float:
-    """Return the seconds of an operation on 8 numbers, in a chain of many.
+    """Return the seconds of an operation on 8 numbers, in a chain.
 
-    Not in a loop, which XLA compiles to one operation.
+    XLA would compile a loop to one operation.
     """
 
     def chain(x: Any, old: Any) -> Any:
@@ -319,7 +315,7 @@ def operation_start_s(mesh: Mesh) -> float:
 
 
 def compute_rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
-    """Return the computation rates of each device of a mesh, while all compute."""
+    """Return the rates of each device, while all compute."""
     size = CACHED_BYTES // 8
     found: dict[str, Any] = {
         "matmul_flops_per_s": {
@@ -335,11 +331,11 @@ def compute_rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
 
 
 def _by_name(found: Mapping[str, Any]) -> dict[str, Rate]:
-    """Return measured rates under their names in predictions."""
+    """Return measured rates by their names in predictions."""
     flops = found["matmul_flops_per_s"]
     values = {"matmul_flops": flops["bfloat16"], "matmul_flops_f32": flops["float32"]}
     values |= {name: x for name, x in found.items() if name != "matmul_flops_per_s"}
-    # A step without collectives uses no link.
+    # unused without collectives
     values |= {"link_bytes_per_s": 1.0, "reduction_start_s": 0.0}
     return {name: Rate(x, x, x, UNITS[name], "measured here") for name, x in values.items()}
 
@@ -366,7 +362,7 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
 def _seconds(
     run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
 ) -> float:
-    """Return the median seconds of `run`, with checked results on every device."""
+    """Return the median seconds of `run`, and check the results on every device."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():
@@ -387,7 +383,7 @@ def _seconds(
 
 
 def _warm_up(run: Any, x: jax.Array, other: jax.Array) -> None:
-    """Run untimed on GPUs, which lower their clock rate during the checks."""
+    """Run untimed: GPUs lower their clock rate during the checks."""
     if next(iter(x.devices())).platform == "cpu":
         return
     end = time.perf_counter() + _WARM_UP_S
@@ -397,12 +393,12 @@ def _warm_up(run: Any, x: jax.Array, other: jax.Array) -> None:
 
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
-# As in a compiled step, whose gradients are not read again.
+# As in a step, whose gradients are not read again.
 _SETTING = collectives.Setting(num_rounds=5, in_place=True)
 
 
 def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
-    """Measure computation and collectives, and return the rates.
+    """Measure and return the rates of computation and collectives.
 
     Rates of other numbers of ranks and processes in an earlier file of this host are kept. Returns
     None except on the first process of the mesh.
@@ -438,7 +434,7 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
 def require_own_gpus(
     platform: str, num_processes: int, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse processes that may share GPUs, where they take turns."""
+    """Refuse processes that may share GPUs."""
     if platform == "gpu" and num_processes > 1 and environment.get(_SHARE) == "1":
         raise ValueError(
             f"{_SHARE}=1 lets these {num_processes} processes share a GPU, on which they take "
@@ -450,10 +446,10 @@ def require_own_gpus(
 def _computation(
     mesh: Mesh, earlier: Calibration | None, num_cores: int
 ) -> tuple[ComputeRates, ...]:
-    """Return measured rates of computation, on the first process of a mesh.
+    """Return measured rates of computation, on the first process.
 
     One process measures one device, as many as cores, and all. Several processes do not measure if
-    an earlier file of one process exists, which could keep other devices idle.
+    an earlier file of one process exists, since that one could keep other devices idle.
     """
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]
@@ -481,7 +477,7 @@ def _computation(
 def _is_readable(platform: str) -> bool:
     try:
         calibration.load(platform)
-    except ValueError:  # of another format: replaced
+    except ValueError:  # another format: replaced
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Times of collectives by size, each result compared with the exact one on every rank."""
+"""Times of collectives by size, with checked results."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from jdp.tools.known_values import WrongResultError
 
 PEER = "xla"
 _MiB = 2**20
-# Calls in a program, enough to make its start a small part. A `ppermute` consists of many
-# operations, which compile slowly.
+# Calls in a program, enough to make its start a small part. A `ppermute` compiles slowly, since it
+# consists of many operations.
 _MAX_CALLS, _MAX_PPERMUTES = 16, 4
 
 
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
     """How collectives are timed.
 
     Attributes:
-      num_rounds: timed rounds of each size; each runs all algorithms twice, in both orders.
+      num_rounds: rounds of each size; each times all algorithms twice, in both orders.
       warm_up: checked runs of each algorithm before.
       in_place: whether results overwrite the inputs.
     """
@@ -35,14 +35,14 @@ class Setting(NamedTuple):
     in_place: bool = False
 
 
-class CannotRun(Exception):  # not an error of the benchmark
+class CannotRun(Exception):
     """An algorithm that cannot run here, with the reason."""
 
 
 def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
-    """Return the algorithms that are timed by default.
+    """Return the algorithms timed by default.
 
-    jdp's code for GPUs, never measured between GPUs, runs only by name.
+    jdp's code for GPUs was never measured between GPUs, and runs only by name.
     """
     known = [name for name in collective_case.algorithms(operation) if name != AUTO]
     on_gpu = ("direct", "ring", "native")
@@ -50,7 +50,11 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
 
 
 def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) -> list[int]:
-    """Return the numbers of elements from `first` to `last` bytes, multiples of `num_ranks`.
+    """Return numbers of elements from `first` to `last` bytes, multiples of `num_ranks`.
+
+    Args:
+      factor: between sizes, >= 2.
+      itemsize: bytes of an element.
 
     >>> sizes(16, 100, 2, itemsize=4, num_ranks=3)  # 12, 24, 60 bytes
     [3, 6, 15]
@@ -65,7 +69,7 @@ def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) 
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:
-    """Return the bus bandwidth as a multiple of the algorithm bandwidth, as nccl-tests does.
+    """Return bus bandwidth over algorithm bandwidth, as nccl-tests does.
 
     Each rank must send at least so many bytes for each byte of the array. Bus bandwidths of any
     number of ranks therefore compare with the link's.
@@ -84,7 +88,7 @@ def measure(
     setting: Setting,
     skipped: Callable[[str, str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each size and algorithm; a collective call of all processes."""
+    """Yield a row for each size and algorithm; all processes must call it."""
     able = list(algorithms)
     for size in elements:
         clocks: dict[str, _Clock] = {}
@@ -111,7 +115,7 @@ class _Clock:
     """Times calls of a collective, and checks the results.
 
     Attributes:
-      cpu_seconds: CPU time of all threads and processes for one call, of each run.
+      cpu_seconds: of all threads and processes for one call, for each run.
 
     Raises:
       CannotRun: if the algorithm cannot run here.
@@ -123,13 +127,13 @@ class _Clock:
         self._made = Trial([case] * self._num_calls, mesh, in_place=setting.in_place)
         self._group = group = agree.peers(mesh)
         self.cpu_seconds: list[float] = []
-        # XLA's sum of one element, which processes leave at nearly the same time.
+        # Processes leave XLA's sum of one element at nearly the same time.
         one = Case("all-reduce", PEER, "float32", 1)
         self._start = Trial([one], mesh) if len(group) > 1 else None
         try:
             self._made.prepare()
             self._made()
-        except ValueError as error:  # of collectives.native, equal on all processes
+        except ValueError as error:  # collectives.native raises it on all processes
             raise CannotRun(str(error)) from error
         _require_right(group, self._made)
 
@@ -150,7 +154,7 @@ class _Clock:
 def _require_right(
     group: tuple[int, ...], made: Trial, seconds: tuple[float, float] = (0.0, 0.0)
 ) -> list[tuple[float, float]]:
-    """Check the results on all processes; return the wall and CPU seconds of each."""
+    """Check the results on all processes; return each one's wall and CPU seconds."""
     wrong = None
     try:
         made.check()

@@ -195,7 +195,6 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
 
 
 def _say_rates(found: Any) -> None:
-    """Print the rates of computation of a calibration."""
     for rates in found.computation:
         who = f"each of {rates.num_ranks} ranks" if rates.num_ranks > 1 else "one rank by itself"
         flops = rates.matmul_flops_per_s.items()

@@ -1,4 +1,4 @@
-"""The command `jdp bench faults`: injects faults into a run, and measures their cost."""
+"""`jdp bench faults`: injects faults into a run, and measures their cost."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def fault_summary(
 ) -> dict[str, Any]:
     """Return the shares of the time, and the medians of the parts of a recovery.
 
-    The time begins after the first step, since runs without faults compile, too.
+    The time begins after the first step, because runs without faults also compile it.
     """
     wall = steps[-1]["end"] - steps[0]["end"]
     typical = statistics.median(it["end"] - it["begin"] for it in steps)
@@ -75,7 +75,7 @@ def fault_summary(
 
 
 def fault_parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Split the recovery from a fault into its parts, in seconds."""
+    """Return the parts of a recovery, in seconds."""
     record = fault.record
     recovery = record["at"] - fault.at
     told = record["end_s"] + record["form_s"] + record["restore_s"] + record["step_s"]
@@ -94,7 +94,7 @@ def fault_parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str
 
 _POLL_S = 0.01
 _PROGRAM = "jdp.tools.bench.faulty_run"
-# A process begins at most so many steps ahead of others.
+# The most steps that a process is ahead of others.
 _MARGIN_STEPS = 5
 
 
@@ -103,10 +103,10 @@ class FaultSetting(NamedTuple):
 
     Attributes:
       mtbf_s: mean seconds between faults, exponentially distributed.
-      num_processes: processes of the run, with a device each.
+      num_processes: processes with one device each.
       step_s: least seconds of a step.
-      commit_every: number of steps between commits, >= 1.
-      deadline_s: seconds in which a run must recover from a fault.
+      commit_every: steps between commits, >= 1.
+      deadline_s: seconds in which a run must recover.
       seed: of the times and killed processes.
     """
 
@@ -124,7 +124,7 @@ class FaultyRunError(Exception):
 
 
 class FaultyLaunch:
-    """One `jdp run` of `faulty_run`, in a new folder, which ends with the context."""
+    """One `jdp run` of `faulty_run`, in a new folder; the context ends it."""
 
     def __init__(self, folder: Path, state_bytes: int, setting: FaultSetting):
         folder.mkdir(parents=True)
@@ -140,7 +140,7 @@ class FaultyLaunch:
         command += [f"--nproc-per-node={setting.num_processes}", "--max-restarts=1000000"]
         command += [f"--log-dir={folder / 'logs'}", "-m", _PROGRAM, str(folder)]
         self._process = subprocess.Popen(
-            spawn.ends_with_this(command),  # it would train without end
+            spawn.ends_with_this(command),  # or it would train without end
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -166,7 +166,7 @@ class FaultyLaunch:
         return self._process.poll() is not None
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        """Return the events of a name so far."""
+        """Return the events so far with a name."""
         path = self.folder / "logs" / "events.jsonl"
         found = read_lines(path) if path.exists() else []
         return [it for it in found if it["event"] == event]
@@ -181,7 +181,7 @@ class FaultyLaunch:
         return found
 
     def running(self) -> dict[int, int]:
-        """Return rank -> pid of the newest generation, {} until all have made a step."""
+        """Return rank -> pid of the newest generation; {} until all have made a step."""
         told = self.events("first_step")
         newest = max((it["generation"] for it in told), default=0)
         found = {it["process_id"]: it["pid"] for it in told if it["generation"] == newest}
@@ -218,7 +218,7 @@ class FaultyLaunch:
 
 
 def require_exact(folder: Path, num_processes: int) -> None:
-    """Compare the reported final states of all processes."""
+    """Compare the final states that processes reported."""
     found = {}
     for path in folder.glob("final.*.json"):
         its = json.loads(path.read_text())
@@ -271,7 +271,7 @@ def _strike(run: FaultyLaunch, setting: FaultSetting, say: Callable[[str], None]
         due = time.monotonic() + chosen.expovariate(1 / setting.mtbf_s)
         if faults:
             at = faults[-1].at
-            due -= time.time() - at  # from one fault to the next
+            due -= time.time() - at  # measured from fault to fault
         run.until(lambda due=due: time.monotonic() >= due, "time", float("inf"))
         if len(faults) == setting.num_faults:
             return faults
@@ -401,7 +401,7 @@ def _write_json(rows: Sequence[dict[str, Any]], law: dict[str, float] | None, to
 
 
 def _law(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """Return the law of the time to restore, or None for one size of state."""
+    """Return the law of the restore time, or None for one size of state."""
     points = [(row["state_bytes"], row["restoring_s"]) for row in rows]
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None

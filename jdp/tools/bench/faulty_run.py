@@ -1,9 +1,9 @@
 """The training run into which `jdp bench faults` injects faults: `faulty_run FOLDER`.
 
-FOLDER/run.json holds a `TrainingPlan`; FOLDER/stop, written during the run, the last step. Rows
-differ, and gradients are eighths of whole numbers, so the exact final state is w0 minus the sum
-of the mean gradients, where each row counts as often as it was read. Each process writes its steps
-to FOLDER/steps.PID, and finally the number of wrong elements to FOLDER/final.RANK.json.
+FOLDER/run.json holds a `TrainingPlan`; FOLDER/stop, written during the run, the last step.
+Gradients are eighths of whole numbers, so the final state is exact: w0 minus the sum of the mean
+gradients, where each row counts as often as it was read. Each process writes its steps to
+FOLDER/steps.PID, and the final number of wrong elements to FOLDER/final.RANK.json.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ class TrainingPlan(NamedTuple):
 
     Attributes:
       state_bytes: bytes of the parameters.
-      step_s: least seconds of a step, as if it computed.
-      commit_every: number of steps between commits, >= 1.
+      step_s: least seconds of a step.
+      commit_every: steps between commits, >= 1.
     """
 
     state_bytes: int
@@ -53,7 +53,7 @@ class TrainingPlan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the parameters, float32."""
+        """The shape of the float32 parameters."""
         return max(1, self.state_bytes // 4 // WIDTH), WIDTH
 
 
@@ -64,17 +64,17 @@ def data() -> np.ndarray:
 
 
 def initial(plan: TrainingPlan) -> np.ndarray:
-    """Return the parameters of step 0: whole numbers."""
+    """Return the first parameters, whole numbers."""
     num_rows, width = plan.shape
-    period = np.resize(np.arange(13, dtype=np.float32), (13, width))  # of 13 rows, too
+    period = np.resize(np.arange(13, dtype=np.float32), (13, width))  # also if there are 13 rows
     return period[np.arange(num_rows) % 13]
 
 
 def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
     """Return the exact parameters after some steps.
 
-    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters. An epoch
-    has each row once, so only the last, incomplete epoch depends on the order.
+    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters. Only an
+    incomplete epoch depends on the order of the rows.
     """
     x = data()
     epochs, rest = divmod(num_steps * BATCH_SIZE, NUM_ROWS)
@@ -106,7 +106,7 @@ def step(state: TrainState, batch: Any) -> Any:
 
 
 class StepLog:
-    """The steps of this process, one write for each line, so that no death tears it."""
+    """A log with one write for each line, so that no death tears a line."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"steps.{os.getpid()}"

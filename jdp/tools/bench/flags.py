@@ -18,7 +18,7 @@ _MOST_BYTES = 2**60
 
 
 def read_bytes(text: str, *, least: int = 1) -> int:
-    """Read a number of bytes: K and KiB are 1024 bytes, KB 1000, up to T.
+    """Read bytes: K and KiB are 1024, KB 1000, up to T.
 
     >>> read_bytes("4K"), read_bytes("1.5MiB"), read_bytes("40GB"), read_bytes("1e6")
     (4096, 1572864, 40000000000, 1000000)
@@ -42,7 +42,7 @@ def read_positive(text: str) -> int:
 
 
 def read_cpu_ranks(text: str) -> int:
-    """Read the number of virtual CPU devices of a process."""
+    """Read a process's number of virtual CPU devices."""
     num = read_positive(text)
     try:
         require_few_cpu_ranks("--cpu-ranks", num)

@@ -1,4 +1,4 @@
-"""Output of `jdp bench`: a table, JSON, a picture."""
+"""Output of `jdp bench`."""
 
 import os
 import socket
@@ -68,12 +68,12 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def aligned(cells: Sequence[str]) -> str:
-    """Return table cells as a line, in columns of 12 characters."""
+    """Return cells as a line, in columns of 12 characters."""
     return " ".join(f"{cell:>12}" for cell in cells)
 
 
 def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Plot time and bus bandwidth over bytes, a line for each algorithm."""
+    """Plot time and bus bandwidth over bytes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

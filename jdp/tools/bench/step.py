@@ -1,4 +1,4 @@
-"""Times of a training step on several numbers of ranks, compared with one device."""
+"""Times of a training step by number of ranks, checked against one device."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ from jdp.tools.collective_case import Case, Trial
 from jdp.training.state import TrainState
 from jdp.training.step import train_step
 
-# Relative to the largest element of a leaf: the order of float32 sums differs.
+# Of a leaf's largest element: the order of float32 sums differs.
 TOLERANCE = 1e-4
 Made = tuple[Any, Any, Any]
 Make = Callable[[int, Any], Made]  # (num_rows, all_reduce) -> (step, state, batch)
@@ -39,9 +39,9 @@ class StepSetting(NamedTuple):
     """How steps are timed.
 
     Attributes:
-      rows: rows of each rank.
-      num_steps: steps of a run, from the initial state.
-      num_rounds: rounds, each with two runs of every contestant.
+      rows: of each rank.
+      num_steps: of a run, from the initial state.
+      num_rounds: each has two runs of every contestant.
     """
 
     rows: int
@@ -50,7 +50,7 @@ class StepSetting(NamedTuple):
 
 
 def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[dict[str, Any]]:
-    """Time steps on several numbers of ranks; a collective call of all processes."""
+    """Time steps by number of ranks; all processes must call it."""
     numbers = sorted({1, *numbers})
     made: dict[tuple[int, bool], _Contestant] = {}
     for num_ranks in numbers:
@@ -82,7 +82,7 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
 class _Contestant:
     """Runs of a step on some ranks, each from the same initial state.
 
-    Without the all-reduce each rank's state must be that of one device with its rows. Processes
+    Without the all-reduce, each rank's state must be that of one device with its rows. Processes
     without such a rank wait.
     """
 
@@ -100,7 +100,7 @@ class _Contestant:
         part = slice(own[0] * setting.rows, (own[-1] + 1) * setting.rows)
         batch = jax.tree.map(operator.itemgetter(part), batch)
         self._batch = Layout.of_batch(batch, batch_sharding(mesh, "data")).place(batch)
-        # A sum of one element, which processes leave at nearly the same time.
+        # Processes leave a sum of one element at nearly the same time.
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
@@ -155,7 +155,7 @@ class _Contestant:
 def _expected(
     make: Make, num_rows: int, num_ranks: int, setting: StepSetting, all_reduces: bool
 ) -> list[list[np.ndarray]]:
-    """Return the leaves of one device's last state, for all rows or those of each rank."""
+    """Return one device's last state, for all rows or those of each rank."""
     init(devices=jax.local_devices()[:1], timeout_s=None)
     found = []
     for rank in range(1 if all_reduces else num_ranks):
@@ -170,7 +170,6 @@ def _expected(
 
 
 def _state_of(result: Any) -> Any:
-    """Return the state that a step returned."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
             f"the step of the model returned a {type(result).__name__}, and not (state, metrics). "
@@ -188,8 +187,8 @@ def _tolerance(right: np.ndarray) -> float:
 def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
     """Keep every rank's own gradients; the false mark makes jdp accept the step.
 
-    The barrier replaces the call, because XLA would fuse gradients with updates and copy parameters
-    that are still read: the step may take longer than with a reduction. JAX 0.10 drops it first.
+    XLA would fuse gradients with updates, and copy parameters that are still read, so a barrier
+    replaces the call: the step may take longer than with a reduction. JAX 0.10 drops it first.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]
@@ -231,7 +230,7 @@ COLUMNS = {
 def main(arguments: Sequence[str]) -> int:
     """Run `jdp bench step`."""
     options = _parser().parse_args(arguments)
-    folder = os.getcwd()  # that of the options; a model may change it
+    folder = os.getcwd()  # a model may change the folder
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
@@ -249,7 +248,6 @@ def main(arguments: Sequence[str]) -> int:
 def _show(
     options: argparse.Namespace, facts: Any, setting: StepSetting, rows: Sequence[Any]
 ) -> None:
-    """Print the rows as a table, and write the requested files."""
     if options.json != results.STDOUT:
         print(f"{output.heading(facts)}\n{options.model}, {setting.rows} rows for each rank")
         print(output.aligned(list(COLUMNS)))

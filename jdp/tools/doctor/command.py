@@ -112,7 +112,7 @@ def _address() -> str:
 
     try:
         return hosts.own_address()
-    except OSError:  # the name of this host is unknown: no other host finds it either
+    except OSError:  # no host finds this one's name
         return "127.0.0.1"
 
 
@@ -140,7 +140,7 @@ def _own_number() -> int:
         import jax
 
         return jax.process_index()
-    except Exception:  # JAX does not start, which is in the report
+    except Exception:  # the report says that JAX does not start
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Devices, their links, the native libraries, and the algorithm of `auto`."""
+"""Devices, links, native libraries, and the algorithm of `auto`."""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ from jdp.tools.collective_case import AUTO, Case, Trial
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.tools.known_values import WrongResultError
 
-# Elements: one, a few, an odd number, and more than a piece that the CPU library sends.
+# Elements: one, few, an odd number, and more than a piece that the CPU library sends.
 _NUMBERS = (1, 3, 1001, 300_007)
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _SIZE_OF_OTHERS = 1001
@@ -112,7 +112,7 @@ def links(mesh: Mesh) -> Diagnosis:
 
 
 def libraries(platform: str) -> list[Diagnosis]:
-    """Return for each native library whether it is loaded, and why not."""
+    """Return whether each native library is loaded, and why not."""
     found = []
     for name, why, wanted in (
         ("CPU library", cpu_runtime.why_missing(), "cpu"),

@@ -14,7 +14,7 @@ class Diagnosis:
     """The result of one check.
 
     Attributes:
-      check: name of the check, such as "file descriptors".
+      check: its name, such as "file descriptors".
       level: OK; WARNING for slower training or possible failures; ERROR for failed or wrong
         training.
       found: the finding, with numbers.
@@ -52,7 +52,7 @@ def is_healthy(by_process: Mapping[int, Iterable[Diagnosis]]) -> bool:
 
 
 def text(by_process: Mapping[int, Sequence[Diagnosis]]) -> str:
-    """Return the text report, with equal lines of several processes once."""
+    """Return the text report; equal lines of processes appear once."""
     lines = []
     for check in dict.fromkeys(it.check for found in by_process.values() for it in found):
         same: dict[tuple, list[int]] = {}

@@ -18,7 +18,7 @@ class Listener(NamedTuple):
     """Where a process listens.
 
     Attributes:
-      process: number of the process.
+      process: its number.
       host: name of its host.
       address: of its host's name, as for Gloo.
       space: identifies the host, and the network namespace in it.
@@ -36,8 +36,8 @@ class Reached(NamedTuple):
 
     Attributes:
       failure: why there was no connection, or None.
-      skew_s: seconds that its clock is ahead of this one.
-      error_s: possible error of `skew_s` in seconds.
+      skew_s: seconds that its clock is ahead.
+      error_s: possible error of `skew_s`.
     """
 
     other: Listener

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 
-# Open files of a process: JAX, its threads and its cache, and the links to other processes.
+# Open files: of JAX, its threads and its cache; and of links to other processes.
 _FILES, _FILES_PER_PROCESS = 128, 8
 _ENOUGH_FILES = 1024
 _MiB = 2**20

@@ -67,10 +67,10 @@ class Installed:
     """Installed versions.
 
     Attributes:
-      versions: package -> version.
-      driver: version of the NVIDIA driver, or None.
-      platform: of the devices: "cpu", "gpu" or "tpu".
-      num_processes: processes of the run.
+      versions: by package.
+      driver: of NVIDIA, or None.
+      platform: "cpu", "gpu" or "tpu".
+      num_processes: of the run.
     """
 
     versions: Mapping[str, str]

@@ -65,7 +65,7 @@ def to_json(rows: Sequence[Row], known: Assumptions) -> str:
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:
-    """Plot efficiency over GPUs, with and without failures, a line for each method."""
+    """Plot efficiency over GPUs, with and without failures."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""Predicts one row of a plan: step, memory, efficiency and effective training time."""
+"""Predicts a row of a plan: step, memory, efficiency and effective training time."""
 
 import math
 import random
@@ -22,21 +22,21 @@ from jdp.tools.plan.schedule import (
     program_of,
 )
 
-# The effective training time (ETTR): the share of training, if ranks fail.
-# Failures come at a constant random rate, also during recoveries. Each costs a whole recovery,
-# which follows that of an earlier failure. (If the recovery restarts instead, the share is
-# `highest`.) Steps since the last commit are lost and repeated. Commits stop training. After a
-# recovery hosts may be missing for some time.
+# The effective training time (ETTR) is the share of training, if ranks fail. Failures come at a
+# constant random rate, also during recoveries. Each costs a whole recovery, after that of an
+# earlier failure. (If it restarts the earlier recovery, the share is `highest`.) Steps since the
+# last commit are lost and repeated. Commits stop training. After a recovery hosts may be missing
+# for some time.
 
 
 class Failures(NamedTuple):
     """Failures of a run, and their costs.
 
     Attributes:
-      per_s: failures per second, >= 0.
-      recovery_s: seconds without training after each, >= 0.
-      commit_s: seconds of a commit, >= 0.
-      degraded_s: seconds with missing hosts after each recovery, >= 0.
+      per_s: failures per second.
+      recovery_s: seconds without training after each.
+      commit_s: seconds of a commit.
+      degraded_s: seconds with missing hosts after each recovery.
       missing: share of the missing hosts, 0 to 1.
     """
 
@@ -47,12 +47,7 @@ class Failures(NamedTuple):
     missing: float = 0.0
 
     def effective(self, commit_every_s: float) -> float:
-        """Return the share of time in steps that count, with full hosts.
-
-        >>> hourly = Failures(per_s=1 / 3600, recovery_s=360)
-        >>> round(hourly.effective(commit_every_s=1.0), 4)  # a tenth of the time is recovery
-        0.8999
-        """
+        """Return the share of time in steps that count, with full hosts."""
         lost = self.per_s * (self.recovery_s + self.degraded_s * self.missing)
         return max(0.0, 1 - lost) * self.kept(commit_every_s)
 
@@ -81,9 +76,6 @@ class Failures(NamedTuple):
         """Return the seconds between commits that lose least, at least a step.
 
         Young's rule (1974, https://doi.org/10.1145/361147.361115): the root of 2 * commit_s / rate.
-
-        >>> Failures(per_s=1 / 5000, recovery_s=0, commit_s=1.0).best_interval_s(step_s=1.0)
-        100.0
         """
         if self.per_s == 0:
             return math.inf
@@ -108,14 +100,11 @@ class Stragglers(NamedTuple):
     seed: int = 0
 
     def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
-        """Return samples of the factor of the slowest of `num_ranks` ranks.
+        """Return samples of the factor of the slowest rank.
 
         The largest of n has the n-th power of one rank's distribution, so a sample takes one random
         number. Each of `num_samples` equal parts of [0, 1] gives one, for a small error of the
         mean.
-
-        >>> max(Stragglers(EXPONENTIAL, 0.02).slowest(8)) < 1.2
-        True
         """
         if self.kind == NONE or self.scale == 0:
             return [1.0]
@@ -184,11 +173,11 @@ class PlanOptions(NamedTuple):
 
     Attributes:
       per_host: GPUs of a host.
-      gather_bytes: bytes of a gathered parameter.
-      reduce_bytes: bytes of a reduced gradient.
+      gather_bytes: of a gathered parameter.
+      reduce_bytes: of a reduced gradient.
       bucket_bytes: capacity of a bucket.
       straggler: kind of distribution, see `Stragglers`.
-      activation_bytes: bytes of a rank beside its state.
+      activation_bytes: of a rank beside its state.
       commit_every: steps between commits; 0: as many as lose least.
       degraded_s: seconds with a missing host after each failure.
       overlaps: whether links send while a GPU computes.
@@ -217,7 +206,7 @@ class Row(NamedTuple):
       update_s: its update.
       exposed_s: exposed communication, if all ranks are equally fast.
       straggler_s: the rest: waiting for the slowest rank.
-      low_s: time of a step at the best of all assumed rates.
+      low_s: a step at the best of all assumed rates.
       high_s: at the worst.
       efficiency: time of a step on one GPU that holds everything, over `step_s`.
       efficiency_low: the lowest of three: this one; with fast computation, slow links and many
@@ -226,7 +215,6 @@ class Row(NamedTuple):
       efficiency_high: the highest of them.
       memory_bytes: of a rank: state, gradients, groups, and `activation_bytes`.
       fits: whether that is less than a GPU has.
-      commit_every: steps between commits.
       ettr: share of time in steps that count.
       ettr_low: at the worst of all assumed rates.
       ettr_high: at the best.
@@ -259,11 +247,7 @@ class Row(NamedTuple):
 
 
 def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -> Row:
-    """Return the row of a method on a number of hosts.
-
-    Args:
-      hosts: number of hosts, >= 1.
-    """
+    """Return the row of a method on a number of hosts."""
     likely = values(known)
     workload, deployment = _workload(options, likely), _deployment(options, likely, method, hosts)
     step = mean_step_s(workload, deployment, _stragglers(options, likely))

@@ -21,7 +21,7 @@ class Model(NamedTuple):
 
     Attributes:
       tokens: of a rank in a step; 0 if `step_s` is known.
-      step_s: seconds of the forward and backward pass of one rank; 0 if unknown.
+      step_s: seconds of a rank's forward and backward pass; 0 if unknown.
       micro_batches: of a step.
       leaves: large leaves of a layer.
     """
@@ -36,11 +36,7 @@ class Model(NamedTuple):
     def workload(
         self, known: Mapping[str, float], gather_bytes: float, reduce_bytes: float, bucket: float
     ) -> Workload:
-        """Return the work of one rank, at assumed rates.
-
-        Args:
-          bucket: capacity of a bucket, in bytes.
-        """
+        """Return the work of one rank, at assumed rates; `bucket` in bytes."""
         compute_s = self.step_s
         if not compute_s:
             compute_s = FLOPS_PER_PARAM * self.params * self.tokens / known["matmul_flops"]
@@ -58,11 +54,7 @@ class Model(NamedTuple):
 
 
 def read_model(text: str) -> Model:
-    """Read a model such as "params=7e9,layers=32,tokens=16384".
-
-    >>> read_model("params=7e9,layers=32,step_s=1.5").step_s
-    1.5
-    """
+    """Read a model such as "params=7e9,layers=32,tokens=16384"."""
     found = _read_numbers(text)
     missing = [name for name in ("params", "layers") if name not in found]
     if missing or ("tokens" in found) == ("step_s" in found):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MiB = 2**20
-STATE_BYTES = 4  # of a parameter, and of each number that the optimizer keeps of it: float32
+STATE_BYTES = 4  # float32: of a parameter, and of each number that the optimizer keeps of it
 
 
 class ModelLeaf(NamedTuple):
@@ -34,12 +34,11 @@ class Workload(NamedTuple):
 
     Attributes:
       leaves: parameters, in the order of the forward pass.
-      forward_s: seconds of the forward passes of all micro-batches.
-      backward_s: seconds of their backward passes.
-      update_s: seconds in which one rank updates all parameters.
-      micro_batches: number of micro-batches, >= 1.
-      gather_bytes: bytes of a gathered parameter.
-      reduce_bytes: bytes of a reduced gradient.
+      forward_s: seconds of all micro-batches' forward passes.
+      backward_s: of their backward passes.
+      update_s: of one rank's update of all parameters.
+      gather_bytes: of a gathered parameter.
+      reduce_bytes: of a reduced gradient.
       bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
     """
 
@@ -112,8 +111,7 @@ class Group(NamedTuple):
     """Ranks that reduce or gather together.
 
     Attributes:
-      hosts: number of hosts, >= 1.
-      per_host: ranks of each, >= 1.
+      per_host: ranks of each host.
       sharing: like groups that use the network of a host at the same time.
     """
 
@@ -153,12 +151,7 @@ class Fabric(NamedTuple):
     algorithm: str = "best"
 
     def all_reduce_s(self, num_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-reduce of `num_bytes` of each rank.
-
-        >>> fabric = Fabric(1e9, 1e-6, 1e9, 1e-5)
-        >>> round(fabric.all_reduce_s(4e6, Group(hosts=1, per_host=4)), 9)
-        0.006006
-        """
+        """Return the seconds of an all-reduce of `num_bytes` of each rank."""
         if group.size == 1:
             return 0.0
         sent = 2 * (group.size - 1) / group.size * num_bytes / self._bytes_per_s(group)
@@ -170,11 +163,7 @@ class Fabric(NamedTuple):
         return self.start_s + times[self.algorithm]
 
     def gather_s(self, num_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-gather of `num_bytes` in all, or of a reduce-scatter.
-
-        >>> round(Fabric(1e9, 1e-6, 1e9, 1e-5).gather_s(4e6, Group(hosts=1, per_host=4)), 9)
-        0.003003
-        """
+        """Return the seconds of an all-gather of `num_bytes` in all, or of a reduce-scatter."""
         if group.size == 1:
             return 0.0
         sent = (group.size - 1) / group.size * num_bytes / self._bytes_per_s(group)
@@ -203,7 +192,6 @@ class Task(NamedTuple):
 
     Attributes:
       lane: COMPUTE, "link" or "network".
-      seconds: its duration.
       after: positions of tasks that must have ended.
     """
 
@@ -229,14 +217,7 @@ class Program:
         return len(self.tasks) - 1
 
     def ends(self, slowness: float = 1.0) -> list[float]:
-        """Return the end of each task, in seconds from the start of the step.
-
-        >>> program = Program()
-        >>> first = program.add("compute", 2.0)
-        >>> _, _ = program.add("link", 5.0, [first]), program.add("compute", 3.0, [first])
-        >>> program.ends(), program.ends(slowness=2.0)
-        ([2.0, 7.0, 5.0], [4.0, 9.0, 10.0])
-        """
+        """Return the end of each task, in seconds from the start of the step."""
         ends: list[float] = []
         free = dict.fromkeys((COMPUTE, LINK, NETWORK), 0.0)
         for lane, seconds, after in self.tasks:
@@ -263,8 +244,7 @@ class Deployment(NamedTuple):
 
     Attributes:
       method: one of METHODS.
-      hosts: number of hosts, >= 1.
-      per_host: GPUs of each.
+      per_host: GPUs of each host.
       overlaps: whether links send while a GPU computes.
     """
 
