@@ -12,7 +12,7 @@ from jdp.collectives import call_order
 from jdp.jax_compat import opened, scan_counts
 from jdp.tools.costs import Kernel, kernel_of
 
-Paths = dict[Any, str]  # the name of each named variable
+Paths = dict[Any, str]  # variable -> name
 
 # Operations that keep all numbers of an array, in any place.
 _MOVES = frozenset(
@@ -72,7 +72,7 @@ class LeafNames:
         return stand_in
 
     def parts(self, name: str, size: int) -> list[tuple[str, int]]:
-        """Return the names and sizes of the gradients in a vector or array."""
+        """Return names and sizes of the gradients in an array."""
         return self._parts.get(name, [(name, size)])
 
     def _stand_in(self) -> str:
@@ -80,7 +80,7 @@ class LeafNames:
         return f"?{self._num_stand_ins}"
 
     def final(self, path: str) -> str:
-        """Return the final name of a stand-in, or empty; other names stay."""
+        """Return the final name of a stand-in, or empty."""
         seen = set[str]()
         while path.startswith("?") and path not in seen:
             seen.add(path)
@@ -157,7 +157,7 @@ class LeafNames:
 
 
 def leaf_path(atom: Any, paths: Paths) -> str:
-    """Return the name of a variable, or empty."""
+    """Return a variable's name, or empty."""
     return "" if jaxprs.is_literal(atom) else paths.get(atom, "")
 
 
@@ -168,7 +168,7 @@ def pass_on(atoms: Sequence[Any], results: Sequence[Any], paths: Paths) -> None:
 
 
 def inner_names(body: Any, atoms: Sequence[Any], paths: Paths) -> Paths:
-    """Return the names of a body's inputs, by its operands."""
+    """Return the names of a body's inputs."""
     pairs = zip(body.invars, atoms, strict=False)
     return {own: leaf_path(outer, paths) for own, outer in pairs if leaf_path(outer, paths)}
 
@@ -213,11 +213,10 @@ class Planned:
     """A collective of a traced step.
 
     Attributes:
-      kind: such as `all-reduce`.
       number: of a native call, else None.
-      line: the author's line, such as `train.py:41`, or empty.
+      line: the author's, such as `train.py:41`, or empty.
       is_of_author: whether the author's code called it.
-      num_loops: number of loops around it.
+      num_loops: around it.
     """
 
     kind: str
@@ -232,9 +231,7 @@ class TracedStep(NamedTuple):
     """The facts of a step's trace.
 
     Attributes:
-      collectives: in order.
       callbacks: names of host callbacks, each with the author's line.
-      kernels: its Pallas kernels.
       scanned: names of the arrays that a loop takes layer by layer.
     """
 
@@ -261,7 +258,7 @@ class _PlanWalk:
         self.kernels: list[Kernel] = []
         self.scanned: set[str] = set()
         self._num_loops = 0  # around the current equations
-        self._num_transposed = 0  # equations of a backward pass around them
+        self._num_transposed = 0  # backward equations around them
         self._names = LeafNames()
 
     def run(self, jaxpr: Any, paths: Paths) -> Paths:

@@ -1,4 +1,4 @@
-"""The predicted time of a step: its schedule at the likely, the best and the worst rates."""
+"""The predicted time of a step, at likely, best and worst rates."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,7 @@ class Likely:
     """Times of operations at some rates.
 
     Args:
-      rates: by name.
-      num_ranks: number of ranks along the data axis.
-      hosts: the host of each device of the program, in order.
+      hosts: the host of each device, in order.
       which: attribute of a rate: `value`, `low` or `high`.
       laws: measured times of collectives, by operation and algorithm.
     """
@@ -92,7 +90,7 @@ class Likely:
         # The laws are those of all ranks.
         measured = "xla" if algorithm in (_ONE_SHOT, _TWO_SHOT) else algorithm
         if n == self._num_ranks and (law := self._laws.get((kind, measured))):
-            # Measured times differ from the law; between two of them, it is a line through both.
+            # Measured times differ from the law; a line through the two nearest is closer.
             is_between = law.points[0][0] <= num_bytes <= law.points[-1][0]
             shortest, longest = time_interval(0.0 if is_between else law.largest_error)
             factor = {"value": 1.0, "low": longest, "high": shortest}[self._which]
@@ -128,11 +126,7 @@ class Likely:
 
 
 class PredictedStep(NamedTuple):
-    """A compiled step, simulated at different rates.
-
-    Attributes:
-      num_ranks, hosts, laws: as for `Likely`.
-    """
+    """A compiled step, simulated at different rates; see `Likely`."""
 
     program: HloProgram
     num_ranks: int

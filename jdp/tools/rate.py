@@ -6,20 +6,19 @@ from typing import NamedTuple
 
 PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
 UNUSED = f"{GIVEN}, but no operation of this step takes it"
-# A user's number is far within these; sums and quotients of such numbers are finite.
+# Sums and quotients of numbers within these are finite.
 LEAST_GIVEN, MOST_GIVEN = 1e-30, 1e30
 LEAST_ERROR, MOST_ERROR = 0.25, 0.75
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One rate of a device or link, or another assumed number.
+    """A rate of a device or link, or another assumed number.
 
     Attributes:
       value: the likely one.
       low: the lowest expected.
       high: the highest.
-      unit: such as `FLOP/s`.
     """
 
     value: float
@@ -74,9 +73,6 @@ class Gpu(NamedTuple):
     Attributes:
       xla_name: its name in XLA's descriptions.
       flops: dense bfloat16 operations per second.
-      memory_bytes_per_s: bytes per second.
-      memory_bytes: bytes.
-      per_host: GPUs of a host.
     """
 
     xla_name: str
@@ -97,11 +93,7 @@ GPUS = {
 
 
 def kind_of(device_kind: str) -> str:
-    """Return the GPU of `GPUS` for JAX's `device_kind`, or "".
-
-    >>> kind_of("NVIDIA GB200"), kind_of("NVIDIA H100 80GB HBM3"), kind_of("Tesla T4")
-    ('GB200', 'H100', '')
-    """
+    """Return the GPU of `GPUS` for JAX's `device_kind`, or ""."""
     return next((name for name in GPUS if re.search(rf"\b{name}\b", device_kind)), "")
 
 

@@ -57,7 +57,7 @@ UNITS = {
     "host_reduction_start_s": "s",
     "kernel_reduction_start_s": "s",
     "operation_start_s": "s",
-    # Times of operations in a step, as multiples of those by the rates.
+    # As multiples of times by the rates.
     "matmul_times": "times",
     "elementwise_times": "times",
     "strided_times": "times",
@@ -65,11 +65,7 @@ UNITS = {
 
 
 def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
-    """Return the user's rates.
-
-    Args:
-      values: by name, > 0; the start of an operation or reduction may be 0.
-    """
+    """Return the user's rates, > 0; the start of an operation or reduction may be 0."""
     if not isinstance(values or {}, Mapping):
         raise TypeError(f'rates={values!r} must be a dict such as {{"matmul_flops": 600e12}}.')
     found = {}
@@ -211,15 +207,14 @@ def _cpu(target: TargetDevices) -> dict[str, Rate]:
     }
 
 
-# Name of the algorithm in a calibration -> in a compiled program.
+# algorithm in a calibration -> in a compiled program
 _ALGORITHMS = {"direct": "native", "native": "native", "xla": "xla"}
 
 
 class MeasuredRates(NamedTuple):
-    """The measured rates of this host; empty for other devices, or without measurement.
+    """This host's measured rates; empty for other devices, or without measurement.
 
     Attributes:
-      rates: of devices, by name.
       laws: of collectives on as many ranks and processes, by operation and algorithm.
     """
 

@@ -1,4 +1,4 @@
-"""The report of `explain`: values, their text and their JSON."""
+"""The report of `explain`: values, text and JSON."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ class Bucket:
       hidden_bytes: bytes of all runs beside a matmul.
       exposed_bytes: bytes of the other runs.
       took_s: predicted seconds of all runs.
-      hidden_s: predicted seconds of them beside computation.
-      exposed_s: predicted seconds of them for which the computation waits.
-      num_merged: number of planned buckets that XLA merged into it; 0 if unknown.
+      hidden_s: of them, beside computation.
+      exposed_s: of them, while the computation waits.
+      num_merged: planned buckets that XLA merged into it; 0 if unknown.
       line: the author's line.
       is_of_author: whether the author's code requested it, or XLA made it for the author's line.
     """
@@ -74,7 +74,7 @@ class Finding:
       kind: a stable name, such as `replicated-optimizer-state`.
       text: the finding, with numbers.
       advice: what to change.
-      saved_bytes: bytes of memory of one rank that the change would save, or 0.
+      saved_bytes: memory of one rank that the change would save, or 0.
     """
 
     kind: str
@@ -91,9 +91,9 @@ class StepTime:
       likely_s: seconds at the likely rates.
       low_s: at the best expected rates.
       high_s: at the worst.
-      computing_s: seconds of `likely_s` with computation.
-      exposed_s: seconds of `likely_s` waiting for collectives.
-      matmul_flops: floating-point operations of its matmuls on one rank.
+      computing_s: of `likely_s`, with computation.
+      exposed_s: of `likely_s`, waiting for collectives.
+      matmul_flops: operations of its matmuls on one rank.
     """
 
     likely_s: float
@@ -109,12 +109,9 @@ class StepReport:
     """Memory, collectives and predicted time of a compiled step, without measurement.
 
     Attributes:
-      step: name of the step.
       on: name of the devices.
-      num_ranks: number of ranks.
       memory: of one rank.
       buckets: its collectives, in the order of their start.
-      time: of one step, predicted.
       rates: of the prediction, by name.
       laws: of collectives measured on this host, in place of `reduction_start_s` and
         `link_bytes_per_s`.
@@ -223,7 +220,7 @@ def _named(leaves: tuple[str, ...]) -> str:
 
 
 def of_bytes(num: float) -> str:
-    """Return a number of bytes as text.
+    """Return bytes as text.
 
     >>> of_bytes(512), of_bytes(3 * 2**20)
     ('512 B', '3.0 MiB')

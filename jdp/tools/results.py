@@ -1,4 +1,4 @@
-"""`--json` and `--png`: the output files of a command, checked before it measures."""
+"""`--json` and `--png`: output files, checked before a command measures."""
 
 import argparse
 import contextlib
@@ -33,24 +33,21 @@ def add_json(
 def add_png(
     parser: argparse.ArgumentParser, text: str = "draw a picture (needs matplotlib)"
 ) -> None:
-    """Add `--png`, with the file of the picture or None."""
+    """Add `--png`."""
     parser.add_argument("--png", metavar="FILE", help=text)
 
 
 def require_writable(flag: str, path: str | None) -> None:
-    """Raise an error if a file cannot be written.
+    """Raise a ValueError if a file cannot be written.
 
     Args:
       flag: such as `--json`, for the error.
-      path: of the file, None or `STDOUT`.
-
-    Raises:
-      ValueError: with the reason, and what to write.
+      path: None or `STDOUT`, too.
 
     >>> require_writable("--json", "missing/plan.json")
     Traceback (most recent call last):
-    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it, \
-or name a file in another folder.
+    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it,
+      or name a file in another folder.
     """
     if path is None or path == STDOUT:
         return
@@ -155,7 +152,7 @@ def why_unreadable(error: Exception) -> str:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert an `OSError` of the block to a `NotWrittenError` with the file's name."""
+    """Convert an `OSError` to a `NotWrittenError` with the file's name."""
     try:
         yield
     except BrokenPipeError:  # the reader of a pipe or of /dev/stdout has closed it

@@ -25,11 +25,7 @@ class MissingPluginError(Exception):
 
 
 def gpus_of(name: str) -> tuple[str, int, int]:
-    """Return the kind of GPU of a target, the number of hosts, and GPUs of each host.
-
-    >>> gpus_of("12xH200")
-    ('H200', 2, 6)
-    """
+    """Return the kind of GPU of a target, the number of hosts, and GPUs of each host."""
     number, _, kind = name.upper().partition("X")
     num, most = int(number), GPUS[kind].per_host
     num_hosts = -(-num // most)
@@ -92,7 +88,7 @@ class TargetDevices:
     """Devices to compile for.
 
     Attributes:
-      name: of the target, such as `8xH200`.
+      name: such as `8xH200`.
       hosts: the host number of each device of the mesh, in order.
       description: XLA's description of a GPU, or empty.
     """
@@ -140,12 +136,12 @@ def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
 
 
 def require_name(on: str) -> None:
-    """Raise an error if a text is not the name of a target.
+    """Raise a ValueError with the forms of names if a text is not the name of a target.
 
     >>> require_name("cpu:0")
     Traceback (most recent call last):
-    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, \
-GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
+    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, GB200,
+      B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
     """
     forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
     if not any(re.fullmatch(form, on) for form in forms):

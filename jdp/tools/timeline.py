@@ -17,8 +17,8 @@ class Work(NamedTuple):
     """The work of one operation.
 
     Attributes:
-      flops: operations of its matmuls, by dtype.
-      num_bytes: bytes read and written.
+      flops: of its matmuls, by dtype.
+      num_bytes: read and written.
       transcendentals: number of exponentials and the like.
       is_strided: whether it computes across the rows of an array.
     """
@@ -62,11 +62,8 @@ class _LoopInteger(NamedTuple):
 class TripCounts:
     """The iterations of the loops of a program.
 
-    XLA annotates the number for CPUs and GPUs, but not for TPUs. There it follows from the
-    counter's first value, its increment and its bound.
-
-    Args:
-      computations: of the program, see `hlo.parse`.
+    XLA annotates the number for CPUs and GPUs. For TPUs it follows from the counter's first value,
+    its increment and its bound.
     """
 
     def __init__(self, computations: dict[str, Computation]):
@@ -216,7 +213,7 @@ _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
     "opt-barrier".split()
 )
-# Simulated iterations of a loop; further ones take the last one's time.
+# Further iterations of a loop take the time of the last simulated one.
 _SIMULATED = 3
 
 
@@ -225,10 +222,9 @@ class Timeline:
     """One simulated run of a program.
 
     Attributes:
-      step_s: seconds of the step.
-      computing_s: seconds of them with computation.
-      flops: operations of its matmuls, by dtype.
-      transfers: its collectives, in the order of their first start.
+      computing_s: seconds of the step with computation.
+      flops: of its matmuls, by dtype.
+      transfers: its collectives, by first start.
       spans: `(lane, begin, end, name)` of both lanes, in seconds.
       unknown: uncounted parts, in words.
     """

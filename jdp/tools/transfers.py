@@ -26,10 +26,6 @@ def replica_groups(one: Instruction) -> list[tuple[int, ...]]:
     """Return the ranks of each group, ascending; empty if the text has no groups.
 
     A group of a `collective-permute` is a pair: sender, receiver.
-
-    >>> text = "%x), replica_groups=[2,4]<=[4,2]T(1,0)"
-    >>> replica_groups(Instruction("r", "f32[8]", "all-reduce", text))
-    [(0, 2, 4, 6), (1, 3, 5, 7)]
     """
     if found := one.target() and _NUM_RANKS.search(one.rest):
         return [tuple(range(int(found[1])))]  # which ranks these are is not in the program
@@ -75,16 +71,15 @@ class SentArrays:
     Attributes:
       instruction: the one that starts it.
       computation: name of its computation.
-      kind: such as `all-reduce`.
       algorithm: `native`, `split` (the ring between GPUs), or `xla`; `triton one-shot` and
         `triton two-shot` for XLA's kernels that sum a few MiB between GPUs without NCCL.
       number: of a native call, see `call_order.next_number`; None for XLA's.
       arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
       groups: the devices of each group; empty if all meet, or if unknown.
-      runs: number of runs in a step.
-      took_s: seconds of all runs.
-      exposed_s: seconds for which computation waited for them.
+      runs: in a step.
+      took_s: of all runs.
+      exposed_s: for which computation waited.
       hidden_runs: runs beside a matmul.
       begins_s: start of the first run.
       ends_s: end of the first run, when its result is used.

@@ -1,4 +1,4 @@
-"""`jdp timeline`: its arguments, and its output."""
+"""The command `jdp timeline`."""
 
 import argparse
 import sys
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     print(results.to_json(found.to_json()) if options.json else table(found))
     try:
         trace_file.write(merged, found.traces, found.begins())
-    except OSError as error:  # such as a folder of another user, whose profile can be read
+    except OSError as error:  # a folder of another user, whose profile can be read
         return _fail(
             f"the trace of all ranks was not written to {merged}: {error.strerror or error}. Write "
             "--trace FILE in a folder that you may write.",

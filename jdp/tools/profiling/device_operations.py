@@ -1,4 +1,4 @@
-"""The operations that ran on the devices of a process, from JAX's profile.
+"""The operations of a process's devices, from JAX's profile.
 
 On CPUs each operation is an event of a thread, with device, program and run. On GPUs each kernel is
 an event of a stream; XLA runs most of a step as a CUDA graph, whose kernels have its name.
@@ -21,7 +21,7 @@ from jdp.tools.planned import Planned, SentLeaf, planned
 from jdp.tools.timeline import Groups, Work
 from jdp.tools.transfers import SentArrays
 
-# Plain names of XLA without a program's text: of jdp, JAX, XLA, and NCCL.
+# Names of collectives of jdp, JAX, XLA and NCCL, without a program's text.
 _COMMUNICATES = re.compile(
     r"(jdp_(all|reduce|ring|take_rows|add_rows)|(void )?jdp::.*\breduce_kernel\b|"
     r"psum|pmax|pmin|ppermute|all[-_]reduce|"
@@ -51,10 +51,9 @@ class Operation(NamedTuple):
     Attributes:
       name: of the program's instruction, or of the kernel if unknown.
       kernel: name of the event.
-      program: name of the program, or empty.
+      program: its name, or empty.
       run: number of the program's run in this process; None on GPUs.
-      begin: nanoseconds since 1970.
-      end: the same.
+      begin: nanoseconds since 1970, as `end`.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Operation(NamedTuple):
 
 
 class ProgramRun(NamedTuple):
-    """A run of a program on a device: its name, and its first and last nanosecond."""
+    """A run of a program on a device, with its first and last nanosecond."""
 
     program: str
     begin: int
@@ -182,7 +181,7 @@ def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Oper
     """Return the times of each operation that ran once in each run of a program.
 
     Args:
-      own: the operations of the program on one device, in order.
+      own: the program's operations on one device, in order.
     """
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:
@@ -211,7 +210,6 @@ class Collective(NamedTuple):
 
     Attributes:
       name: in a trace, such as "bucket 3: grads['w']".
-      kind: such as `all-reduce`.
       num_bytes: of its whole arrays on one rank, in one run.
       algorithm: `native`, `split` or `xla`.
       leaves: names of its arrays.
@@ -258,9 +256,6 @@ def by_order(
     There XLA's collectives between GPUs have the name before XLA divided them into start and done.
     In one stream they run in program order. If their number, kinds or devices contradict that
     order, they stay unnamed.
-
-    Args:
-      ran: the operations of each device, in order.
     """
     found = {name: dict(of_program) for name, of_program in known.items()}
     for name, of_program in found.items():

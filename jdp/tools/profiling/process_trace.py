@@ -43,10 +43,6 @@ class MarkedCall(NamedTuple):
 class Marks:
     """The marks of this process between `begin` and `end`.
 
-    Args:
-      on_begin: called when a step is called.
-      on_step: called when it has returned.
-
     Attributes:
       phases: start in nanoseconds since 1970, and name.
     """
@@ -116,11 +112,7 @@ def process_trace(
     first: int,
     facts: Mapping[str, Any],
 ) -> ProcessTrace:
-    """Return the trace of this process.
-
-    Args:
-      begin: start of the profile, in nanoseconds since 1970.
-    """
+    """Return this process's trace; `begin` is the profile's, in ns since 1970."""
     found = device_operations.read(profile)
     ranks = _ranks()
     jaxprs = {_program(call): call.call.program.jaxprs for call in calls if call.call is not None}
@@ -149,7 +141,7 @@ def process_trace(
 
 
 def _ranks() -> dict[int, int]:
-    """Return the rank of each device of this process, by its number in a profile."""
+    """Return the ranks of this process's devices, by number in a profile."""
     mine = jax.process_index()
     # XLA numbers CPUs over all processes there, and GPUs in each.
     return {

@@ -170,9 +170,9 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     """Record some steps of a training loop on every rank, for `jdp timeline` and for Perfetto.
 
     The loop stays unchanged. Steps count from 0 at the start of the with block: calls of a function
-    of `jdp.train_step`, or of `Checkpointer.step` in a loop without one. The process waits for its
-    devices before the first profiled step and after the last one, and then writes the files. All
-    processes profile the same steps.
+    of `jdp.train_step`, or of `Checkpointer.step` in a loop without one. All processes profile the
+    same steps. They wait for their devices before the first profiled step and after the last one,
+    and then write the files.
 
     `folder` gets, for each process i:
 
@@ -183,7 +183,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     - `process-i/`, JAX's own profile for XProf, from the same run: `*.xplane.pb`,
       `*.trace.json.gz`. It contains the programs' HLO.
 
-    A step of a rank lasts from the end of the step before on its device to its own end. One more
+    A rank's step lasts from the end of the step before on its device to its own end. One more
     step is recorded for that, unless the profile begins with step 0, which includes compiling.
 
     Args:

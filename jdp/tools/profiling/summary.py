@@ -16,11 +16,7 @@ Spans = list[tuple[int, int]]
 
 
 def span_union(intervals: Iterable[tuple[int, int]]) -> Spans:
-    """Return the times in any interval.
-
-    >>> span_union([(5, 7), (0, 2), (1, 3), (4, 4)])
-    [(0, 3), (5, 7)]
-    """
+    """Return the times in any interval."""
     found: Spans = []
     for begin, end in sorted(intervals):
         if begin >= end:
@@ -72,11 +68,7 @@ def span_difference(one: Spans, other: Spans) -> Spans:
 
 
 def span_total(spans: Spans) -> int:
-    """Return the nanoseconds of all intervals.
-
-    >>> span_total([(0, 3), (5, 7)])
-    5
-    """
+    """Return the nanoseconds of all intervals."""
     return sum(end - begin for begin, end in spans)
 
 
@@ -112,12 +104,7 @@ class Activity(NamedTuple):
 
 
 def step_parts(activity: Activity, window: tuple[int, int]) -> Parts:
-    """Return the parts of a step.
-
-    >>> rank = Activity([(0, 40)], [(30, 60)], [(0, 60)], [(60, 90)])
-    >>> step_parts(rank, (0, 100))
-    Parts(data=30, computation=40, communication=20, host=10)
-    """
+    """Return the parts of a step."""
     computing, communicating, running, waiting = (_within(each, window) for each in activity)
     exposed = span_difference(communicating, computing)
     busy = span_difference(span_union([*computing, *running]), exposed)
@@ -133,7 +120,6 @@ def _within(times: Spans, window: tuple[int, int]) -> Spans:
     return span_intersection(times[first:last], [window])
 
 
-# Clocks of processes, compared by common collectives.
 # A rank leaves a collective only after the last one has entered it. So each common collective
 # bounds the difference of two clocks from both sides, and the shortest ones bound it best.
 # Processes of one host have one clock and are not shifted.
@@ -142,7 +128,7 @@ def _within(times: Spans, window: tuple[int, int]) -> Spans:
 # In these a rank needs a value of every other rank.
 _MEETS = frozenset(["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
 
-_Meetings = dict[tuple, tuple[int, int]]  # a collective -> last entered, first left
+_Meetings = dict[tuple, tuple[int, int]]  # collective -> last entered, first left
 
 
 class Shift(NamedTuple):
@@ -215,7 +201,7 @@ class RankSteps:
     """The steps of one rank.
 
     Attributes:
-      steps: the parts of each step, by its number.
+      steps: the parts of each step, by number.
     """
 
     rank: int
@@ -223,7 +209,7 @@ class RankSteps:
     steps: Mapping[int, Parts]
 
     def mean(self) -> tuple[float, float, float, float]:
-        """Return the mean of each part, in nanoseconds; their sum is the mean step."""
+        """Return the mean of each part, in nanoseconds; they add up to the mean step."""
         data, computation, communication, host = (
             sum(values) / len(self.steps) for values in zip(*self.steps.values(), strict=True)
         )
@@ -241,7 +227,7 @@ class CollectiveTimes:
 
     Attributes:
       name: such as "bucket 3: grads['w']".
-      num_bytes: of its whole arrays on one rank, or None if unknown.
+      num_bytes: of its whole arrays on one rank, or None.
       algorithm: see `jdp.collectives`, or empty.
       runs: mean number in a step.
       took_ns: mean of ranks and steps.
@@ -263,8 +249,7 @@ class Summary:
     """The profile of all ranks.
 
     Attributes:
-      traces: of the processes.
-      shifts: of their clocks, see `clock_shifts`.
+      shifts: see `clock_shifts`.
       ranks: by their own time, longest first, for which the others wait.
       collectives: in the order of their first runs.
       notes: missing or damaged data, in words.
@@ -285,7 +270,7 @@ class Summary:
         return [begin - min(begins) for begin in begins]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary for JSON: times in nanoseconds."""
+        """Return the summary for JSON, in nanoseconds."""
         return {
             "ranks": [
                 {
@@ -419,7 +404,7 @@ _LABELS = {
     "host": "host",
 }
 _HIDDEN = "#8e7cc3"
-_MOST_STEPS = 3  # of the lanes: more would be too narrow to read
+_MOST_STEPS = 3  # more lanes would be too narrow to read
 _MOST_RANKS = 16
 
 

@@ -26,7 +26,7 @@ _DAMAGES = (OSError, EOFError, ValueError, RecursionError, zlib.error)
 MERGED = f"merged{_SUFFIX}"
 FORMAT = 1
 
-# The kinds of slices, in the order of their tracks; those up to PHASE are of a process.
+# Kinds of slices, in track order; those up to PHASE are of a process.
 CALL, PHASE = "call", "phase"
 STEP, PROGRAM, COMPUTATION, COMMUNICATION = "step", "program", "computation", "communication"
 _KINDS = (CALL, PHASE, STEP, PROGRAM, COMPUTATION, COMMUNICATION)
@@ -66,9 +66,7 @@ class Slice:
 
     Attributes:
       kind: such as `COMPUTATION`.
-      name: in the trace.
-      begin: nanoseconds since the profile of its process began.
-      end: the same.
+      begin: nanoseconds since the profile of its process began, as `end`.
       rank: None for a slice of the process.
       facts: for JSON: `step` of a STEP and a CALL; `collective`, `bytes`, `algorithm`, `op`,
         `leaves` and `num_groups` of a COMMUNICATION.
@@ -101,7 +99,7 @@ def path_of(folder: Path, process: int) -> Path:
 
 
 def found_in(folder: Path) -> dict[int, Path]:
-    """Return process -> file, for the existing files of a profile."""
+    """Return process -> file, for the existing files."""
     named = [(p.name.removeprefix("process-").removesuffix(_SUFFIX), p)
              for p in folder.glob(f"process-*{_SUFFIX}")]  # fmt: skip
     # Not process-01, a copy by hand.
