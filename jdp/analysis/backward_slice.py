@@ -41,7 +41,7 @@ class Node(NamedTuple):
 
 
 class WayBack:
-    """A backward slice of the `body` of a shard_map `eqn`.
+    """A backward slice of the `body` of a shard_map.
 
     Args:
       root: the record that calls `eqn`.
@@ -130,7 +130,7 @@ class WayBack:
             yield Node(Frame(frame.record.child(eqn, cond), eqn, frame), cond.outvars[0])
 
     def frame_of(self, kind: str, eqn: Any) -> Frame | None:
-        """Return a body with a finding, see `Record.add`."""
+        """Return a body with a finding."""
         waiting, seen = [self.top], set()
         while waiting:
             frame = waiting.pop()
@@ -144,7 +144,7 @@ class WayBack:
         return None
 
     def line(self, frame: Frame | None, eqn: Any) -> str:
-        """Return the author's line of an equation or one around it."""
+        """Return the author's line of an equation."""
         line = "" if eqn is None else source_of(eqn)
         while not line and frame is not None and frame.eqn is not None:
             line, frame = source_of(frame.eqn), frame.around
@@ -163,7 +163,6 @@ class WayBack:
                 yield from self.predicates(frame.around, frame.eqn)
 
     def _last_round(self, frame: Frame) -> Frame:
-        """Return the frame of a while loop's body."""
         if frame.eqn.primitive.name != "while":
             return frame
         assert frame.around is not None

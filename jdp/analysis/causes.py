@@ -16,11 +16,7 @@ from jdp.error_codes import with_code
 
 
 def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[str]:
-    """Refuse each collective that some ranks may skip.
-
-    Args:
-      inputs: names of the shard_map's inputs, in order.
-    """
+    """Refuse each collective that some ranks may skip."""
     for found in report.deadlocks:
         at = f" at {found.source}" if found.source else ""
         under = f"runs under a `{found.control}` whose predicate may differ from rank to rank"
@@ -58,7 +54,7 @@ def refusals(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def input_names(report: Report, traced: Traced) -> list[str]:
-    """Return the names of inputs, captured arrays first."""
+    """Return input names, captured arrays first."""
     return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 
@@ -85,7 +81,7 @@ def _parts(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _differing(report: Report, traced: Traced, kind: str) -> Iterator[tuple[Marked, str]]:
-    """Yield marks of a kind on differing values, with the reason."""
+    """Yield marks on differing values, with the reason."""
     for found in report.marks:
         axes = found.value.axes & set(found.axes)
         if found.kind == kind and axes:

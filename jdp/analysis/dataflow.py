@@ -15,7 +15,7 @@ class Forward:
     Args:
       join: joins values; of no values, returns a constant's.
       visit: `(eqn, operands, place) -> outputs`, or None for a pass over the bodies.
-      enter: `(place, eqn) -> place` of the bodies, as for `placed_equations`.
+      enter: as for `placed_equations`.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Forward:
         self._known: dict[Any, list[Any]] = {}
 
     def outputs(self, jaxpr: Any, ins: Sequence[Any], place: Any = None) -> list[Any]:
-        """Return the values of the outputs for those of the inputs."""
+        """Return the outputs' values for those of the inputs."""
         key = id(jaxpr), place, *ins
         if key not in self._known:
             env = dict(zip(jaxpr.invars, ins, strict=True))
@@ -57,13 +57,13 @@ class Forward:
         return [value] * len(eqn.outvars)
 
 
-# Outputs that are wanted, or inputs that are needed.
+# of wanted outputs, or needed inputs
 _Flags = tuple[bool, ...]
 _Known = dict[tuple[int, _Flags], _Flags]
 
 
 def used_inputs(jaxpr: Any) -> _Flags:
-    """Return which inputs an output or side effect uses, other than by `WEIGHED` marks."""
+    """Return which inputs are used, other than by `WEIGHED` marks."""
     return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 
 

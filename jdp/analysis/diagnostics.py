@@ -112,7 +112,7 @@ WEIGHT = "weight"
 
 
 class NamedTree:
-    """A tree with lazily built leaf names, for errors.
+    """A tree with leaf names, built lazily for errors.
 
     >>> NamedTree("metrics", {"loss": 1.0, "norms": (2.0, 3.0)}).paths
     ["metrics['loss']", "metrics['norms'][0]", "metrics['norms'][1]"]
@@ -124,7 +124,7 @@ class NamedTree:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The paths of the leaves, as authors write them."""
+        """The leaves' paths, as authors write them."""
         named = jax.tree_util.tree_leaves_with_path(self._tree)
         return [self.name + jax.tree_util.keystr(path) for path, _ in named]
 
@@ -163,7 +163,6 @@ class TraceFindings:
       split: paths of gradients sent when ready.
       averaged: paths of gradients that the author gets as means over ranks.
       weighed: the function that weights ranks, such as jdp.train_step, or empty.
-      gradient_bytes: of all sent gradients.
       gathers: texts of arrays that a sharded update gathers.
       owned: texts of matrices that such an update computes on one rank.
       gather_dtype: of narrow parameters in losses, or empty.
@@ -188,7 +187,7 @@ class Traced:
     """A traced step.
 
     Attributes:
-      platform: the compile target, such as "cpu".
+      platform: the compile target.
       inputs: paths of the argument leaves.
       mask: position of the padding mask among `inputs`, or None.
     """

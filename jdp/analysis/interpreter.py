@@ -188,14 +188,13 @@ class Interpreter:
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
-        """Return the value of a literal or captured array, or None."""
+        """Return a literal's or captured array's value, or None."""
         return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
         """Return the output classes of a body of `eqn`.
 
-        Equal input classes are analysed once, because nested double calls would take 2^depth
-        analyses.
+        Equal input classes are analysed once: nested double calls would take 2^depth analyses.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)
@@ -272,7 +271,7 @@ class Interpreter:
 
     @contextlib.contextmanager
     def manual_too(self, names: frozenset[str]) -> Iterator[None]:
-        """Make more axes manual inside a with block."""
+        """Make more axes manual in a with block."""
         outside = self.everywhere, self._automatic
         self.everywhere |= self.lattice.axes(names)
         self._automatic = self._automatic - names

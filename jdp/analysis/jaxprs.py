@@ -1,4 +1,4 @@
-"""Parameters of JAX's primitives, and mesh axes in them."""
+"""Parameters of JAX's primitives, and their mesh axes."""
 
 import contextlib
 import dataclasses
@@ -56,8 +56,7 @@ def _strings_in(values: Any) -> set[str]:
     return found
 
 
-# Operations of a kernel on its own device. jdp assumes that kernels read only written memory, and
-# order their writes.
+# jdp assumes that kernels read only written memory, and order their writes.
 JOINED = frozenset(
     """
     all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem async_copy_smem_to_tmem
@@ -113,7 +112,7 @@ def is_jaxpr(value: Any) -> bool:
 def bodies(eqn: Any) -> list[Any]:
     """Return all jaxprs in an equation's parameters."""
     values = eqn.params.values()
-    # C builds the set: a step has thousands of equations, few with a body.
+    # C builds the set: few of a step's thousands of equations have a body.
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
@@ -157,7 +156,7 @@ def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
 
 
 def primitive_names(jaxpr: Any) -> frozenset[str]:
-    """Return the names of all primitives, also in bodies."""
+    """Return all primitives' names, also in bodies."""
     return _primitive_names(opened(jaxpr))
 
 
@@ -223,7 +222,7 @@ def _jaxprs_in(values: Collection[Any]) -> list[Any]:
 
 
 def called(eqn: Any) -> Any | None:
-    """Return the program of a call with its constants, or None."""
+    """Return a call's program with its constants, or None."""
     for name in _CALLED:
         program = eqn.params.get(name)
         if program is not None and is_jaxpr(program):
@@ -240,7 +239,7 @@ def called_body(eqn: Any) -> Any | None:
 
 
 def constants(program: Any) -> list[tuple[Any, Any]]:
-    """Return the variables and values of a program's constants."""
+    """Return the constants' variables and values."""
     return list(zip(opened(program).constvars, getattr(program, "consts", ()), strict=True))
 
 

@@ -52,7 +52,7 @@ class _Gradient(NamedTuple):
     Attributes:
       of_rows: whether it depends on the batch, apart from gradients of narrow losses.
       is_wide: whether it depends on a full-precision derivative of the batch.
-      line: the author's line of that derivative, or empty.
+      line: of that derivative, or empty.
     """
 
     of_rows: bool = False
@@ -61,8 +61,6 @@ class _Gradient(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Whether an equation computes a cotangent, and is of a loss with narrow parameters."""
-
     is_transposed: bool = False
     is_narrow: bool = False
 
@@ -216,7 +214,7 @@ def _changed(updates: _Linearity, gradients: Iterable[tuple[str, Node | None]]) 
 
 
 class _Bend(NamedTuple):
-    """A nonlinear operation, and its place in the step."""
+    """A nonlinear operation in the step."""
 
     position: int
     frame: Frame
@@ -240,7 +238,6 @@ class _Linearity:
     """Whether values are linear in gradients before the mean over ranks.
 
     Args:
-      shapes: of the gradients of parameters.
       among: keys of the gradients that count; None: all.
     """
 
@@ -340,7 +337,6 @@ class _Linearity:
         return name not in _LINEAR | _MOVES_EACH and rule is not None and rule is not move
 
     def _position(self, node: Node) -> int:
-        """Return the position in the step of a value or its caller."""
         frame: Frame | None = node.frame
         eqn = None
         while frame is not None and frame.around is not None:
@@ -350,7 +346,6 @@ class _Linearity:
 
 
 def _holds_transposed(eqn: Any) -> bool:
-    """Whether an equation or its bodies compute a gradient."""
     if jaxprs.is_transposed(eqn):
         return True
     return any(map(_body_is_derived, jaxprs.bodies(eqn)))

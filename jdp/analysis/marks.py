@@ -60,11 +60,6 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
     `jax.checkpoint`, and lowers to nothing, except for a barrier on CPU, see `_unfolded`.
     Cotangents are not marked, and tangents only for `"all_reduced"`. A `vmap` over one of `axes`
     removes that axis, since the operation then runs over rows.
-
-    >>> import jax
-    >>> noted = lambda x: mark(x, kind="local", path="['w']", axes=("data",)) ** 2
-    >>> "path=['w']" in str(jax.make_jaxpr(jax.grad(noted))(3.0)), jax.grad(noted)(3.0)
-    (True, Array(6., dtype=float32, weak_type=True))
     """
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     return _mark_p.bind(x, kind=kind, path=path, axes=tuple(axes))

@@ -14,7 +14,7 @@ from jdp.error_codes import with_code
 
 class _Kind(IntEnum):
     CONSTANT = 0
-    MASK = 1  # the mask and constants, a value for each row
+    MASK = 1  # the mask and constants
     COUNT = 2  # sums of such values
     OTHER = 3
 
@@ -63,7 +63,6 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _place(report: Report, traced: Traced) -> int:
-    """Return the mask's position among the shard_map's inputs."""
     assert traced.mask is not None
     return report.num_inputs - len(traced.inputs) + traced.mask
 

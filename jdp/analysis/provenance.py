@@ -22,7 +22,7 @@ class Origin(NamedTuple):
 
     Attributes:
       line: the author's line that combines a varying value with a reduced one, or empty.
-      primitive: the operation of that line, such as "mul".
+      primitive: the operation of that line.
       sources: of the varying value: positions of shard_map inputs, and descriptions.
       is_reduced: whether any value on the way was reduced.
       is_of_gradient: whether the reduced value depends on a gradient.
@@ -101,12 +101,12 @@ class Provenance(WayBack):
         return Origin("", "", tuple(sources), is_reduced)
 
     def reduction(self, node: Node) -> str:
-        """Return the author's line of the nearest reduction."""
+        """Return the line of the nearest reduction."""
         lines = (self.line(each.frame, eqn) for each, eqn in self._reductions(node))
         return next(filter(None, lines), "")
 
     def nearest_line(self, node: Node) -> str:
-        """Return the nearest author's line that makes a value differ."""
+        """Return the nearest line that makes a value differ."""
         lines = (self.line(each.frame, self.maker(each)) for each in self.back([node]))
         return next(filter(None, lines), "")
 
@@ -303,16 +303,12 @@ NEVER_AVERAGED = "was never averaged"
 
 
 def since(origin: Origin, inputs: Sequence[str]) -> str:
-    """Return `why` for one value, as a clause after a comma.
-
-    Args:
-      inputs: names of the shard_map's inputs, in order.
-    """
+    """Return `why` for one value, as a clause after a comma."""
     return f", since {why([origin], inputs)}"
 
 
 def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that explains why values differ; `inputs` as in `since`."""
+    """Return a clause that explains why values differ; `inputs` names the shard_map's inputs."""
     origin = origins[0]
     sources = _named(origin.sources, inputs)
     if origin.line:

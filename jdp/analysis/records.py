@@ -20,7 +20,7 @@ class Cell:
 
 
 def value_of(value: int | Cell) -> int:
-    """Return the class of a value, or of a Ref's contents."""
+    """Return a value's class, or that of a Ref's contents."""
     return value.value if isinstance(value, Cell) else value
 
 
@@ -29,10 +29,10 @@ class Deadlock:
     """A collective that some ranks may skip while others wait.
 
     Attributes:
-      axes: mesh axes along which it communicates.
-      control: the control flow around it, "cond" or "while".
+      axes: along which it communicates.
+      control: around it, "cond" or "while".
       source: the author's line, or empty.
-      under: mesh axes along which ranks may skip it.
+      under: axes along which ranks may skip it.
       is_compilers: whether XLA would add it, to split `primitive` over `axes`.
     """
 
@@ -51,7 +51,7 @@ class Marked:
 
     Attributes:
       value: class of the marked value, joined over calls and rounds of loops.
-      under: mesh axes along which ranks may skip the mark.
+      under: axes along which ranks may skip the mark.
       source: the author's line, or empty.
     """
 
@@ -67,7 +67,7 @@ class Marked:
 class _Note(NamedTuple):
     """A "mark", "deadlock", "shift", "unknown" or "call" at an equation.
 
-    The facts are those given to `add`, of a call the record of its body.
+    The facts are those given to `add`; a call's are the record of its body.
     """
 
     kind: str
@@ -168,7 +168,7 @@ class Record:
         return tuple(found.items())
 
     def marks(self, lattice: Lattice) -> tuple[Marked, ...]:
-        """Return the marks in all bodies below, once for each equation."""
+        """Return the marks in all bodies, once for each equation."""
         found: dict[int, Marked] = {}
         for note, line in self._found("mark"):
             value, under = lattice.decode(note.facts[0]), lattice.names(note.facts[1])

@@ -221,8 +221,8 @@ class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
-      name: the author's collective before the transposition; `MICRO_BATCH` for jdp's weighted sum
-        in a micro-batch that was transposed from outside.
+      name: before the transposition; `MICRO_BATCH` for jdp's weighted sum in a micro-batch that was
+        transposed from outside.
       source: the author's line, or empty.
     """
 

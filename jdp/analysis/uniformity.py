@@ -27,8 +27,8 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
     """Declare that a primitive gives equal results for equal operands on every rank.
 
     jdp has rules for the primitives of JAX and of some libraries, and analyses any primitive with a
-    jaxpr among its parameters. jdp assumes that results of other primitives differ between ranks,
-    because they may read the device's number or a hidden state.
+    jaxpr among its parameters. Results of other primitives may differ between ranks, because such a
+    primitive may read the device's number or a hidden state.
 
     Args:
       primitive: the object that your code or a library binds. The declaration holds for all
@@ -57,7 +57,7 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Return the outermost shard_map equations, in order, each once."""
+    """Return the outermost shard_maps, in order, each once."""
     equations = jaxprs.equations(jaxpr, mapped=False)
     return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
 
@@ -217,7 +217,6 @@ def uniformity(
     """Return which outputs of a function are equal on every rank, and refuse mistakes.
 
     jdp traces `f` without running it, and analyses each `shard_map` or `pmap` over `axis_name`.
-    Compilers for GPUs do an analysis of this name for threads.
 
     Args:
       f: a function, jitted or not, that contains the `shard_map` or `pmap`.

@@ -81,7 +81,6 @@ def _walk(body: Any, known: dict[int, _Timed]) -> _Timed:
 
 
 def _from_outside(ready: _Ready, operands: Sequence[_Ready], num_before: int) -> _Ready:
-    """Convert readiness in a called body to the calling body."""
     if ready.heavy:
         return _Ready(num_before + ready.heavy)
     return _last([each for i, each in enumerate(operands) if ready.inputs >> i & 1])
@@ -108,7 +107,7 @@ def to_send(
     """Return the positions of gradients without a mean of `scan_layers`.
 
     Args:
-      weight: `[]` float, of this rank's rows; None: equal weights.
+      weight: `[]` float; None: equal weights.
     """
     if step is None or step.choices.uniform is None:
         return range(len(paths))

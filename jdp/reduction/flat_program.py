@@ -30,7 +30,7 @@ class FlatValue:
 
 
 class FlatOperation(NamedTuple):
-    """An equation with its values, and the calls around it, outermost first."""
+    """An equation with its values and calling equations, outermost first."""
 
     eqn: Any
     ins: tuple[FlatValue, ...]

@@ -52,7 +52,6 @@ def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[in
 def _missing(
     needed: Sequence[FlatValue], place: dict[FlatValue, int], group: int
 ) -> list[FlatValue]:
-    """Return the parameters not in memory during a group."""
     return [value for value in needed if place.get(value, -3) < group - 1]
 
 
@@ -62,7 +61,6 @@ def by_readiness(
     """Group results by readiness: operation -> results sent after it.
 
     Args:
-      sizes: bytes of each.
       capacity: bytes of a group, > 0. A larger result is a group of its own.
 
     >>> by_readiness([5, 2, 9], [8, 8, 8], capacity=16)
@@ -100,7 +98,7 @@ class Derived(NamedTuple):
     """How a value is computed from parameters.
 
     Attributes:
-      sources: the sharded parameters that it depends on.
+      sources: sharded parameters.
       is_heavy: whether computing it takes more than reading them.
     """
 
@@ -144,7 +142,7 @@ def sources_of(
 def _derived(
     operation: FlatOperation, derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> Derived | None:
-    """Return how the results are computed, None to keep them."""
+    """Return how results are computed, None to keep them."""
     sources = sources_of(operation.ins, derived, split)
     if not 0 < len(sources) <= _MAX_SOURCES:
         return None
@@ -185,7 +183,6 @@ class ScheduledEvaluator:
       whole: positions of the other parameters.
       capacity: bytes of whole parameters gathered together, > 0.
       after: an array that exists before the first gather, or None.
-      is_native: whether native calls gather and scatter shards.
     """
 
     def __init__(
@@ -212,12 +209,12 @@ class ScheduledEvaluator:
         self._uses = [sources_of(op.ins, self._derived, self._shards.keys()) for op in self._kept]
         self._members = gather_groups(self._uses, capacity)
         self._gathered: dict[FlatValue, jax.Array] = {}
-        # Derived values, and the gathered arrays they were computed from.
+        # with the gathered arrays they were computed from
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
         # The last results of parameters, and the arrays that a gather waits for.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
-        # Gradients sent since the last gather, and in the group before.
+        # since the last gather, and in the group before
         self._sent: list[jax.Array] = []
         self._sent_before: list[jax.Array] = []
 
@@ -258,7 +255,7 @@ class ScheduledEvaluator:
         return [sent[i] if i in sent else self._values[out] for i, out in enumerate(outs)]
 
     def result(self, i: int) -> Any:
-        """Return an output, None if not yet computed; for `send` of `run`."""
+        """Return an output, None if not yet computed."""
         return self._values.get(self._program.outs[i])
 
     def _gather(self, members: Sequence[FlatValue]) -> None:
@@ -350,7 +347,7 @@ def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> An
         return function(state)
     wholes = {i: leaves[i] for i in shards}
     own = {i: part.value for i, part in shards.items()}
-    others: list[Any] = []  # leaves of the result that are not arrays
+    others: list[Any] = []  # leaves that are not arrays
     trees: list[Any] = []
 
     # JAX names it and its argument in errors: see `error_hints`.
@@ -380,6 +377,5 @@ def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> An
 
 
 def _capacity(found: list[Shard]) -> int:
-    """Return bucket_bytes= of the optimizers, or the default."""
     sizes = [part.owner.sharding.bucket_bytes for part in found if part.owner is not None]
     return min(sizes, default=gradients.BUCKET_BYTES)

@@ -23,7 +23,7 @@ from jdp.reduction.metrics import mean_over_ranks
 
 
 class Average(Protocol):
-    """Averages arrays over ranks; hashable, as a part of traced programs."""
+    """Averages arrays over ranks; hashable for traced programs."""
 
     def means(self, values: list[jax.Array]) -> list[jax.Array]:
         """Return the means; the algorithm may have no derivative."""
@@ -116,8 +116,8 @@ def global_mean(
     """Make a loss whose value and gradient are means over all ranks.
 
     For library code that differentiates or compares losses: line searches (L-BFGS), opaque SAM,
-    Hessian products (Sophia, Hutchinson). There `jax.lax.pmean(loss)` averages only the value, and
-    ranks search along their own gradients.
+    Hessian products (Sophia, Hutchinson). `jax.lax.pmean(loss)` averages only the value there, so
+    ranks would search along their own gradients.
 
     Args:
       loss_fn: `loss_fn(params, *rest) -> loss`, the mean over this rank's rows.
@@ -157,8 +157,6 @@ def global_mean(
 
 
 class _Gradients(NamedTuple):
-    """Averages cotangents of float leaves as gradients, in buckets."""
-
     axis_name: AxisName
     treedef: Any
     is_float: tuple[bool, ...]

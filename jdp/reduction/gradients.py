@@ -77,15 +77,15 @@ def sync_gradients(
     Args:
       grads: tree of complex arrays, or floats of at least 16 bits: each rank's own gradient of the
         mean loss over its rows.
-      weight: `[]`, >= 0, weight of this rank's rows, such as `mask.sum()`; weight 0 drops even NaN.
+      weight: `[]`, >= 0, of this rank's rows, such as `mask.sum()`; weight 0 drops even NaN.
         Default: that of the step (`train_step(weight=...)`), else equal. A step with another weight
         is refused if its loss has means or sums over ranks, whose gradients use the default.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0. Leaves are not split.
       mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
-      mesh: the mesh, for your own `shard_map` on several processes: `collectives.auto` then knows
-        which processes share a host. A jdp step knows it.
+      mesh: the mesh, for your own `shard_map` on several processes, so that `collectives.auto`
+        knows which processes share a host.
       reduce_dtype: float dtype of sent gradients, such as `jnp.bfloat16`; results keep their own.
         Default: their own, as for complex gradients.
 
@@ -97,7 +97,7 @@ def sync_gradients(
       ValueError: if JAX has already summed a leaf (in a `shard_map` with check_vma=True); if only
         another axis is bound; if `axis_name` is a part of the axes of a step with a weight, without
         `weight`.
-      TypeError: if a leaf is an integer, float0 or float8 gradient; if `bucket_bytes` is not an
+      TypeError: if a leaf is an integer, float0 or float8 gradient, or `bucket_bytes` not an
         integer.
 
     >>> import jax, jax.numpy as jnp, jdp
@@ -175,7 +175,6 @@ def reduced(
 def _checked(
     paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
 ) -> list[jax.Array]:
-    """Return gradients as arrays, and refuse invalid ones."""
     floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # A jdp step is never typed, and the question takes time.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
@@ -229,7 +228,7 @@ def _marked(
 
 
 def record(step: Scope | None, all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> None:
-    """Record how the step reduces gradients in the current trace."""
+    """Record the step's reduction."""
     if step is None:
         return
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

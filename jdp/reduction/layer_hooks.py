@@ -113,10 +113,6 @@ class Hooks:
     gradient of the layer before. Each layer returns the mean of the slot as its gradient, and
     stores its own there. So the means are shifted by one layer: the first is zero, and the last is
     computed after the loop.
-
-    Args:
-      floats: the stacked parameters.
-      reverse: whether the scan runs the last layer first.
     """
 
     def __init__(
@@ -135,7 +131,7 @@ class Hooks:
         self._slot: list[Any] = [
             jax.ShapeDtypeStruct(x.shape[1:], x.dtype if sent is None else sent) for x in floats
         ]
-        # One bucket for each dtype, because all are complete at once.
+        # one for each dtype, because all are complete at once
         self._plan = buckets.plan(self._slot, sys.maxsize)
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
         self._weights, self._scale = weighted_sum.factors(weight, axes, mean=True)
@@ -276,12 +272,10 @@ class Hooks:
         return self._unplanned(reduced)
 
     def _sent(self, gradient: list[jax.Array]) -> list[jax.Array]:
-        """Return a layer's gradient in the sent dtypes."""
         pairs = zip(gradient, self._slot, strict=True)
         return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return a layer's gradients in the order and dtypes of parameters."""
         by_position = {
             i: leaf
             for bucket, leaves in zip(self._plan, reduced, strict=True)

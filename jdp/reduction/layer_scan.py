@@ -27,7 +27,6 @@ class TracedLayer(NamedTuple):
 
     Attributes:
       jaxpr: of `(closed-over values, carry, layer, x) -> (carry, y)`, flat.
-      closed_over: the captured arrays.
       num_carry: number of leaves of a carry.
     """
 
@@ -86,7 +85,7 @@ class LayerShards:
     """Gathers single layers of stacked shards, and scatters their gradients.
 
     Args:
-      parts: shards of stacked parameters over equal axes, split on a dim after that of the layers.
+      parts: shards over equal axes, split on a dim after that of the layers.
       axes: all axes of the step, over which gradients are averaged.
     """
 
@@ -198,8 +197,7 @@ class LayerLoop(NamedTuple):
     """A loop over layers.
 
     Attributes:
-      is_split: for each leaf of a layer whether it is gathered.
-      unroll: as in `lax.scan`.
+      is_split: whether each leaf of a layer is gathered.
     """
 
     layer: TracedLayer
@@ -219,11 +217,11 @@ class LayerLoop(NamedTuple):
         return self.num_layers - 1 if self.is_reverse else 0
 
     def after(self, i: Any) -> Any:
-        """Return the layer after layer `i`, or `i` for the last."""
+        """Return the next layer, or `i` for the last."""
         return jnp.maximum(i - 1, 0) if self.is_reverse else jnp.minimum(i + 1, self.num_layers - 1)
 
     def before(self, i: Any) -> Any:
-        """Return the layer before layer `i`, or `i` for the first."""
+        """Return the layer before, or `i` for the first."""
         return self.turned().after(i)
 
     def gathered(
@@ -235,7 +233,7 @@ class LayerLoop(NamedTuple):
         return self.shards.gathered(stacked, following, share)
 
     def joined(self, split: Sequence[jax.Array], wholes: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the parameters of a layer in their order."""
+        """Return a layer's parameters in their order."""
         split_left, wholes_left = iter(split), iter(wholes)
         return [next(split_left if flag else wholes_left) for flag in self.is_split]
 
@@ -259,10 +257,8 @@ class Perturbed:
 
 
 def perturbed(given: Operands) -> Perturbed:
-    """Return the perturbed operands of a `jax.custom_vjp`.
-
-    The carry always counts, because it depends on the layers before.
-    """
+    """Return the perturbed operands; the carry always counts, because it depends on the layers
+    before."""
 
     def positions(operands: Sequence[Any], *, always: bool = False) -> tuple[int, ...]:
         return tuple(
@@ -294,7 +290,7 @@ class _Backward:
         self._of = of
 
     def run(self, last: Sequence[Any], ys: Sequence[Any]) -> Operands:
-        """Return the gradients for the cotangents of the last carry and of y."""
+        """Return gradients for the cotangents of the last carry and y."""
         loop, operands, of = self._loop, self._operands, self._of
         # The nonzero cotangents, by position.
         own_ys = {i: y for i, y in enumerate(ys) if not is_zero(y)}
@@ -343,7 +339,6 @@ class _Backward:
         return (found.carry, following, late, means, sums), (found.wholes, found.xs)
 
     def _pulled_back(self, inputs: Operands, cotangent: list, ys: dict[int, Any]) -> Operands:
-        """Return a layer's gradients for the differentiated operands."""
         of = self._of
         every = tuple(range(len(inputs.shards))) if of.shards else ()
         chosen = Operands(of.closed_over, of.carry, every, of.wholes, of.xs)
@@ -365,7 +360,7 @@ class _Backward:
 
 
 def _put(stacked: Sequence[jax.Array], layer: Sequence[jax.Array], i: Any) -> list[jax.Array]:
-    """Write the values of a layer into those of all layers."""
+    """Write a layer's values into those of all layers."""
     pairs = zip(stacked, layer, strict=True)
     return [lax.dynamic_update_index_in_dim(many, one, i, 0) for many, one in pairs]
 
@@ -405,8 +400,8 @@ def scan_sharded(
     """Run `lax.scan` over stacked parameters of which this rank has shards.
 
     Each round computes one layer, and gathers the next meanwhile. The backward loop recomputes each
-    layer in reverse, and scatters the gradient of the layer after it meanwhile. At most two layers
-    are whole at once. The forward pass keeps only the carries, as under `jax.checkpoint`.
+    layer, and scatters the gradient of the layer after it meanwhile. At most two layers are whole
+    at once. The forward pass keeps only the carries, as under `jax.checkpoint`.
 
     Source: Rajbhandari et al. 2020, ZeRO stage 3, https://arxiv.org/abs/1910.02054.
     """
@@ -527,9 +522,6 @@ class _LateScatter:
     """Identities around the scan and around each layer, for their backward passes.
 
     As in `layer_hooks.Hooks`, but each layer returns the shards of its sum.
-
-    Args:
-      reverse: whether the scan runs the last layer first.
     """
 
     def __init__(self, shards: LayerShards, reverse: bool):

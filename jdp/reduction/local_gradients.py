@@ -18,8 +18,8 @@ from jdp.reduction import (
     step_context,
 )
 
-# Unsharded gradients become means even if no gradient is large enough to be sharded, because a step
-# must not depend on sizes or on the number of ranks.
+# Unsharded gradients always become means, because a step must not depend on sizes or on the number
+# of ranks.
 
 
 class WholeMeans:
@@ -31,7 +31,6 @@ class WholeMeans:
       besides: positions of leaves without averaged gradients.
 
     Attributes:
-      are_sent: whether gradients are averaged where they are computed.
       owners: position of an unsharded leaf -> its optimizer.
     """
 
@@ -134,7 +133,7 @@ class WholeGradients:
     """Gradients in whole parameters, with the interface of `ShardGradients`.
 
     Args:
-      wholes: the gradients that are averaged over the ranks.
+      wholes: those averaged over the ranks.
     """
 
     sends = False
@@ -149,14 +148,14 @@ class WholeGradients:
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of a loss and its gradients."""
+        """Return a loss and its gradients."""
         value, grads = self._value_and_grad(self._seen, *args)
         if self._seen is not self._params:
             grads = mixed_precision.like_masters(grads, self._params)
         return value, LeafGradients(jax.tree.leaves(grads))
 
     def whole(self, grads: LeafGradients) -> Any:
-        """Return the tree of gradients, like the parameters."""
+        """Return the tree of gradients."""
         means = self._wholes.means(grads.local, {}) if self._wholes.owners else {}
         leaves = [means.get(i, leaf) for i, leaf in enumerate(grads.local)]
         return jax.tree.structure(self._params).unflatten(leaves)

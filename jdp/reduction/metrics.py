@@ -72,8 +72,8 @@ def mean_over_ranks(
 
     Args:
       x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0.
-      weight: `[]`, >= 0, weight of this rank's value; weight 0 drops even NaN. Default: that of the
-        step (`train_step(weight=...)`), else equal. A rank whose rows have weight 0 in the step has
+      weight: `[]`, >= 0, of this rank's value; weight 0 drops even NaN. Default: that of the step
+        (`train_step(weight=...)`), else equal. A rank whose rows have weight 0 in the step has
         no gradient. In your own `shard_map` the gradient is that of equal ranks: jdp cannot know
         there that `sync_gradients(weight=...)` follows.
       axis_name: the data axis.
@@ -188,8 +188,7 @@ def min_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Return the elementwise minimum of a tree over ranks, see `max_over_ranks`.
 
     Args:
-      x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
-        give padding the value inf.
+      x: tree of arrays of floats, integers or booleans, any shapes; give padding the value inf.
       axis_name: the data axis.
 
     Returns:
@@ -219,7 +218,7 @@ def _extremes_of(x: Any, axis_name: AxisName, caller: str) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extremes(leaves: list[jax.Array], axis_name: AxisName, is_max: bool) -> list[jax.Array]:
-    """Return the extremes over ranks, in one collective for each integer type."""
+    """Return the extremes, in one collective for each integer type."""
     extreme = lax.pmax if is_max else lax.pmin
     integers = [_as_ordered_integers(leaf, is_max) for leaf in leaves]
     extremes: list[Any] = [None] * len(leaves)

@@ -101,8 +101,7 @@ def split_micro_batches(
     has all k parts, without a last one unless it is smaller.
 
     Args:
-      batch: tree of arrays `[r, ...]`.
-      k: number of micro-batches, >= 2.
+      k: >= 2.
     """
     is_whole = is_whole and num_rows(batch) % k == 0
     m = k if is_whole else k - 1
@@ -269,7 +268,7 @@ def value_and_grad(
         possible, and only the last may be smaller: 17 rows by at most 8 are 6, 6 and 5, weighted by
         rows, and the loss is traced twice.
       has_aux: also return `aux`: float leaves averaged like the loss, `jdp.rows` joined.
-      weight: `weight(batch)`, the weight of a micro-batch. Default: that of the step
+      weight: `weight(batch)` of a micro-batch. Default: that of the step
         (`train_step(weight=...)`), else its rows. With another weight than the step's, a mean or
         sum over ranks inside the loss cannot be differentiated.
       allow_int: allow integer parameters, with float0 zeros as gradients.
@@ -336,7 +335,7 @@ class _MicroBatchedLoss(NamedTuple):
     statistics: Mapping[int, str]
 
     def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
-        """Return the derivative in parameters, for k micro-batches."""
+        """Return the derivative in parameters."""
         is_sent = k == 1 or not self._weights()[1]
         options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
@@ -348,7 +347,6 @@ class _MicroBatchedLoss(NamedTuple):
         )
 
     def whole(self, derivative: WholeGradients | ShardGradients, grads: LeafGradients) -> Any:
-        """Return the tree of gradients, like the parameters."""
         found = derivative.whole(grads)
         return declared_reductions.over_ranks(found, self.statistics, self.axis_name)
 
@@ -400,8 +398,6 @@ class _MicroBatchedLoss(NamedTuple):
         entered: Callable[[Any], AbstractContextManager[Scope]],
         count: Callable[[Any], float],
     ) -> Callable[[Any, Any], Any]:
-        """Return the jitted function of one micro-batch for `accumulated`."""
-
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
             with entered(batch) as micro:

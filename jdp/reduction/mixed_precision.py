@@ -1,8 +1,7 @@
 """Dtypes of parameters in losses, and of sent gradients.
 
 `jdp.value_and_grad` alone casts the parameters, the masters, for a loss, and returns gradients in
-their dtype. Source: Micikevicius et al. 2018, Mixed precision training,
-https://arxiv.org/abs/1710.03740.
+their dtype. Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 """
 
 import contextlib

@@ -245,7 +245,6 @@ class Sharding:
       stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
       min_size: number of elements below which leaves stay whole.
       axes: the mesh axes of the shards; None: all axes of the optimizer.
-      all_reduce: the algorithm for unsharded gradients.
       keep_gathered: at stage 3 gather parameters once for each step, and keep them.
       gather_dtype: at stage 3, dtype of parameters in a loss; None: their own.
     """
@@ -261,7 +260,7 @@ class Sharding:
 
     @property
     def keeps_params(self) -> bool:
-        """Whether all whole parameters exist throughout a step."""
+        """Whether whole parameters exist throughout a step."""
         return self.stage < 3 or self.keep_gathered
 
     def dim(self, leaf: Any, num_shards: int) -> int | None:
@@ -286,7 +285,7 @@ class Sharding:
 
 
 class Sharded(Replicated):
-    """The result of `sharded`: an optax transformation that knows its `Sharding`."""
+    """The result of `sharded`: an optax transformation with its `Sharding`."""
 
     @property
     def sharding(self) -> Sharding:

@@ -73,7 +73,7 @@ def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
     """Return which ranks have an invalid weight, or None.
 
     Args:
-      total: `[]`, the sum over ranks of the results of `valid`.
+      total: `[]`, the sum over ranks of `valid`.
       given: `[ranks]`, the arguments of `valid`; only this process's are read.
     """
     sum_of_all = np.asarray(total.addressable_data(0))
@@ -96,7 +96,6 @@ def _shown(values: dict[int, Any]) -> str:
 
 
 def _not_a_number(given: Any) -> str | None:
-    """Describe a value that is not one real number, or None."""
     if not pytrees.is_array(given):
         return "None" if given is None else f"a {type(given).__name__}"
     dtype = given.dtype if hasattr(given, "dtype") else jnp.result_type(given)

@@ -104,7 +104,6 @@ def scan_layers(
 def _reduced_late(
     f: Callable[..., Any], init: Any, params: Any, xs: Any, hooks: Hooks, **options: Any
 ) -> tuple[Any, Any]:
-    """Scan over the layers; the hooks reduce their gradients."""
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
     floats, slot = hooks.enter(floats_of(params))
@@ -127,7 +126,7 @@ _CHOICES = {LATE_HERE: True, LATE_ELSEWHERE: False, LATE_ON_MORE_RANKS: None}
 
 
 def late_choices(jaxpr: Any) -> set[bool | None]:
-    """Return the choices of `scan_layers` in a program: late or not, None: on more ranks."""
+    """Return the choices of `scan_layers`: late or not, None: on more ranks."""
     eqns = (body.eqns for body in jaxprs.with_bodies(jaxpr))
     marks = [each for body in eqns for each in body if each.primitive.name == "jdp_mark"]
     return {_CHOICES[eqn.params["kind"]] for eqn in marks if eqn.params["kind"] in _CHOICES}

@@ -93,7 +93,7 @@ class ShardGradients:
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of `loss_fn(params, *args)`, and the gradients."""
+        """Return `loss_fn(params, *args)` and the gradients."""
         own_shards = [self._shards[i].value for i in self._sent]
         with shard_registry.forgotten_after():
             program, first, restored = self._traced(loss_fn, has_aux, args)
@@ -147,7 +147,7 @@ class ShardGradients:
         Its inputs are the parameters, and the sent shards. Its outputs are the arrays of the value,
         whose number is returned, then the gradients of all inputs. The function restores the value.
         """
-        others: list[Any] = []  # leaves of the value that are not arrays
+        others: list[Any] = []  # leaves that are not arrays
         trees: list[Any] = []
 
         def loss(leaves: list[Any], shards: list[Any]) -> Any:
@@ -177,7 +177,6 @@ class ShardGradients:
         return flat, others.count(None), restored
 
     def _nothing(self, i: int) -> jax.Array:
-        """Return the marked gradient of an unread parameter."""
         shard = self._shards.get(i)
         owner = self._owner(i)
         # Another loss may have a whole gradient of that path.
@@ -192,7 +191,6 @@ class ShardGradients:
         return self._shards[i].owner if i in self._shards else self._wholes.owners[i]
 
     def _scattered(self, chosen: Sequence[int], grads: Sequence[Any]) -> list[jax.Array]:
-        """Return this rank's shards of the means of some gradients."""
         found: dict[int, jax.Array] = {}
         of = {i: self._owner(i) for i in chosen}
         for owner in {id(owner): owner for owner in of.values()}.values():

@@ -92,8 +92,6 @@ class Shard(NamedTuple):
 
     Attributes:
       value: the slice `[..., size / n, ...]`.
-      dim: the split dim.
-      axes: the mesh axes of the split.
       owner: from stage 2 on, the optimizer of a parameter with a split gradient.
       trains: whether that optimizer updates it.
       is_kept: whether the whole array exists throughout the step.
@@ -116,10 +114,7 @@ def gathered(
     bucket_bytes: int = 4 * buckets.MiB,
     overwrite: Sequence[jax.Array | None] = (),
 ) -> list[jax.Array]:
-    """Return the whole arrays, in buckets; the step remembers the shards.
-
-    XLA drops gathers of unread arrays.
-    """
+    """Return the whole arrays, in buckets; the step remembers the shards."""
     if not found:
         return []
     axes = found[0].axes
@@ -146,7 +141,7 @@ def are_native(found: Iterable[Shard]) -> bool:
 
 
 def remember(whole: jax.Array, part: Shard) -> jax.Array:
-    """Return a whole array, and remember its shard `part` on this rank."""
+    """Return a whole array, and remember this rank's shard `part`."""
     whole = mark(whole, kind=WHOLE, path="", axes=part.axes)
     scope = step_context.innermost()
     if scope is not None:
@@ -232,7 +227,7 @@ def means() -> Mapping[int, jax.Array]:
 
 
 def known(whole: Any) -> Shard | None:
-    """Return the shard of an array on this rank, or None."""
+    """Return this rank's shard of an array, or None."""
     scope = step_context.innermost()
     found = None if scope is None else scope.shards.get(id(whole))
     return None if found is None else found[1]

@@ -54,7 +54,6 @@ def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, par
 
 
 def _split_elsewhere(sharding: Any, tree: Any, num_ranks: int) -> list[jax.Array]:
-    """Return the arrays of a tree that a `TrainState` would split."""
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if pytrees.is_array(leaf)]
     return [x for x in arrays if sharding.dim(x, num_ranks) is not None]
 
@@ -125,8 +124,7 @@ def sharded(
       gather_dtype: at stage 3, dtype such as `jnp.bfloat16` in which `jdp.value_and_grad` gathers
         float parameters of more bits for the loss. Default, and for the rest of the step: the
         state's dtype.
-      reduce_dtype: float dtype of sent gradients; results keep their own. Default: their own, which
-        is that of the parameters in the state.
+      reduce_dtype: float dtype of sent gradients; results keep their own. Default: their own.
 
     Returns:
       An optax transformation for `TrainState.create`.

@@ -94,7 +94,6 @@ def _index_dtype(num_rows: int) -> Any:
 
 
 def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
-    """Refuse wrong arguments; return the number of rows."""
     if out_of_range not in _CHOICES:
         raise ValueError(f"out_of_range must be one of {_CHOICES}, got {out_of_range!r}.")
     shape, dtype = jnp.shape(table), jnp.result_type(table)
@@ -163,7 +162,6 @@ class _TableMeans(NamedTuple):
 
 
 def _log_whole(table: Any, scope: Scope) -> None:
-    """Log once for each shape that a table is looked up whole."""
     shape, dtype, n = jnp.shape(table), jnp.result_type(table), lax.axis_size(scope.axis_name)
     name = f"{dtype}{list(shape)}"
     if name in _logged:

@@ -79,8 +79,8 @@ class GradientPieces:
     """The gradients of one update, averaged already or sent now.
 
     Args:
-      axes: the mesh axes of the split.
-      grads: tree of this rank's gradients, or with `synced` of the means of all ranks.
+      axes: of the split.
+      grads: this rank's gradients, or with `synced` the means of all ranks.
       dims: the split dim of each; None for a whole one.
     """
 
@@ -99,7 +99,7 @@ class GradientPieces:
         self._tx, self._axes, self._dims, self._synced = tx, axes, dims, synced
 
     def means(self) -> list[Piece]:
-        """Return this rank's part of the mean of each gradient."""
+        """Return this rank's part of each mean."""
         leaves, sharding = self._leaves, self._tx.sharding
         if not self._synced and not sharding.mean:
             gradients.require_unreduced(self._paths, leaves)
@@ -135,7 +135,6 @@ class GradientPieces:
         return whole if scattered_gradients.takes_along(arrays, self._tx) else []
 
     def _scattered(self, chosen: Sequence[int]) -> dict[int, Piece]:
-        """Return this rank's parts of the means, by position."""
         if not chosen:
             return {}
         paths, dims = [self._paths[i] for i in chosen], [self._dims[i] for i in chosen]
@@ -145,7 +144,6 @@ class GradientPieces:
         return {i: Piece(part, dim) for i, part, dim in found}
 
     def _reduced(self, chosen: Sequence[int]) -> dict[int, Piece]:
-        """Return the means of whole gradients, by position."""
         if not chosen:
             return {}
         sharding = self._tx.sharding
@@ -196,7 +194,7 @@ class Update:
     """One update of a sharded optimizer on this rank.
 
     Args:
-      axes: the mesh axes of the split.
+      axes: of the split.
       grad_tree: the structure of the gradients.
       applies: whether `run` adds the updates to the parameters, or returns them.
     """
@@ -213,7 +211,7 @@ class Update:
         return [sharding.dim(leaf, self._num_shards) for leaf in leaves]
 
     def means(self, grads: Any, synced: bool) -> list[Piece]:
-        """Return this rank's part of the mean of each gradient."""
+        """Return this rank's part of each mean."""
         dims = self._dims(jax.tree.leaves(grads))
         return GradientPieces(self._tx, self._axes, grads, dims, synced=synced).means()
 
@@ -295,7 +293,6 @@ class Update:
 
 
 def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:
-    """Record the gathered arrays, and those that one rank computes."""
     step = step_context.innermost()
     if step is None:
         return

@@ -17,8 +17,6 @@ from jdp.reduction.partition.values import names_axes
 
 
 class _Cut(NamedTuple):
-    """The dim and mesh axes of a slice."""
-
     dim: int
     axes: tuple[str, ...]
 

@@ -44,7 +44,7 @@ PLAIN = Choices()  # of a function that is traced by itself
 
 
 class Reduction(NamedTuple):
-    """The algorithm, JAX's trace, and the bytes of reduced gradients."""
+    """A reduction of gradients."""
 
     all_reduce: Callable[..., Any]
     trace: Any
@@ -72,7 +72,7 @@ class Scope:
       marked: paths of the gradients marked for reduction.
       gathers: texts of the arrays that a sharded update gathers whole.
       owned: texts of the matrices that this update computes on one rank each.
-      losses: losses not yet sent.
+      losses: not yet sent.
       loss_means: id of a loss -> itself and its mean over the ranks.
       shards: id of a whole array -> itself and this rank's shard.
       whole_owners: id of an unsharded parameter -> itself and its optimizer, if that splits others.
@@ -267,7 +267,6 @@ def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:
 
 
 def _shared_with(around: Scope | None, mesh: Mesh | None) -> dict[str, Any]:
-    """Return the fields that a new scope shares with the surrounding one."""
     if around is None:
         return {"mesh": mesh}
     names = (

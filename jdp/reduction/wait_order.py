@@ -127,7 +127,6 @@ def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[An
 
 
 def _opened(eqn: Any) -> list[Any] | None:
-    """Return the equations of a jitted function in the caller's variables."""
     body = jaxprs.called_body(eqn) if eqn.primitive.name == "jit" else None
     if body is None or body.constvars or jaxprs.acts(eqn):
         return None

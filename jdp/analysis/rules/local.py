@@ -55,7 +55,6 @@ def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of the right-hand side over the matrix."""
     lattice, (*matrix, vector) = interp.lattice, ins
     ratio = lattice.quotient(vector, functools.reduce(operator.or_, matrix))
     return lattice.without_scale(mix(interp, eqn, ins)) | ratio & lattice.scale
@@ -176,7 +175,6 @@ def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _copied(eqn: Any) -> tuple[int, ...]:
-    """Return the sizes of the dims along which a broadcast copies."""
     before, after = eqn.invars[0].aval.shape, eqn.params["shape"]
     kept = dict(zip(eqn.params["broadcast_dimensions"], before, strict=True))
     return tuple(size for i, size in enumerate(after) if size != kept.get(i, 1))

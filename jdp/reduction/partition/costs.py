@@ -23,7 +23,7 @@ class Cost(NamedTuple):
     """The operations and sent bytes of a rank.
 
     Attributes:
-      flops: multiplications and additions of matrix products and factorings.
+      flops: of matrix products and factorings.
     """
 
     flops: float = 0
@@ -59,7 +59,7 @@ def _is_product(eqn: Any) -> bool:
 
 
 def cost_of(program: Any, num_ranks: int) -> Cost:
-    """Return the cost of a traced program on each rank."""
+    """Return the cost of a program on each rank."""
     total = Cost()
     for eqn in jaxprs.opened(program).eqns:
         bodies = [cost_of(body, num_ranks) for body in jaxprs.bodies(eqn)]

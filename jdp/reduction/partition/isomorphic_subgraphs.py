@@ -28,12 +28,12 @@ def number_key(value: Any) -> Any:
 
 
 def type_key(aval: Any) -> Any:
-    """Return a key of the type of a value."""
+    """Return a key of a value's type."""
     return tuple(getattr(aval, name, None) for name in ("shape", "dtype", "weak_type"))
 
 
 def equation_key(eqn: Any) -> Any:
-    """Return a key of an equation and its bodies, without its operands."""
+    """Return a key of an equation and its bodies, without operands."""
     program = jaxprs.called(eqn) if eqn.primitive.name in jaxprs.CALLS else None
     if program is not None:  # how it is differentiated does not matter
         return eqn.primitive, _program_key(program)
@@ -104,7 +104,7 @@ class AlikeParts(NamedTuple):
 def with_alike_parts(
     program: FlatProgram, closed: Collection[FlatValue]
 ) -> list[FlatOperation | AlikeParts]:
-    """Return the operations of a program, with isomorphic parts grouped."""
+    """Return a program's operations, with isomorphic parts grouped."""
     alike: dict[Any, list[Subprogram]] = defaultdict(list)
     uses = Counter(value for operation in program.operations for value in operation.ins)
     uses.update(program.outs)
@@ -193,7 +193,6 @@ def _stays(operation: FlatOperation, closed: Collection[FlatValue]) -> bool:
 def _keyed(
     operations: list[FlatOperation], uses: Counter[FlatValue], numbers: dict[FlatValue, Any]
 ) -> tuple[Any, Subprogram]:
-    """Return a part, and a key of its computation."""
     made: dict[FlatValue, int] = {}
     read: dict[FlatValue, Any] = {}
     key: list[Any] = []

@@ -214,8 +214,8 @@ class Probe(NamedTuple):
 
     Attributes:
       dims: of its outputs.
-      num_bytes: gathered bytes.
-      gathered_inputs: positions of the gathered inputs.
+      num_bytes: gathered.
+      gathered_inputs: their positions.
     """
 
     dims: list[Dim]
@@ -389,7 +389,6 @@ class Piece(NamedTuple):
     """This rank's part of an array.
 
     Attributes:
-      value: this rank's slice, or the whole array.
       dim: the dim of the ranks' slices, of equal size and in the order of `lax.axis_index`; None
         for the whole array, with equal bits on every rank.
     """
@@ -402,7 +401,6 @@ class Partitioned(NamedTuple):
     """The results of a function that ran on slices.
 
     Attributes:
-      pieces: this rank's part of each result.
       gathers: the values gathered whole, in order.
       owned: the matrices that one rank each computed.
     """

@@ -22,8 +22,7 @@ class Plan(NamedTuple):
 
     Attributes:
       ins: the sliced dim of each operand, None for the whole.
-      outs: the same for each result.
-      run: computes this rank's results from its operands.
+      outs: the same for results.
       partial: "sum", "max", ...: how the ranks' results combine into the whole, or empty.
     """
 
@@ -174,7 +173,6 @@ def _scatter(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
 
 
 def _place(num_dims: int, removed: tuple[int, ...], dim: int) -> int:
-    """Return a dim's position among those not removed."""
     return [i for i in range(num_dims) if i not in removed].index(dim)
 
 
@@ -420,8 +418,6 @@ RavelRule = Callable[[Any, int, Ravel, Ranks], Plan | None]
 def _as_slices(
     rule: Callable[[Any, int, int, Ranks], Plan | None],
 ) -> RavelRule:
-    """Return the rule for slices of vectors, in any order of elements."""
-
     def plan(eqn: Any, position: int, layout: Ravel, ranks: Ranks) -> Plan | None:
         if any(len(atom.aval.shape) > 1 for atom in eqn.invars):
             return None
@@ -451,7 +447,7 @@ _RAVELED: dict[str, RavelRule] = {
     "dot_general": _as_slices(_PRODUCTS["dot_general"]),
     "reshape": _reshape_raveled,
 }
-# For primitives without a rule for raveled vectors.
+# For primitives without a rule.
 _RAVELED_UNKNOWN = _as_slices(elementwise_plan)
 
 

@@ -84,8 +84,8 @@ class Gather(NamedTuple):
     """A value that was gathered whole on every rank.
 
     Attributes:
-      primitive: of the equation that needs it; "output" for an output.
-      line: the author's line, such as "train.py:41", or empty.
+      primitive: of the equation that needs it, or "output".
+      line: the author's line, or empty.
     """
 
     primitive: str
@@ -100,7 +100,6 @@ class Owned(NamedTuple):
     Attributes:
       count_of_rank: the most matrices of one rank.
       shape: of one matrix.
-      line: as in `Gather`.
     """
 
     count: int
@@ -135,7 +134,7 @@ class Ranks:
         return self.size > 1
 
     def bound_to_whole(self, program: FlatProgram) -> set[FlatValue]:
-        """Return the results of a program that need whole arrays."""
+        """Return the results that need whole arrays."""
         return bound_to_whole(program, self.axes)
 
     def communicate(self, eqn: Any) -> bool:
@@ -169,7 +168,7 @@ class Ranks:
         return self.joined(x, dim)
 
     def line(self) -> str:
-        """Return the author's line of the equation, or empty."""
+        """Return the equation's line, or empty."""
         return next(filter(None, map(source_of, self.stack)), "")
 
     def joined(self, x: jax.Array, dim: int) -> jax.Array:
@@ -194,7 +193,7 @@ class Value:
     """An array of the whole program, and this rank's part of it.
 
     Args:
-      aval: shape and dtype of the whole array.
+      aval: of the whole array.
       dim: the sliced dim available without communication, None for the whole.
     """
 
@@ -226,7 +225,7 @@ class Computed(Value):
 
     Args:
       x: the array, or this rank's slice along `dim`.
-      number: of the program's input, None for other values.
+      number: of the program's input, or None.
     """
 
     def __init__(self, ranks: Ranks, aval: Any, x: Any, dim: Dim, number: int | None = None):
@@ -256,8 +255,7 @@ class BroadcastValue(Value):
     """Copies of a value along new dims, made only in the needed shape.
 
     Args:
-      aval: shape and dtype of the copies.
-      operand: the value.
+      aval: of the copies.
       dims: for each dim of `operand` its position in the copies.
     """
 
@@ -289,7 +287,7 @@ class BroadcastValue(Value):
 
 
 class Count(Value):
-    """The positions along a dim, made only in the needed shape."""
+    """Positions along a dim, made only in the needed shape."""
 
     def __init__(self, ranks: Ranks, aval: Any, along: int):
         super().__init__(aval, None)

@@ -65,7 +65,7 @@ class Deal(NamedTuple):
     batch: int
 
     def own(self) -> list[int]:
-        """Return the positions of the operands that are not shared."""
+        """Return the positions of unshared operands."""
         return [i for i in range(len(self.dims)) if i not in self.shared]
 
     def row_dims(self) -> list[int | None]:
@@ -222,7 +222,6 @@ class _Owners:
         self._ranks.owned.append(Owned(count, self._per_rank, shape, line))
 
     def _to_owner(self, column: Sequence[Any], i: int) -> jax.Array:
-        """Return this rank's whole rows of an operand."""
         deal, dim = self._deal, self._deal.dims[i]
         held = [value.at(dim) for value in column]
         if deal.batch == 1:
