@@ -189,7 +189,7 @@ class WayBack:
             yield Node(Frame(body, eqn, frame), body.jaxpr.outvars[i])
 
     def _written(self, node: Node) -> Iterator[Node]:
-        """Yield the values written into a Ref, also in called bodies."""
+        """Yield values written into a Ref, also in called bodies."""
         frame, ref = node
         for eqn in frame.record.jaxpr.eqns:
             if ref not in [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]:

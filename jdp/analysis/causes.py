@@ -69,7 +69,6 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _parts(report: Report, traced: Traced) -> Iterator[str]:
-    """Refuse values combined from unmatched shards."""
     for found, sources in _differing(report, traced, PART):
         yield with_code(
             "JDP114",
@@ -81,7 +80,6 @@ def _parts(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _differing(report: Report, traced: Traced, kind: str) -> Iterator[tuple[Marked, str]]:
-    """Yield marks on differing values, with the reason."""
     for found in report.marks:
         axes = found.value.axes & set(found.axes)
         if found.kind == kind and axes:
@@ -213,7 +211,6 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:
-    """Drop leaves that differ only because others do."""
     nodes = {i: back.of_output(i) for i in leaves}
     causes = [nodes[i] for i, path in leaves.items() if not _ON_THE_WAY.search(path)]
     left = {i: node for i, node in nodes.items() if not back.is_consequence(node, causes)}

@@ -96,7 +96,6 @@ def require_narrow(jaxpr: Any, traced: Traced) -> None:
 
 
 def _wide_gradients(body: Any, traced: Traced) -> dict[str, str]:
-    """Return the paths of wide gradients, with the loss's line."""
     found: dict[str, str] = {}
 
     def visit(eqn: Any, operands: list[_Gradient], around: _Context) -> list[_Gradient] | None:
@@ -253,7 +252,6 @@ class _Linearity:
         self._first = next(derived, len(back.body.eqns))
 
     def bend(self, node: Node) -> _Bend | None:
-        """Return the first nonlinear operation, or None."""
         waiting, key = [node], None
         while waiting:
             each = waiting[-1]
@@ -269,14 +267,12 @@ class _Linearity:
         return self._found[key].bend
 
     def line(self, bend: _Bend) -> str:
-        """Return the author's line of an operation."""
         return self._back.line(bend.frame, bend.eqn)
 
     def _key(self, node: Node) -> tuple[Any, ...]:
         return node.key() if len(self._found) < _MANY_NODES else node.shared_key()
 
     def _before(self, node: Node) -> list[Node]:
-        """Return the operands that may depend on gradients."""
         eqn = self._back.maker(node)
         if self._position(node) < self._first or eqn is not None and self._ends(eqn):
             return []
@@ -318,7 +314,6 @@ class _Linearity:
         return node.variable.aval.shape in self.shapes
 
     def _bends(self, frame: Frame, eqn: Any) -> bool:
-        """Whether an operation is nonlinear in gradients."""
         name = eqn.primitive.name
         nodes = [Node(frame, atom) for atom in eqn.invars]
         depending = [

@@ -68,7 +68,6 @@ def _place(report: Report, traced: Traced) -> int:
 
 
 def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
-    """Whether the step's weight may depend on an input."""
     pass_over = Forward(any, lambda eqn, operands, _: None)
     depends = pass_over.outputs(body, [i == place for i in range(len(body.invars))])
     return any(
@@ -93,7 +92,6 @@ class _Walk:
         self.is_weighed = False
 
     def follow(self, jaxpr: Any, inputs: Sequence[_Kind]) -> list[_Kind]:
-        """Return the kinds of the outputs for those of the inputs."""
         kinds = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def kind_of(atom: Any) -> _Kind:

@@ -181,7 +181,6 @@ class Record:
         return tuple(found.values())
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
-        """Return the findings, once for every calling line."""
         seen: set[tuple[int, str]] = set()
         # The line of the outermost shard_map is not specific enough.
         bodies = [body for _, body in self.calls_with_notes()]

@@ -269,7 +269,7 @@ def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[st
 
 
 def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
-    """Return transposed collectives that do not weight ranks."""
+    """Find transposed collectives that do not weight ranks."""
     found: dict[_Differentiated, None] = {}
     for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
         here = around.within(eqn)
@@ -282,7 +282,7 @@ def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
 
 
 def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
-    """Return transposed collectives before a mark of `kind`."""
+    """Find transposed collectives before a mark of `kind`."""
     found: dict[_Differentiated, None] = {}
 
     def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:

@@ -142,7 +142,6 @@ def sources_of(
 def _derived(
     operation: FlatOperation, derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> Derived | None:
-    """Return how results are computed, None to keep them."""
     sources = sources_of(operation.ins, derived, split)
     if not 0 < len(sources) <= _MAX_SOURCES:
         return None
@@ -331,7 +330,6 @@ class ScheduledEvaluator:
         return self._gathered[value] if value in self._gathered else self._values[value]
 
     def _is_computed(self, value: FlatValue) -> bool:
-        """Whether a derived value is from the latest gathered arrays."""
         if value not in self._computed:
             return False
         now = (self._gathered[source] for source in self._derived[value].sources)

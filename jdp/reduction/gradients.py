@@ -214,7 +214,6 @@ def _marked(
     weight: jax.Array | None,
     axis_name: AxisName,
 ) -> list[jax.Array]:
-    """Mark gradients as local, and as weighted unlike the step."""
     axes = axis.in_mesh_order(axis_name)
     named = zip(paths, leaves, strict=True)
     leaves = [mark(leaf, kind="local", path=path, axes=axes) for path, leaf in named]

@@ -290,7 +290,6 @@ class _Backward:
         self._of = of
 
     def run(self, last: Sequence[Any], ys: Sequence[Any]) -> Operands:
-        """Return gradients for the cotangents of the last carry and y."""
         loop, operands, of = self._loop, self._operands, self._of
         # The nonzero cotangents, by position.
         own_ys = {i: y for i, y in enumerate(ys) if not is_zero(y)}
@@ -360,7 +359,6 @@ class _Backward:
 
 
 def _put(stacked: Sequence[jax.Array], layer: Sequence[jax.Array], i: Any) -> list[jax.Array]:
-    """Write a layer's values into those of all layers."""
     pairs = zip(stacked, layer, strict=True)
     return [lax.dynamic_update_index_in_dim(many, one, i, 0) for many, one in pairs]
 
@@ -431,8 +429,6 @@ def scan_sharded(
 
 
 def _differentiable(loop: LayerLoop, operands: Operands) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the leaves of the last carry, and the stacked leaves of y."""
-
     @jax.custom_vjp
     def run(operands: Operands, share: Any) -> Any:
         return _forward(loop, operands, share, is_kept=False)[0]
@@ -530,7 +526,6 @@ class _LateScatter:
         self._reverse = reverse
 
     def enter(self, own: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the stacked shards and an empty slot."""
         shards = self._shards
 
         def same(own: list, share: Any) -> tuple[list, list]:

@@ -218,7 +218,7 @@ def _extremes_of(x: Any, axis_name: AxisName, caller: str) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extremes(leaves: list[jax.Array], axis_name: AxisName, is_max: bool) -> list[jax.Array]:
-    """Return the extremes, in one collective for each integer type."""
+    """One collective for each integer type."""
     extreme = lax.pmax if is_max else lax.pmin
     integers = [_as_ordered_integers(leaf, is_max) for leaf in leaves]
     extremes: list[Any] = [None] * len(leaves)
@@ -275,7 +275,6 @@ def _reordered(bits: jax.Array) -> jax.Array:
 
 
 def _wide(leaf: Any) -> jax.Array:
-    """Return a term in a dtype wide enough for the sum."""
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -435,7 +434,6 @@ def batch_norm_statistics(
 
 
 def _weights(x: jax.Array, mask: Any, found: str) -> jax.Array:
-    """Return the weight of each row, with as many dims as `x`, features last."""
     mask = jnp.ones(x.shape[:1], x.dtype) if mask is None else jnp.asarray(mask)
     if not 0 < mask.ndim < x.ndim or mask.shape != x.shape[: mask.ndim]:
         raise ValueError(

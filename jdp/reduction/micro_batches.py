@@ -195,7 +195,6 @@ def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: boo
 
 
 def _means(totals: tuple, sums: tuple, *, is_scaled: bool) -> Any:
-    """Divide each tree of sums by its total weight, unless that is 1."""
     if is_scaled:
         return jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
     divisors = [row_weight.divisor(total) for total in totals]
@@ -335,7 +334,6 @@ class _MicroBatchedLoss(NamedTuple):
     statistics: Mapping[int, str]
 
     def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
-        """Return the derivative in parameters."""
         is_sent = k == 1 or not self._weights()[1]
         options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
@@ -360,7 +358,6 @@ class _MicroBatchedLoss(NamedTuple):
     def accumulate(
         self, derivative: WholeGradients | ShardGradients, batch: Any, rest: tuple, k: int
     ) -> tuple[Any, Any]:
-        """Return the loss and this rank's gradient, in k > 1 micro-batches."""
         weight_fn, is_own = self._weights()
         looped, last, join = split_micro_batches(
             batch, rest, k, is_whole=step_context.platform() == "cpu"
@@ -433,8 +430,6 @@ def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> Non
 
 
 def _require_means(value: Any) -> Any:
-    """Refuse a loss or aux without a mean over micro-batches."""
-
     def visit(path: Any, leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):

@@ -151,7 +151,7 @@ def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
 
 
 def _inner(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's function, in which another `scan_layers` does not reduce."""
+    """Another `scan_layers` in it does not reduce."""
 
     def layer(*args: Any) -> Any:
         token = _is_inside.set(True)

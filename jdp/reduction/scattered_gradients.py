@@ -84,7 +84,6 @@ def _summed(
     scale: Any,
     tx: Sharded,
 ) -> list[jax.Array]:
-    """Return the slices of the sums of `terms`, and the whole sums of `along`."""
     every = axis.in_mesh_order(tx.axis_name)
     over = axis.in_mesh_order(tx.sharding.axes or every)
     others = tuple(name for name in every if name not in over)

@@ -127,7 +127,6 @@ class ShardGradients:
         return restored(outs[:first]), LeafGradients(local, means)
 
     def _sender(self, evaluation: ScheduledEvaluator, to_send: Sequence[int], first: int) -> Any:
-        """Return the function that sends ready gradients, the last with the loss."""
         left = {*to_send}
 
         def send(chosen: list[int], grads: list[Any]) -> list[Any]:

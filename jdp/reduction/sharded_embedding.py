@@ -113,7 +113,7 @@ def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
 
 
 def _rows(table: Any, ids: jax.Array) -> jax.Array:
-    """Return rows; every id is valid."""
+    """Every id is valid."""
     scope, part = step_context.innermost(), shard_registry.known(table)
     if scope is None or part is None or part.is_kept:
         if scope is not None and lax.axis_size(scope.axis_name) > 1:
@@ -126,7 +126,6 @@ def _rows(table: Any, ids: jax.Array) -> jax.Array:
 
 
 def _weighting(part: Shard, scope: Scope) -> tuple[Weighting, float]:
-    """Return the factors of cotangents before their sum, and of the sum."""
     weight = step_context.default_weight(scope.axis_name, "jdp.sharded_embedding")
     weights, scale = weighted_sum.factors(weight, scope.axis_name, mean=True)
     before, after = split_scale(scale, part.value.dtype)

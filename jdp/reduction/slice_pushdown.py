@@ -82,7 +82,6 @@ class _SlicedProgram:
     def __call__(
         self, arguments: Sequence[Any], known: Mapping[FlatValue, FlatValue]
     ) -> dict[FlatValue, Any]:
-        """Return the values of inputs, constants and results."""
         values = dict(zip(self._program.ins, arguments, strict=True))
         values.update((value, value.constant) for value in self._program.constants)
         slices: dict[FlatValue, Any] = {}

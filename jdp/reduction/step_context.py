@@ -243,7 +243,7 @@ def entered(
 
 
 def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.Array:
-    """Return the weight of a batch; an error for a micro-batch gets a note."""
+    """An error for a micro-batch gets a note."""
     try:
         return row_weight.number(weight_fn(batch))
     except Exception as error:

@@ -70,7 +70,7 @@ class Search:
         return int(found) if math.isfinite(found) else None
 
     def _next(self, fits: int, beyond: int | None) -> int:
-        """Return a position to try: where a line meets the limit, or the middle."""
+        """Try where a line meets the limit, or the middle."""
         guess = 2 * fits + 1 if beyond is None else (fits + beyond) // 2
         others = [i for i in self.known if i != fits]
         # Every third try is the middle, because memory may not grow along a line.

@@ -102,7 +102,7 @@ class Trial:
         jax.block_until_ready((self._inputs, self._results))
 
     def __call__(self) -> None:
-        """Run the program once, and wait for it: the timed part."""
+        """Run the program, and wait for it: the timed part."""
         self._results = self._run(self._inputs, self._results)
         jax.block_until_ready(self._results)
 

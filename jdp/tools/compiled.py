@@ -103,7 +103,7 @@ def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
 
 
 def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
-    """Return the rows of an array of `per_rank` on another number of ranks."""
+    """For an array of `per_rank` on another number of ranks."""
     if num_rows != before and num_rows % num_ranks == 0:
         return num_rows  # rows of the batch, which stays unchanged
     return num_rows // before * num_ranks

@@ -22,9 +22,9 @@ class _KernelWindow(NamedTuple):
     rhs_dilate: int = 1
 
     def pairs(self, num_inputs: int, num_outputs: int) -> int:
-        """Count the pairs of an output and a kernel element that read an input.
+        """Count the pairs of an output and a kernel element that read no padding.
 
-        The others read padding, or a zero of a dilated dim.
+        A zero of a dilated dim counts as padding.
         """
         found, length = 0, (num_inputs - 1) * self.lhs_dilate
         for k in range(self.size):
@@ -286,7 +286,6 @@ class Costs:
 
 
 def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
-    """Return the bytes that an operation outside of fusions reads and writes."""
     sizes = [hlo.num_bytes(shapes.get(x, "")) for x in one.operands()]
     if one.op in _SLICING:
         return 2 * hlo.num_bytes(one.shape) + sum(sizes[1:])
@@ -298,7 +297,7 @@ def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def _bytes_read(one: Instruction, inner: Computation) -> int:
-    """Return the bytes that a fusion reads of an input: of a slice, the slice."""
+    """Of a slice, count the slice."""
     whole = hlo.num_bytes(one.shape)
     read = whole if one.is_root else 0
     for user in inner.users[one.name]:
@@ -315,7 +314,7 @@ def _bytes_read(one: Instruction, inner: Computation) -> int:
 
 
 def _bytes_written(inner: Computation) -> int:
-    """Return the bytes that a fusion writes: in place, the change."""
+    """In place, count the change."""
     written, made = 0, [inner.root or inner[-1]]
     while made:
         one = made.pop()
@@ -328,7 +327,6 @@ def _bytes_written(inner: Computation) -> int:
 
 
 def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
-    """Return the bytes that an operation changes in place."""
     operands = one.operands()
     if one.op == "dynamic-update-slice":
         return hlo.num_bytes(shapes[operands[1]])
@@ -366,7 +364,6 @@ def _dtype(one: Instruction, shapes: dict[str, str]) -> str:
 
 
 def _library_flops(one: Instruction, shapes: dict[str, str]) -> float:
-    """Return the operations of a library's matmul, such as cuBLAS."""
     lhs, rhs = (hlo.arrays(shapes[x])[0] for x in one.operands()[:2])
     result = hlo.arrays(one.shape)[0].num_elements()
     if found := _CONTRACTED.search(one.rest):

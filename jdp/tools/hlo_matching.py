@@ -84,7 +84,7 @@ class ParameterFlow:
         return self._updated(where, [one.name], sizes, begin)
 
     def _sources(self, where: str, level: list[str], sizes: Collection[int]) -> list[str]:
-        """Return the nearest parameters from which arrays of a computation are made."""
+        """Return the nearest parameters from which arrays are made."""
         computation = self._computations[where]
         seen, entering = set[str](), list[str]()
         for _ in range(_MAX_DISTANCE):
@@ -108,7 +108,7 @@ class ParameterFlow:
         return [given.operands()[one.element()]]
 
     def _carried_out(self, where: str, user: Instruction, name: str) -> list[str]:
-        """Return the results of a loop that its body makes of an array, by outside names."""
+        """Return outside names of the results that a loop makes of an array."""
         if user.op != "tuple" or not user.is_root or where not in self._loops:
             return []
         outside, loop = self._loops[where]
@@ -187,7 +187,6 @@ class ParameterFlow:
         return beside, _elements(computation.users[user.name], numbers)
 
     def _inside(self, one: Instruction | None) -> Computation:
-        """Return the computation of a fusion, otherwise an empty one."""
         called = one.called() if one is not None and one.op == "fusion" else []
         return self._computations.get(called[0] if called else "", Computation())
 
@@ -202,7 +201,6 @@ def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
 
 
 def _elements(users: Sequence[Instruction], numbers: Collection[int]) -> list[str]:
-    """Return the names of some elements of a tuple, from its users."""
     found = [x for x in users if x.op == "get-tuple-element"]
     return [x.name for x in found if x.element() in numbers]
 
@@ -217,7 +215,6 @@ def _begins_at(one: Instruction, begin: int) -> bool:
 
 
 def _entries(fusion: Instruction, inner: Computation, name: str) -> set[str]:
-    """Return the names of a fusion's operand inside of it."""
     operands = fusion.operands()
     return {x.name for i, x in inner.parameters.items() if operands[i] == name}
 
@@ -239,7 +236,6 @@ def _named(computation: Computation, names: Sequence[str], sizes: Collection[int
 
 
 def _name_of(computation: Computation, name: str, sizes: Collection[int]) -> str:
-    """Return the name of a model parameter of one of some sizes, otherwise empty."""
     one = computation.by_name.get(name)
     while one is not None and (one.op in _COPIES or one.target() == _JOINED_COPY):
         one = computation.by_name.get(next(iter(one.operands()), ""))
@@ -285,7 +281,6 @@ def match(
 
 
 def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]:
-    """Return the leaves left in a call, without unread ones."""
     kept, after = [], 0
     for array in arrays:
         key = array.dtype, array.num_elements()
@@ -350,18 +345,17 @@ class _Unmatched:
 
 
 def _in_loops(leaves: Sequence[_Leaf], num_loops: int) -> list[_Leaf]:
-    """Return the leaves in at least so many loops, the fewest first."""
+    """The fewest loops come first."""
     found = [leaf for leaf in leaves if leaf[2].num_loops >= num_loops]
     return sorted(found, key=lambda leaf: leaf[2].num_loops)
 
 
 def _on(line: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
-    """Return the leaves that a line sends."""
     return [leaf for leaf in leaves if leaf[2].line == line]
 
 
 def _of_names(leaves: Sequence[_Leaf], names: Sequence[str]) -> list[_Leaf]:
-    """Return the leaves of the named parameters, longest paths first.
+    """The longest paths come first.
 
     `.params['head']['w']` also ends like the path of `grads['w']`.
     """
@@ -428,7 +422,6 @@ def _unpacked(
 
 
 def _pieces(program: HloProgram, transfer: SentArrays) -> list[Array]:
-    """Return the arrays of an XLA collective, also packed ones."""
     around = program.computations[transfer.computation]
     pieces = []
     for name, array in zip(transfer.instruction.operands(), transfer.arrays, strict=False):

@@ -179,7 +179,6 @@ class _Liveness:
         self._found: dict[str, Live] = {}
 
     def fullest(self, name: str) -> Live:
-        """Return the peak of a computation and of its loops."""
         if name not in self._found:
             self._found[name] = self._of(name)
         return self._found[name]
@@ -215,7 +214,7 @@ class _Liveness:
         return most
 
     def _arrays(self, name: str) -> dict[MadeArray, _KindOfArray]:
-        """Return the arrays of a computation, without those carried into a loop."""
+        """Without those carried into a loop."""
         computation = self._program.computations[name]
         parts = parts_of(computation)
         found: dict[MadeArray, _KindOfArray] = {}
@@ -234,7 +233,7 @@ class _Liveness:
         return found
 
     def _written(self, loop: Instruction) -> list[str]:
-        """Return the kinds of the arrays that a loop writes, "" for unchanged ones."""
+        """ "" for unchanged arrays."""
         body = loop.computation("body")
         computation = self._program.computations[body]
         arrays, parts = self._arrays(body), parts_of(computation)

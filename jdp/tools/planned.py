@@ -150,7 +150,6 @@ class LeafNames:
             self._stacked.update(unknown)
 
     def _resolve(self, names: Sequence[str], found: str) -> None:
-        """Record the first name of stand-ins."""
         for each in names:
             if each.startswith("?") and each != found:
                 self._found.setdefault(each, found)
@@ -262,7 +261,6 @@ class _PlanWalk:
         self._names = LeafNames()
 
     def run(self, jaxpr: Any, paths: Paths) -> Paths:
-        """Walk a body, and return the names of its variables."""
         before = None
         for eqn in jaxpr.eqns:
             name = _name(eqn)
@@ -287,7 +285,6 @@ class _PlanWalk:
         return paths
 
     def collectives(self) -> list[Planned]:
-        """Return the found collectives, with final names."""
         for each in self._found:
             is_sum = each.kind in ("all-reduce", "reduce-scatter")
             for i, leaf in enumerate(each.leaves):
@@ -327,7 +324,7 @@ class _PlanWalk:
         )
 
     def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
-        """Walk the bodies of an equation; return whether it has any."""
+        """Return whether there are any."""
         bodies = [opened(body) for body in jaxprs.bodies(eqn)]
         if name == "while":
             cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
@@ -350,7 +347,7 @@ class _PlanWalk:
 
 
 def _name(eqn: Any) -> str:
-    """Return the name of an equation's primitive, or of its call between GPUs."""
+    """Return the primitive's name, or that of its call between GPUs."""
     target = str(eqn.params.get("target_name", ""))
     return target if target in (call_order.START, call_order.DONE) else eqn.primitive.name
 

@@ -109,7 +109,6 @@ def rates_of(
 def _of_peak(
     name: str, peak: float, source: str, parts: tuple[float, float, float] | None = None
 ) -> Rate:
-    """Return the part of a peak that programs reach, with the peak in its source."""
     parts = parts or (_OF_MEMORY_PEAK if name == "memory_bytes_per_s" else _OF_MATMUL_PEAK)
     return _rate(name, peak, parts, f"{source}, {parts[1]:.0%} of {peak:.3g}")
 
@@ -137,7 +136,6 @@ def _gpu(target: TargetDevices) -> dict[str, Rate]:
 
 
 def _gpu_peaks(description: str, kind: str) -> tuple[dict[str, float], str]:
-    """Return a GPU's peaks and their source; empty for an unknown one."""
     if description:
         clock = _number(description, "core_count") * 2
         peaks = (

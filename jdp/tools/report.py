@@ -286,7 +286,6 @@ def draw_schedule(report: StepReport, path: str | Path) -> None:
 
 
 def _gaps(computing: list[tuple[float, float]], end_s: float) -> list[tuple[float, float]]:
-    """Return the times without computation."""
     gaps, now = [], 0.0
     for begin, end in computing:
         if begin > now + 1e-12:

@@ -46,8 +46,8 @@ def require_writable(flag: str, path: str | None) -> None:
 
     >>> require_writable("--json", "missing/plan.json")
     Traceback (most recent call last):
-    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it,
-      or name a file in another folder.
+    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it, \
+or name a file in another folder.
     """
     if path is None or path == STDOUT:
         return
@@ -111,7 +111,6 @@ def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | Non
 
 
 def _is_file(path: str, other: str | Path) -> bool:
-    """Whether two paths, also by links, are of one existing file."""
     return Path(path).is_file() and Path(other).is_file() and os.path.samefile(path, other)
 
 

@@ -140,8 +140,8 @@ def require_name(on: str) -> None:
 
     >>> require_name("cpu:0")
     Traceback (most recent call last):
-    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, GB200,
-      B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
+    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, \
+GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
     """
     forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
     if not any(re.fullmatch(form, on) for form in forms):

@@ -112,7 +112,6 @@ class TripCounts:
         return count if _fits(first, dtype) and _fits(first + count * step, dtype) else None
 
     def _step(self, loop: Instruction, value: _LoopInteger) -> int | None:
-        """Return the increment of a value in a loop, None if unknown."""
         if value.entry is None:
             return 0
         body = loop.computation("body")
@@ -123,7 +122,6 @@ class TripCounts:
     def _before(
         self, value: _LoopInteger, loop: Instruction, computation: str
     ) -> _LoopInteger | None:
-        """Return a loop value before the first iteration, None if unknown."""
         if value.entry is None:
             return value
         first = self._sum(computation, loop.operands()[0], value.entry)
@@ -203,7 +201,6 @@ def _count(first: int, bound: int, step: int, order: str) -> int | None:
 
 
 def _fits(value: int, dtype: str) -> bool:
-    """Whether an integer type, such as "s32", holds a value."""
     bits = int(dtype[1:]) - (dtype[0] == "s")
     return -(2**bits) * (dtype[0] == "s") <= value < 2**bits
 
@@ -266,7 +263,6 @@ class _Simulation:
         self._under_way: dict[str, _UnderWay] = {}
 
     def computation(self, name: str) -> None:
-        """Run the operations of a computation."""
         for one in self._program.computations[name]:
             self._instruction(one, name)
 
@@ -312,7 +308,6 @@ class _Simulation:
             self.computation(max(branches, key=self._alone_s))
 
     def _alone_s(self, name: str) -> float:
-        """Return the seconds of a computation by itself."""
         if name not in self._seconds:
             alone = _Simulation(self._program, self._speeds, self._costs)
             alone._seconds = self._seconds
@@ -329,7 +324,6 @@ class _Simulation:
         return self.now_s, found.computing_s, Counter(found.flops), own
 
     def _repeat(self, before: tuple, num_times: int) -> None:
-        """Repeat the changes since some totals."""
         if not num_times:
             return
         found, (now_s, computing_s, flops, own) = self.timeline, before

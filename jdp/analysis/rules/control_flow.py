@@ -85,7 +85,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _passed_on(body: Any) -> list[int | None]:
-    """Return the input that each output equals, or None."""
+    """Return the input that each output equals."""
 
     def visit(eqn: Any, operands: list[Any], _: Any) -> list[None] | None:
         return None if eqn.primitive.name in jaxprs.CALLS else [None] * len(eqn.outvars)
@@ -185,7 +185,7 @@ def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
 
 
 def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
-    """Join an unknown value into all Refs, and return it."""
+    """Join an unknown value into all Refs."""
     for value in ins:
         if isinstance(value, Cell):
             value.value |= interp.anything()

@@ -278,7 +278,7 @@ def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Concatenate: several sums form one sum of more numbers."""
+    """Several sums form one sum of more numbers."""
     value = 0
     for operand in ins:
         value |= operand
@@ -286,7 +286,6 @@ def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Select elements of the first operand by the others."""
     value = ins[0]
     for index in ins[1:]:
         value |= index & interp.lattice.varying

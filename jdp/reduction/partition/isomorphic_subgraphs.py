@@ -120,7 +120,6 @@ def with_alike_parts(
 
 
 def _connected(program: FlatProgram, closed: Collection[FlatValue]) -> list[list[FlatOperation]]:
-    """Return the connected parts between matrix products."""
     operations = program.operations
     chosen = _between_products(operations)
     maker = {out: i for i in chosen for out in operations[i].outs}

@@ -175,7 +175,7 @@ def _dims(values: Sequence[Value]) -> list[Dim]:
 
 
 def _at(values: Sequence[Value], dims: Sequence[Dim]) -> list[jax.Array]:
-    """Return slices without weak types, since branches and rounds must agree."""
+    """Drop weak types, since branches and rounds must agree."""
     return [_strong(value.at(dim)) for value, dim in zip(values, dims, strict=True)]
 
 
@@ -376,7 +376,6 @@ class Partitioner:
 
 
 def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run an equation with its own line, or the update's."""
     return jax_compat.bind(eqn, operands, at_caller=not diagnostics.source_of(eqn))
 
 

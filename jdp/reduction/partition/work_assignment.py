@@ -194,7 +194,6 @@ class _Owners:
         self._new = 0 if deal.batch > 1 else 1
 
     def results(self, values: Sequence[Sequence[Any]]) -> list[list[Computed]]:
-        """Return the results of each part."""
         deal = self._deal
         self._ranks.stack = (deal.part.operations[0].eqn, *deal.part.operations[0].calls[::-1])
         self._record()
@@ -241,7 +240,6 @@ class _Owners:
         return lax.slice_in_dim(stack, row, row + 1) if is_kept else stack[row]
 
     def _from_owner(self, column: Sequence[Any], aval: Any) -> list[Computed]:
-        """Return a result's slices for all parts."""
         deal, dim = self._deal, out_dim(self._deal, aval, self._ranks)
         if deal.batch == 1:
             column = [jnp.expand_dims(x, 0) for x in column]

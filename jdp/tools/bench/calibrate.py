@@ -223,7 +223,6 @@ def _made(mesh: Mesh, training: Training) -> tuple[Callable[[], float], HloProgr
 
 
 def _right(step: Any, state: Any, batch: Any, device: Any) -> list[np.ndarray]:
-    """Return the state's leaves after one run on one device."""
     alone: Any = jax.jit(step)
     state, batch = jax.device_put((state, batch), device)
     for _ in range(_NUM_STEPS + 1):
@@ -331,7 +330,6 @@ def compute_rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
 
 
 def _by_name(found: Mapping[str, Any]) -> dict[str, Rate]:
-    """Return measured rates by their names in predictions."""
     flops = found["matmul_flops_per_s"]
     values = {"matmul_flops": flops["bfloat16"], "matmul_flops_f32": flops["float32"]}
     values |= {name: x for name, x in found.items() if name != "matmul_flops_per_s"}
@@ -362,7 +360,7 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
 def _seconds(
     run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
 ) -> float:
-    """Return the median seconds of `run`, and check the results on every device."""
+    """Return the median seconds of `run`; check the results on every device."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():

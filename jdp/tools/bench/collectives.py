@@ -138,7 +138,7 @@ class _Clock:
         _require_right(group, self._made)
 
     def __call__(self) -> float:
-        """Return the seconds of a call on the slowest process."""
+        """Return the seconds of the slowest process."""
         self._made.prepare()
         if self._start is not None:
             self._start.prepare()
@@ -154,7 +154,6 @@ class _Clock:
 def _require_right(
     group: tuple[int, ...], made: Trial, seconds: tuple[float, float] = (0.0, 0.0)
 ) -> list[tuple[float, float]]:
-    """Check the results on all processes; return each one's wall and CPU seconds."""
     wrong = None
     try:
         made.check()

@@ -401,7 +401,6 @@ def _write_json(rows: Sequence[dict[str, Any]], law: dict[str, float] | None, to
 
 
 def _law(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """Return the law of the restore time, or None for one size of state."""
     points = [(row["state_bytes"], row["restoring_s"]) for row in rows]
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None

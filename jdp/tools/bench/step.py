@@ -104,7 +104,7 @@ class _Contestant:
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
-        """Return the seconds of a step on the slowest process; all check its results."""
+        """Return the seconds of the slowest process; all check its results."""
         seconds, wrong = 0.0, None
         if self._start is not None:
             seconds, state = self._timed()
@@ -155,7 +155,6 @@ class _Contestant:
 def _expected(
     make: Make, num_rows: int, num_ranks: int, setting: StepSetting, all_reduces: bool
 ) -> list[list[np.ndarray]]:
-    """Return one device's last state, for all rows or those of each rank."""
     init(devices=jax.local_devices()[:1], timeout_s=None)
     found = []
     for rank in range(1 if all_reduces else num_ranks):
@@ -307,7 +306,6 @@ def found_model(name: str) -> Make:
 
 
 def _checked(made: Any, name: str, num_rows: int) -> Made:
-    """Return a user's step, state and batch, and refuse other values."""
     if not isinstance(made, tuple | list) or len(made) != 3:
         many = f" of {len(made)} values" if isinstance(made, tuple | list) else ""
         raise ValueError(f"{name} returned a {type(made).__name__}{many}. {_RETURNS}")
@@ -341,7 +339,7 @@ def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
 
 
 def _numbers(text: str | None, num_devices: int, num_local: int) -> list[int]:
-    """Return the numbers of ranks: some of one process, or all of the first processes."""
+    """Return numbers of ranks: some of one process, or all of the first processes."""
     possible = [n for n in range(1, num_devices + 1) if n <= num_local or n % num_local == 0]
     if text is None:
         return [n for n in possible if n.bit_count() == 1 or n == num_devices]

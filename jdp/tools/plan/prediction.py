@@ -298,7 +298,6 @@ def mean_step_s(workload: Workload, deployment: Deployment, stragglers: Straggle
 def _bound(
     options: PlanOptions, rates: Mapping[str, float], method: str, hosts: int
 ) -> tuple[float, float]:
-    """Return seconds of a step, and the efficiency."""
     workload = _workload(options, rates)
     deployment = _deployment(options, rates, method, hosts)
     step = mean_step_s(workload, deployment, _stragglers(options, rates))

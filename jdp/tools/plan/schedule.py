@@ -170,7 +170,7 @@ class Fabric(NamedTuple):
         return self.start_s + self._ring_s(group) + sent
 
     def _ring_s(self, group: Group) -> float:
-        """Return the seconds of all hops of a ring: hosts - 1 of them are between hosts."""
+        """In a ring of all ranks, hosts - 1 hops are between hosts."""
         between = group.hosts - 1
         return between * self.network_hop_s + (group.size - 1 - between) * self.link_hop_s
 
@@ -340,7 +340,7 @@ class _Builder:
         ]
 
     def _buckets(self, bytes_per_param: float) -> list[list[ModelLeaf]]:
-        """Return buckets in the order of the backward pass: the last leaf first."""
+        """The backward pass begins with the last leaf."""
         capacity = self._workload.bucket_bytes
         return grouped(self._workload.leaves[::-1], bytes_per_param, capacity)
 

@@ -269,7 +269,6 @@ def by_order(
 def _paired(
     own: Sequence[Operation], of_program: Mapping[str, Collective]
 ) -> dict[str, Collective]:
-    """Return the collectives whose operations have other names on a device."""
     names = {each.name for each in own}
     strange = {x.name: x for x in reversed(own) if x.is_of_nccl() and x.name not in of_program}
     left = [x for old, x in of_program.items() if old not in names and x.algorithm == "xla"]
@@ -297,7 +296,7 @@ def _collectives(
 
 
 def _plan(transfers: Sequence[SentArrays], plans: Sequence[list[Planned]]) -> list[Planned]:
-    """Return this program's plan: the latest of those that share most numbers and bytes."""
+    """Return the latest of the plans that share most numbers and bytes."""
     numbers = {each.number for each in transfers}
     num_bytes = sum(each.num_bytes for each in transfers)
 

@@ -141,7 +141,7 @@ def process_trace(
 
 
 def _ranks() -> dict[int, int]:
-    """Return the ranks of this process's devices, by number in a profile."""
+    """Return ranks by device number in a profile."""
     mine = jax.process_index()
     # XLA numbers CPUs over all processes there, and GPUs in each.
     return {
@@ -172,7 +172,6 @@ def _place() -> dict[str, Any]:
 
 
 def _program(call: MarkedCall) -> str:
-    """Return XLA's name of a decorated step's program."""
     assert call.call is not None
     return "jit_" + re.sub(r"[^\w.\-]", "_", call.call.spec.name)
 
@@ -220,7 +219,6 @@ def _runs(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[Program
 
 
 def _ends(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[int] | None:
-    """Return the end of each call on a device, or None if unknown."""
     ends: dict[int, int] = {}
     if any(call.call is None for call in calls):
         return None

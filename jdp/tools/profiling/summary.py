@@ -155,7 +155,7 @@ def clock_shifts(traces: Sequence[ProcessTrace]) -> list[Shift]:
 
 
 def _shift(first: Sequence[_Meetings], other: Sequence[_Meetings]) -> Shift:
-    """Return the shift of a clock, from all pairs of processes of both clocks."""
+    """From all pairs of processes of both clocks."""
     # With x added to its clock, a process leaves only after the other one enters.
     pairs = [(a[key], b[key]) for a in first for b in other for key in a.keys() & b.keys()]
     if not pairs:
@@ -461,7 +461,6 @@ def _draw_lanes(axes: Any, found: Summary, shown: Sequence[int]) -> None:
 
 
 def _first_steps(found: Summary, number: int) -> list[int]:
-    """Return the starts of the processes, relative to the start of a step."""
     begins = found.begins()
     steps = [
         shift + each.begin

@@ -149,7 +149,6 @@ def read(path: Path) -> ProcessTrace:
 
 
 def _slice(i: int, event: Any) -> Slice | None:
-    """Return the slice of an event, or None if it names a track."""
     try:
         if checked(event, _TYPE)["ph"] == "M":
             return None
@@ -252,7 +251,7 @@ def read_folder(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
 def _of_run(
     intact: Sequence[ProcessTrace], run: str, left_out: dict[int, str]
 ) -> list[ProcessTrace]:
-    """Return the traces of a run, each rank once; record why others are left out."""
+    """Each rank once; record why others are left out."""
     traces: list[ProcessTrace] = []
     owners: dict[int, int] = {}  # rank -> its process
     for trace in intact:
