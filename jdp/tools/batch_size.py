@@ -29,9 +29,6 @@ class Search:
     Args:
       bytes_of: rows -> bytes of the step; inf if XLA does not compile it.
       candidates: numbers of rows, ascending.
-
-    Attributes:
-      known: bytes of compiled steps, by position among the candidates.
     """
 
     def __init__(self, bytes_of: Callable[[int], float], limit: int, candidates: Sequence[int]):

@@ -76,7 +76,6 @@ class ComputeRates:
     """Rates of each of some devices of one host, while all compute and others idle.
 
     Attributes:
-      num_ranks: number of these devices.
       matmul_flops_per_s: by dtype, of large matmuls.
       memory_bytes_per_s: bytes read and written to scale a large array.
       cached_bytes_per_s: the same for an array of CACHED_BYTES.
@@ -112,10 +111,7 @@ class ComputeRates:
 def of_ranks(
     measured: Sequence[ComputeRates], num_ranks: int, *, share_cores: bool
 ) -> ComputeRates:
-    """Return the rates of each of `num_ranks` ranks of a host, while all compute.
-
-    They follow from the next larger measured number of ranks, or the largest.
-    """
+    """Return each rank's rates, from the next larger measured number of ranks, or the largest."""
     found = next((it for it in measured if it.num_ranks >= num_ranks), measured[-1])
     share = found.num_ranks / num_ranks if share_cores else 1.0
     return dataclasses.replace(found.shared(share, measured[0]), num_ranks=num_ranks)
@@ -177,8 +173,7 @@ class CollectiveLaw:
       operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
       algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
         (`jdp.collectives.ring`) or "xla".
-      num_processes: of these ranks.
-      alpha_s: seconds of a call without bytes, >= 0.
+      alpha_s: >= 0.
       bytes_per_s: inf for a constant time. `bytes` is a rank's whole array, as in nccl-tests: the
         result of an all-gather, otherwise the input.
       largest_error: the largest |predicted / measured - 1| over `points`.
@@ -223,12 +218,10 @@ class Calibration:
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       device_kind: JAX's name.
-      num_devices: local devices.
       num_cores: CPU cores that the process may use.
       date: ISO 8601 in UTC.
       versions: of jdp, jax, jaxlib, python.
       computation: rates by number of devices, ascending.
-      rates: laws of the collectives.
     """
 
     host: str

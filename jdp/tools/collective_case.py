@@ -41,8 +41,6 @@ class Case(NamedTuple):
     """A collective of arrays of one size.
 
     Attributes:
-      operation: one of `known_values.OPERATIONS`.
-      algorithm: one of `algorithms(operation)`.
       size: a rank's elements, as in nccl-tests: of the result of an all-gather, otherwise the
         input. The number of ranks divides it, except for an all-reduce.
     """

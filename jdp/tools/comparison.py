@@ -22,11 +22,7 @@ OPTIONS = {"stage": range(4), "bucket_bytes": range(1, 2**63)}
 
 
 class RankedPlan(NamedTuple):
-    """A step with some options of its optimizer.
-
-    Attributes:
-      options: by name; stage 0 is `jdp.replicated`.
-    """
+    """A step with some options of its optimizer, by name; stage 0 is `jdp.replicated`."""
 
     options: dict[str, int]
     report: StepReport

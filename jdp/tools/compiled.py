@@ -117,12 +117,7 @@ def _ranks_of(leaves: list[Any], spec: StepSpec) -> int:
 
 
 class StepForDevices(NamedTuple):
-    """A step compiled for some devices.
-
-    Attributes:
-      args: shapes on the devices.
-      traced: the facts of its trace.
-    """
+    """A step compiled for some devices; `args` are shapes on them."""
 
     spec: StepSpec
     where: TargetDevices

@@ -84,14 +84,11 @@ def _windows(one: Instruction) -> list[_KernelWindow]:
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel.
+    """A Pallas kernel, with the costs of its `cost_estimate`.
 
     Attributes:
       name: by `pl.pallas_call(name=)`, or empty.
       result: dims of each of its results.
-      flops: by its `cost_estimate`, or None.
-      num_bytes: read and written, by its `cost_estimate`, or None.
-      transcendentals: by its `cost_estimate`, or 0.
     """
 
     name: str
@@ -137,12 +134,7 @@ _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
 class ChainPart(NamedTuple):
-    """A part of a collective.
-
-    Attributes:
-      chain: a name that its parts share.
-      is_done: whether it waits for the end.
-    """
+    """A part of a collective; `chain` is a name that its parts share."""
 
     chain: str
     is_start: bool
@@ -188,12 +180,7 @@ _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "condition
 
 
 class Costs:
-    """The costs of the instructions of a program.
-
-    Args:
-      computations: see `hlo.parse`.
-      kernels: its Pallas kernels.
-    """
+    """The costs of the instructions of a program, see `hlo.parse`."""
 
     def __init__(self, computations: dict[str, Computation], kernels: Sequence[Kernel] = ()):
         self._computations = computations

@@ -24,14 +24,7 @@ MIN_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts behind the findings.
-
-    Attributes:
-      transfers: the step's collectives.
-      buckets: the same, described.
-      matches: their leaves by name.
-      memory: of one rank.
-    """
+    """The facts behind the findings; `buckets` are the described `transfers`."""
 
     step: StepForDevices
     transfers: Sequence[SentArrays]
@@ -84,8 +77,6 @@ class _SummedLeaf(NamedTuple):
     """A gradient that is summed over the ranks.
 
     Attributes:
-      kind: of the collective.
-      leaf: of one rank.
       line: the author's line, or empty.
       bucket: number of the collective if the leaf has no name, else -1.
     """

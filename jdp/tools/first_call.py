@@ -35,10 +35,7 @@ class _FoundError(BaseException):
 
 
 def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
-    """Run a script as `python script` does, up to the first call of the step.
-
-    Other steps run normally.
-    """
+    """Run a script as `python script` does, up to the first call of the step."""
     given = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     found: list[FirstCall] = []
@@ -103,10 +100,8 @@ def take_stdout() -> TextIO:
 
 
 def end_soon(code: int) -> None:
-    """End this process after `_EXIT_S` if the script's threads or processes keep it alive.
-
-    The interrupted script would have stopped them later.
-    """
+    """End this process after `_EXIT_S` if the interrupted script's threads or processes keep it
+    alive."""
 
     def end() -> None:
         time.sleep(_EXIT_S)

@@ -251,7 +251,6 @@ class Match(NamedTuple):
     Attributes:
       leaves: its arrays; unknown ones have no path.
       num_planned: planned collectives merged into it; 0 if unknown.
-      line: the author's line.
       is_of_author: whether the author's code called it, or XLA made it for the author's line.
     """
 
@@ -319,10 +318,7 @@ class _Unmatched:
 
         Leaves sent by the same line come first, because BatchNorm statistics meet parameters of
         their size. XLA unrolls loops, and never creates them, so collectives of an unrolled loop
-        share a leaf.
-
-        Args:
-          own: leaves already taken by the collective.
+        share a leaf. `own` are leaves that the collective already took.
         """
         left = _in_loops([leaf for key in keys for leaf in self._left[key]], num_loops)
         taken = _in_loops([leaf for key in keys for leaf in self._taken[key]], num_loops)

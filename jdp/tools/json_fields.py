@@ -9,12 +9,7 @@ from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN
 
 
 class Field(NamedTuple):
-    """A field of an object.
-
-    Attributes:
-      what: the allowed values, in words.
-      holds: whether a value is allowed.
-    """
+    """A field of an object; `what` has the allowed values in words."""
 
     what: str
     holds: Callable[[Any], bool]

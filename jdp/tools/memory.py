@@ -140,7 +140,7 @@ class Live(NamedTuple):
     """Bytes in memory at once, beside arguments and results.
 
     Attributes:
-      activations: from the forward pass, kept for the backward pass.
+      activations: kept for the backward pass.
       gradients: from the backward pass, or their sums over micro-batches or ranks.
     """
 
@@ -282,7 +282,6 @@ class Memory:
       gradients: of gradients and the backward pass, at that peak.
       temporaries: the rest of XLA's temporary memory.
       outputs: results that do not overwrite an argument.
-      code: of the program.
       saved_by_donation: results that overwrite a donated argument.
       limit: of the device, or None if unknown.
     """

@@ -40,11 +40,8 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
 def transformer(
     *, dim: int, num_layers: int, num_rows: int, length: int, dtype: Any = np.float32
 ) -> SmallModel:
-    """Make a decoder of bytes (pre-norm, heads of 32), and random text.
-
-    Args:
-      length: predicted bytes of a row.
-    """
+    """Make a decoder of bytes (pre-norm, heads of 32), and random text; a row predicts `length`
+    bytes."""
     random = np.random.default_rng(0)
     blocks = [
         {
@@ -69,11 +66,7 @@ def transformer(
 
 
 def transformer_loss(params: Any, batch: Any) -> jax.Array:
-    """Return the mean cross-entropy of the next byte, `[]`.
-
-    Args:
-      batch: `text`, `[r, length + 1]` int32 from 0 to 255.
-    """
+    """Return the mean cross-entropy of the next byte; `text`: `[r, length + 1]` int32, 0 to 255."""
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
     x = params["bytes"][inputs] + params["positions"]
     for block in params["blocks"]:
@@ -92,12 +85,8 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 # r: rows, t and s: positions, h: heads, d: dim of a head.
 def attention(block: Any, x: jax.Array) -> jax.Array:
-    """Return causal attention with heads of 32, `[r, t, d]`.
-
-    Args:
-      block: `qkv` `[d, 3 d]` and `out` `[d, d]`.
-      x: `[r, t, d]`; 32 divides d.
-    """
+    """Return causal attention with heads of 32, `[r, t, d]`, for `qkv` `[d, 3 d]` and `out` `[d,
+    d]`."""
     num_rows, length, dim = x.shape
     heads = (num_rows, length, dim // 32, 32)
     q, k, v = (part.reshape(heads) for part in jnp.split(x @ block["qkv"], 3, axis=-1))

@@ -19,10 +19,8 @@ def alternate(
     """Time all contestants side by side.
 
     A round runs all contestants in one order and then in reverse, against slow drift; every other
-    round begins with the last contestant.
-
-    Returns:
-      For each contestant, `[rounds]` seconds: the mean of its two runs.
+    round begins with the last contestant. Returns for each contestant `[rounds]` seconds: the mean
+    of its two runs.
     """
     for clock in list(clocks.values()) * warm_up:
         clock()

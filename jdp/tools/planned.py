@@ -194,13 +194,7 @@ _KINDS = {
 
 
 class SentLeaf(NamedTuple):
-    """An array of a collective.
-
-    Attributes:
-      path: its name, such as `grads['w']`, or empty.
-      dtype: as in HLO.
-      num_elements: of this rank's array.
-    """
+    """An array of a collective on this rank, with HLO's dtype; its path may be empty."""
 
     path: str
     dtype: str
@@ -214,7 +208,6 @@ class Planned:
     Attributes:
       number: of a native call, else None.
       line: the author's, such as `train.py:41`, or empty.
-      is_of_author: whether the author's code called it.
       num_loops: around it.
     """
 

@@ -13,13 +13,7 @@ LEAST_ERROR, MOST_ERROR = 0.25, 0.75
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate of a device or link, or another assumed number.
-
-    Attributes:
-      value: the likely one.
-      low: the lowest expected.
-      high: the highest.
-    """
+    """A rate of a device or link, or another number: the likely value, lowest and highest."""
 
     value: float
     low: float
@@ -40,9 +34,8 @@ class Rate:
 def time_interval(error: float) -> tuple[float, float]:
     """Return the shortest and the longest time for a predicted time of 1.
 
-    Args:
-      error: the largest |predicted / measured - 1|, >= 0, clipped to `LEAST_ERROR`, for a busy
-        machine, and for the longest time to `MOST_ERROR`.
+    `error`, the largest |predicted / measured - 1|, is clipped to `LEAST_ERROR`, for a busy
+    machine, and for the longest time to `MOST_ERROR`.
 
     >>> [round(x, 3) for x in time_interval(0.5)]  # predicted / measured was 1.5 at most
     [0.667, 2.0]
@@ -68,12 +61,7 @@ NCCL_START_S, NCCL_BYTES_PER_S = 20e-6, 2 * 7 / 8 * 128 * 2**20 / 541e-6
 
 
 class Gpu(NamedTuple):
-    """A GPU, with its peaks from NVIDIA's data sheets.
-
-    Attributes:
-      xla_name: its name in XLA's descriptions.
-      flops: dense bfloat16 operations per second.
-    """
+    """A GPU's peaks from NVIDIA's data sheets; `flops` are of dense bfloat16, per second."""
 
     xla_name: str
     flops: float

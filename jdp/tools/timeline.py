@@ -221,7 +221,7 @@ class Timeline:
     Attributes:
       computing_s: seconds of the step with computation.
       flops: of its matmuls, by dtype.
-      transfers: its collectives, by first start.
+      transfers: by first start.
       spans: `(lane, begin, end, name)` of both lanes, in seconds.
       unknown: uncounted parts, in words.
     """

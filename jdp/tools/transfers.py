@@ -77,7 +77,6 @@ class SentArrays:
       arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
       groups: the devices of each group; empty if all meet, or if unknown.
-      runs: in a step.
       took_s: of all runs.
       exposed_s: for which computation waited.
       hidden_runs: runs beside a matmul.

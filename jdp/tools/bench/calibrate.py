@@ -42,13 +42,7 @@ _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 
 class AloneSeconds(NamedTuple):
-    """Seconds of a step's operations by themselves, by kind.
-
-    Attributes:
-      elementwise: other operations that read arrays in order.
-      strided: operations across the rows of an array.
-      start: all starts.
-    """
+    """Seconds of a step's operations by themselves; `strided` ones go across an array's rows."""
 
     matmul: float = 0.0
     elementwise: float = 0.0
@@ -104,10 +98,7 @@ def measured_slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
 
 
 def fit_slowness(steps: Sequence[TimedStep]) -> Slowness:
-    """Fit the factors with small relative errors.
-
-    Factors that the steps do not distinguish are equal.
-    """
+    """Fit the factors; those that the steps do not distinguish are equal."""
     shares = np.array([step.alone for step in steps])
     shares /= np.array([[step.seconds] for step in steps])
     factors = _least_squares(shares)
@@ -298,10 +289,7 @@ def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right
 
 
 def operation_start_s(mesh: Mesh) -> float:
-    """Return the seconds of an operation on 8 numbers, in a chain.
-
-    XLA would compile a loop to one operation.
-    """
+    """Return the seconds of an operation on 8 numbers; a chain, as XLA compiles a loop to one."""
 
     def chain(x: Any, old: Any) -> Any:
         return _one_by_one(lambda x: x + 1, x, _NUM_TINY)
@@ -396,7 +384,7 @@ _SETTING = collectives.Setting(num_rounds=5, in_place=True)
 
 
 def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
-    """Measure and return the rates of computation and collectives.
+    """Measure and save the rates of computation and collectives.
 
     Rates of other numbers of ranks and processes in an earlier file of this host are kept. Returns
     None except on the first process of the mesh.
@@ -447,7 +435,7 @@ def _computation(
     """Return measured rates of computation, on the first process.
 
     One process measures one device, as many as cores, and all. Several processes do not measure if
-    an earlier file of one process exists, since that one could keep other devices idle.
+    a file of one process exists, since that one could keep other devices idle.
     """
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]

@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
     Attributes:
       num_rounds: rounds of each size; each times all algorithms twice, in both orders.
-      warm_up: checked runs of each algorithm before.
+      warm_up: checked runs before.
       in_place: whether results overwrite the inputs.
     """
 
@@ -40,10 +40,7 @@ class CannotRun(Exception):
 
 
 def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
-    """Return the algorithms timed by default.
-
-    jdp's code for GPUs was never measured between GPUs, and runs only by name.
-    """
+    """jdp's code for GPUs was never measured between GPUs, and runs only by name."""
     known = [name for name in collective_case.algorithms(operation) if name != AUTO]
     on_gpu = ("direct", "ring", "native")
     return tuple(name for name in known if platform == "cpu" or name not in on_gpu)
@@ -51,10 +48,6 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
 
 def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) -> list[int]:
     """Return numbers of elements from `first` to `last` bytes, multiples of `num_ranks`.
-
-    Args:
-      factor: between sizes, >= 2.
-      itemsize: bytes of an element.
 
     >>> sizes(16, 100, 2, itemsize=4, num_ranks=3)  # 12, 24, 60 bytes
     [3, 6, 15]
@@ -71,8 +64,8 @@ def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) 
 def bus_factor(operation: str, num_ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth, as nccl-tests does.
 
-    Each rank must send at least so many bytes for each byte of the array. Bus bandwidths of any
-    number of ranks therefore compare with the link's.
+    Each rank must send at least so many bytes for each byte of the array, so bus bandwidths compare
+    with the link's.
 
     >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)
     (1.5, 0.75)
@@ -115,10 +108,7 @@ class _Clock:
     """Times calls of a collective, and checks the results.
 
     Attributes:
-      cpu_seconds: of all threads and processes for one call, for each run.
-
-    Raises:
-      CannotRun: if the algorithm cannot run here.
+      cpu_seconds: of all threads and processes, for each call.
     """
 
     def __init__(self, mesh: Mesh, case: Case, setting: Setting):

@@ -103,11 +103,9 @@ class FaultSetting(NamedTuple):
 
     Attributes:
       mtbf_s: mean seconds between faults, exponentially distributed.
-      num_processes: processes with one device each.
       step_s: least seconds of a step.
       commit_every: steps between commits, >= 1.
       deadline_s: seconds in which a run must recover.
-      seed: of the times and killed processes.
     """
 
     mtbf_s: float

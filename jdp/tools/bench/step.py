@@ -40,7 +40,7 @@ class StepSetting(NamedTuple):
 
     Attributes:
       rows: of each rank.
-      num_steps: of a run, from the initial state.
+      num_steps: of a run.
       num_rounds: each has two runs of every contestant.
     """
 
@@ -80,7 +80,7 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
 
 
 class _Contestant:
-    """Runs of a step on some ranks, each from the same initial state.
+    """Runs of a step on some ranks, from the same initial state.
 
     Without the all-reduce, each rank's state must be that of one device with its rows. Processes
     without such a rank wait.
@@ -187,7 +187,7 @@ def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -
     """Keep every rank's own gradients; the false mark makes jdp accept the step.
 
     XLA would fuse gradients with updates, and copy parameters that are still read, so a barrier
-    replaces the call: the step may take longer than with a reduction. JAX 0.10 drops it first.
+    replaces the call. The step may take longer than with a reduction. JAX 0.10 drops the barrier.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]

@@ -18,8 +18,6 @@ class Listener(NamedTuple):
     """Where a process listens.
 
     Attributes:
-      process: its number.
-      host: name of its host.
       address: of its host's name, as for Gloo.
       space: identifies the host, and the network namespace in it.
     """

@@ -69,8 +69,6 @@ class Installed:
     Attributes:
       versions: by package.
       driver: of NVIDIA, or None.
-      platform: "cpu", "gpu" or "tpu".
-      num_processes: of the run.
     """
 
     versions: Mapping[str, str]
@@ -93,7 +91,6 @@ class KnownBad(NamedTuple):
     Attributes:
       level: WARNING or ERROR.
       found: returns the problem, with the versions, or None.
-      why: what happens.
       do: what to install or write instead.
       source: of the report.
     """

@@ -33,9 +33,7 @@ class Failures(NamedTuple):
     """Failures of a run, and their costs.
 
     Attributes:
-      per_s: failures per second.
       recovery_s: seconds without training after each.
-      commit_s: seconds of a commit.
       degraded_s: seconds with missing hosts after each recovery.
       missing: share of the missing hosts, 0 to 1.
     """
@@ -125,12 +123,7 @@ _MOMENTS = 2  # numbers that Adam keeps of a parameter
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank, without activations and rows.
-
-    Attributes:
-      between_steps: parameters and state of the optimizer.
-      in_step: in addition within a step: gradients, and groups of parameters and gradients.
-    """
+    """Bytes of one rank, without activations and rows; `in_step` are further ones within a step."""
 
     between_steps: float
     in_step: float
@@ -200,10 +193,8 @@ class Row(NamedTuple):
     """The prediction for one method on one number of hosts. Times are seconds.
 
     Attributes:
-      method: such as "stage3".
       step_s: mean time of a step: the sum of the next four.
       compute_s: forward and backward pass of a rank of mean speed.
-      update_s: its update.
       exposed_s: exposed communication, if all ranks are equally fast.
       straggler_s: the rest: waiting for the slowest rank.
       low_s: a step at the best of all assumed rates.

@@ -22,7 +22,6 @@ class Model(NamedTuple):
     Attributes:
       tokens: of a rank in a step; 0 if `step_s` is known.
       step_s: seconds of a rank's forward and backward pass; 0 if unknown.
-      micro_batches: of a step.
       leaves: large leaves of a layer.
     """
 

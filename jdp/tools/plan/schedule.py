@@ -18,12 +18,7 @@ STATE_BYTES = 4  # float32: of a parameter, and of each number that the optimize
 
 
 class ModelLeaf(NamedTuple):
-    """A leaf of the parameters, in the order of the forward pass.
-
-    Attributes:
-      params: number of parameters.
-      work: its share of the time of a pass; all shares add up to 1.
-    """
+    """A leaf of the parameters; `work` is its share of the time of a pass."""
 
     params: float
     work: float
@@ -33,7 +28,7 @@ class Workload(NamedTuple):
     """A step of one rank that computes alone.
 
     Attributes:
-      leaves: parameters, in the order of the forward pass.
+      leaves: in the order of the forward pass.
       forward_s: seconds of all micro-batches' forward passes.
       backward_s: of their backward passes.
       update_s: of one rank's update of all parameters.
@@ -135,9 +130,7 @@ class Fabric(NamedTuple):
 
     Attributes:
       link_bytes_per_s: from a GPU to others of its host.
-      link_hop_s: seconds of a hop within a host.
       network_bytes_per_s: from a host to others.
-      network_hop_s: seconds of a hop between hosts.
       start_s: seconds to start a collective.
       algorithm: of an all-reduce: "ring", "tree", or "best", the faster one. Gathers and scatters
         are rings.
@@ -188,12 +181,7 @@ METHODS = (REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP)
 
 
 class Task(NamedTuple):
-    """A piece of work of one lane.
-
-    Attributes:
-      lane: COMPUTE, "link" or "network".
-      after: positions of tasks that must have ended.
-    """
+    """A piece of work of one lane; the tasks `after` must have ended."""
 
     lane: str
     seconds: float
@@ -201,11 +189,7 @@ class Task(NamedTuple):
 
 
 class Program:
-    """The tasks of a step, in program order.
-
-    Args:
-      overlaps: whether links send while the rank computes.
-    """
+    """The tasks of a step, in program order; `overlaps`: links send while the rank computes."""
 
     def __init__(self, *, overlaps: bool = True) -> None:
         self.tasks: list[Task] = []
@@ -240,13 +224,7 @@ class Program:
 
 
 class Deployment(NamedTuple):
-    """The method and hardware of a step.
-
-    Attributes:
-      method: one of METHODS.
-      per_host: GPUs of each host.
-      overlaps: whether links send while a GPU computes.
-    """
+    """The method and hardware of a step."""
 
     method: str
     hosts: int

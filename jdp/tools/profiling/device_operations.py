@@ -51,7 +51,6 @@ class Operation(NamedTuple):
     Attributes:
       name: of the program's instruction, or of the kernel if unknown.
       kernel: name of the event.
-      program: its name, or empty.
       run: number of the program's run in this process; None on GPUs.
       begin: nanoseconds since 1970, as `end`.
     """
@@ -86,10 +85,7 @@ class ProgramRun(NamedTuple):
 
 
 def read(path: Path) -> dict[int, list[Operation]]:
-    """Return the operations of each device, by its number in the profile, in order.
-
-    Loops and branches themselves are left out.
-    """
+    """Return the operations of each device, in order, without loops and branches themselves."""
     with warnings.catch_warnings():
         # The types of JAX's reader have no module, which causes a warning.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -178,11 +174,7 @@ def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Progra
 
 
 def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Operation]]:
-    """Return the times of each operation that ran once in each run of a program.
-
-    Args:
-      own: the program's operations on one device, in order.
-    """
+    """Return the times of each operation that ran once in each run of a program."""
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:
         by_name[each.name].append(each)
@@ -212,7 +204,6 @@ class Collective(NamedTuple):
       name: in a trace, such as "bucket 3: grads['w']".
       num_bytes: of its whole arrays on one rank, in one run.
       algorithm: `native`, `split` or `xla`.
-      leaves: names of its arrays.
       num_groups: of ranks that run it separately; 1 if all ranks meet.
     """
 

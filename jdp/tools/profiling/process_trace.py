@@ -41,11 +41,7 @@ class MarkedCall(NamedTuple):
 
 
 class Marks:
-    """The marks of this process between `begin` and `end`.
-
-    Attributes:
-      phases: start in nanoseconds since 1970, and name.
-    """
+    """The marks of this process between `begin` and `end`; `phases` begin in ns since 1970."""
 
     def __init__(self, on_begin: Callable[[], None], on_step: Callable[[MarkedCall], None]) -> None:
         self.phases: list[tuple[int, str]] = []

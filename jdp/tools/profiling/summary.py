@@ -132,12 +132,11 @@ _Meetings = dict[tuple, tuple[int, int]]  # collective -> last entered, first le
 
 
 class Shift(NamedTuple):
-    """The offset from a process's clock to that of the first process.
+    """The offset in ns from a process's clock to that of the first process.
 
     Attributes:
-      ns: nanoseconds.
-      within: its largest error in nanoseconds: 0 for the same clock; None without common
-        collectives, or if they contradict each other.
+      within: its largest error in ns: 0 for the same clock; None without common collectives, or if
+        they contradict each other.
     """
 
     ns: int
@@ -198,11 +197,7 @@ def _meetings(trace: ProcessTrace) -> _Meetings:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The steps of one rank.
-
-    Attributes:
-      steps: the parts of each step, by number.
-    """
+    """The parts of one rank's steps, by number."""
 
     rank: int
     process: int
@@ -226,7 +221,6 @@ class CollectiveTimes:
     """A collective in the steps of all ranks.
 
     Attributes:
-      name: such as "bucket 3: grads['w']".
       num_bytes: of its whole arrays on one rank, or None.
       algorithm: see `jdp.collectives`, or empty.
       runs: mean number in a step.

@@ -65,7 +65,6 @@ class Slice:
     """A time of a rank, or of its process.
 
     Attributes:
-      kind: such as `COMPUTATION`.
       begin: nanoseconds since the profile of its process began, as `end`.
       rank: None for a slice of the process.
       facts: for JSON: `step` of a STEP and a CALL; `collective`, `bytes`, `algorithm`, `op`,
@@ -108,11 +107,8 @@ def found_in(folder: Path) -> dict[int, Path]:
 
 
 def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> None:
-    """Write traces of processes into one file, whole or not at all.
-
-    Args:
-      begins: start of each profile in nanoseconds.
-    """
+    """Write traces of processes into one file, whole or not at all; profiles begin at `begins`, in
+    ns."""
     events = []
     for trace, begin in zip(traces, begins, strict=True):
         events += _events(trace, begin)
