@@ -1,4 +1,4 @@
-"""`find_batch_size`: the most rows that fit into memory, from compiled steps."""
+"""`find_batch_size`: the most rows that fit into memory."""
 
 import inspect
 import math

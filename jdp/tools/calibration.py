@@ -26,7 +26,7 @@ def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, f
     The points have at least two sizes. Returns alpha, beta and the largest relative error.
     """
     alpha, slope = _least_squares(points)
-    if alpha < 0:  # through 0: weighted, so that each point counts by its relative error
+    if alpha < 0:  # through 0: each point counts by its relative error
         alpha = 0.0
         slope = sum(b / t for b, t in points) / sum((b / t) ** 2 for b, t in points)
     if slope <= 0:
@@ -93,7 +93,7 @@ class ComputeRates:
     slowness: Slowness
 
     def shared(self, share: float, alone: "ComputeRates") -> "ComputeRates":
-        """Return the rates with another share of cores and memory, relative to these ranks, > 0."""
+        """Return the rates with another share of cores and memory, > 0."""
         both = self.matmul_flops_per_s.keys() & alone.matmul_flops_per_s.keys()
         flops = {
             dtype: min(share * self.matmul_flops_per_s[dtype], alone.matmul_flops_per_s[dtype])
@@ -161,7 +161,7 @@ COMPUTATION = {
 SLOWNESS = {each.name: AMOUNT for each in dataclasses.fields(Slowness)}
 
 
-# An operation reads and writes so many bytes at the rate of a cache.
+# An operation reads and writes so many bytes at a cache's rate.
 CACHED_BYTES = 2**23
 
 
@@ -204,7 +204,7 @@ class CollectiveLaw:
         )
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the predicted seconds, interpolated between measured sizes, else by the law."""
+        """Return the seconds, interpolated between measured sizes, else by the law."""
         for (low, fast), (high, slow) in itertools.pairwise(self.points):
             if low <= num_bytes <= high:
                 return fast + (num_bytes - low) / (high - low) * (slow - fast)
@@ -245,7 +245,7 @@ class Calibration:
         return None
 
     def save(self, path: Path | None = None) -> Path:
-        """Write the file over an earlier one, and return its path."""
+        """Write the file, and return its path."""
         path = path or default_path(self.platform)
         text = results.to_json({"format": FORMAT, **dataclasses.asdict(self)})
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -322,5 +322,5 @@ def _read_computation(content: Any) -> ComputeRates:
 
 
 def read_bytes_per_s(written: float | None) -> float:
-    """Return `bytes_per_s` of a law in JSON, where null stands for inf."""
+    """Return a law's `bytes_per_s` in JSON, where null stands for inf."""
     return math.inf if written is None else float(written)

@@ -29,7 +29,7 @@ _ALL_REDUCES = {
 }
 _MODULES = {AUTO: shards, "native": native_shards, "xla": xla_shards}
 
-# XLA would merge independent calls of a program into one.
+# XLA would merge independent calls.
 _APART_ON_CPU = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 _APART_ON_GPU = {
     f"xla_gpu_{name}_combine_threshold_bytes": 0
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def algorithms(operation: str) -> tuple[str, ...]:
-    """Return all algorithms of an operation; `xla` is the last."""
+    """Return all algorithms; `xla` is the last."""
     return tuple(_ALL_REDUCES if operation == "all-reduce" else _MODULES)
 
 
@@ -88,7 +88,7 @@ class Trial:
         self._results: Any = None
 
     def prepare(self) -> None:
-        """Write the inputs of the next round, which differ from the last."""
+        """Write the next round's inputs, which differ from the last."""
         self._round += 1
         self._inputs = self._fill(self._inputs, np.int32(self._round % 1000))
         if self._in_place:

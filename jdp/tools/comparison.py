@@ -81,7 +81,7 @@ def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
 
 
 def table(plans: Sequence[RankedPlan]) -> str:
-    """Return a line for each plan, and one for each unused given rate."""
+    """Return a line for each plan, and for each unused given rate."""
     first = plans[0].report
     lines = [
         f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "
@@ -106,7 +106,7 @@ def table(plans: Sequence[RankedPlan]) -> str:
 
 
 def to_json(plans: Sequence[RankedPlan]) -> str:
-    """Return the options and the report of each plan, in order."""
+    """Return each plan's options and report, in order."""
     values = [{"plan": plan.options, **json.loads(plan.report.to_json())} for plan in plans]
     return results.to_json(values)
 

@@ -1,4 +1,4 @@
-"""A step, compiled for some devices and never run."""
+"""A step, compiled but never run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from jdp.training.step import Step
 
 
 def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
-    """Return a step's arguments as shapes, placed as by the step."""
+    """Return arguments as shapes, placed as by the step."""
     state, batch, *rest = args
     num_ranks = meshes.num_ranks(mesh, spec.axis_name)
     rows = PartitionSpec(spec.axis_name)
@@ -103,7 +103,7 @@ def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
 
 
 def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
-    """For an array of `per_rank` on another number of ranks."""
+    """For `per_rank` arrays on another number of ranks."""
     if num_rows != before and num_rows % num_ranks == 0:
         return num_rows  # rows of the batch, which stays unchanged
     return num_rows // before * num_ranks
@@ -129,13 +129,13 @@ class StepForDevices(NamedTuple):
 
 
 class TooLargeError(ValueError):
-    """A device has too little memory for XLA to compile the step."""
+    """A device has too little memory for the step."""
 
 
 def devices_of(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> tuple[TargetDevices, int]:
-    """Return the devices of a step, and the number of ranks."""
+    """Return a step's devices, and the number of ranks."""
     if not isinstance(step, Step):
         raise TypeError(
             f"got {getattr(step, '__name__', step)!r}, which is not a step. Decorate it with "

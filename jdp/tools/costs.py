@@ -42,12 +42,12 @@ class _KernelWindow(NamedTuple):
 
 
 def is_convolution(one: Instruction) -> bool:
-    """Whether an instruction is a convolution, also by a library."""
+    """Whether it is a convolution, also by a library."""
     return _LABELS.search(one.attributes()) is not None
 
 
 def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the operations of a convolution, 2 for each product."""
+    """Return a convolution's operations, 2 for each product."""
     labels = _LABELS.search(one.attributes())
     assert labels is not None
     lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])
@@ -110,7 +110,7 @@ def kernel_of(eqn: Any) -> Kernel:
 
 
 def find_kernel(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
-    """Return the kernel of a custom call, by name and shapes of results."""
+    """Return a custom call's kernel, by name and shapes of results."""
     name = one.op_name()
     if one.op != "custom-call" or not name.endswith("pallas_call"):
         return None
@@ -125,8 +125,8 @@ def _is_in(kernel: str, op_name: str) -> bool:
     return not kernel or re.search(rf"(?<![^/(]){re.escape(kernel)}(?![^/)])", op_name) is not None
 
 
-# XLA runs some collectives on TPUs in parts: a start, computations beside it, and a done. Each part
-# is a fusion with the same collective. The start and the done also contain a call.
+# XLA runs some collectives on TPUs in parts: a start, computations beside it, and a done. Each is a
+# fusion with the same collective. The start and the done also contain a call.
 
 
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
@@ -134,7 +134,7 @@ _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
 class ChainPart(NamedTuple):
-    """A part of a collective; `chain` is a name that its parts share."""
+    """A part of a collective; its parts share `chain`."""
 
     chain: str
     is_start: bool
@@ -169,9 +169,9 @@ _TRANSCENDENTAL = frozenset(
     "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
     "atan2 cbrt".split()
 )
-# Library calls without floating-point operations: of jdp, Python, random bits, sorts.
+# Of jdp, Python, random bits, sorts.
 _WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK|ConcatBitcast")
-# These read a part of their first operand, or change a part of it in place.
+# These read a part of their first operand, or change it in place.
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 _IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
 # A fusion of these alone computes nothing.
@@ -180,7 +180,7 @@ _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "condition
 
 
 class Costs:
-    """The costs of the instructions of a program, see `hlo.parse`."""
+    """The costs of a program's instructions, see `hlo.parse`."""
 
     def __init__(self, computations: dict[str, Computation], kernels: Sequence[Kernel] = ()):
         self._computations = computations
@@ -188,20 +188,20 @@ class Costs:
         self._flops: dict[str, dict[str, float]] = {}
 
     def inside(self, one: Instruction) -> Computation:
-        """Return the computation of a fusion or similar call, else an empty one."""
+        """Return a fusion's computation, else an empty one."""
         called = [] if one.op in _CALLS_OF_ONE else one.called()
         return self._computations.get(called[0] if called else "", Computation())
 
     def part(self, one: Instruction) -> ChainPart | None:
-        """Return the part of a collective that an instruction is, or None."""
+        """Return the part of a collective, or None."""
         return chain_part(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:
-        """Return the Pallas kernel of an instruction, or None."""
+        """Return the instruction's Pallas kernel, or None."""
         return find_kernel(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
-        """Return in words the operations that `flops` does not count."""
+        """Describe the operations that `flops` does not count."""
         if kernel := self.kernel(one):
             if kernel.flops is not None:
                 return ""
@@ -214,7 +214,7 @@ class Costs:
         return f"the operations of {one.target()}, which a library computes"
 
     def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
-        """Return the operations of matmuls in an instruction, by dtype."""
+        """Return the operations of matmuls, by dtype."""
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
         if is_convolution(one):
@@ -236,7 +236,7 @@ class Costs:
         return self._flops[name]
 
     def transcendentals(self, one: Instruction) -> int:
-        """Return the number of exponentials, logarithms and the like."""
+        """Count exponentials, logarithms and the like."""
         if kernel := self.kernel(one):
             return int(kernel.transcendentals)
         return sum(
@@ -355,5 +355,5 @@ def _library_flops(one: Instruction, shapes: dict[str, str]) -> float:
     result = hlo.arrays(one.shape)[0].num_elements()
     if found := _CONTRACTED.search(one.rest):
         return 2.0 * result * math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
-    # [m, k] [k, n] -> [m, n]: the product of all sizes is the square of m k n.
+    # [m, k] [k, n] -> [m, n]: all sizes multiply to the square of m k n.
     return 2 * (lhs.num_elements() * rhs.num_elements() * result) ** 0.5

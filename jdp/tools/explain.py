@@ -1,4 +1,4 @@
-"""`explain`: the memory, the collectives and the time of a step, from the compiled program."""
+"""`explain`: memory, collectives and time of a step, from the compiled program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from jdp.tools.report import Bucket, StepReport
 from jdp.tools.transfers import SentArrays
 from jdp.training.step import Step
 
-# With one of these rates, collectives have no measured times.
+# With one of these, collectives have no measured times.
 _OF_LINKS = {"link_bytes_per_s", "reduction_start_s", "kernel_reduction_start_s"}
 
 
@@ -146,7 +146,7 @@ def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
 
 
 def leaf_name(leaf: SentLeaf, kind: str) -> str:
-    """Return a report's name of an array in a collective."""
+    """Return a report's name of a collective's array."""
     if not leaf.path:
         return "a scalar" if leaf.num_elements == 1 else f"{leaf.dtype}[{leaf.num_elements}]"
     if kind not in ("all-reduce", "reduce-scatter") and leaf.path.startswith("grads"):

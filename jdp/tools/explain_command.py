@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             2,
         )
     if options.on:
-        # The script makes its state on CPUs; as many as there are ranks, if these are CPUs.
+        # The script makes its state on CPUs; as many as ranks, if these are CPUs.
         os.environ["JAX_PLATFORMS"] = "cpu"
         if found := re.fullmatch(r"cpu:([1-9][0-9]*)", options.on):
             os.environ["JAX_NUM_CPU_DEVICES"] = found[1]
@@ -185,7 +185,7 @@ def _twice(given: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def _is_of_jdp(error: BaseException) -> bool:
-    """Whether jdp raised an error, whose text then says what to change."""
+    """Whether jdp raised an error, whose text says what to change."""
     from jdp.analysis import diagnostics
 
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What costs a compiled step memory or time, and what to write instead."""
+"""What costs a step memory or time, and what to write instead."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ MIN_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts behind the findings; `buckets` are the described `transfers`."""
+    """The facts behind the findings; `buckets` describe the `transfers`."""
 
     step: StepForDevices
     transfers: Sequence[SentArrays]
@@ -34,13 +34,13 @@ class Facts:
 
 
 def train_states(facts: Facts) -> list[Any]:
-    """Return the nodes of the state with an optimizer and its state."""
+    """Return the state's nodes with an optimizer and its state."""
     nodes = jax.tree.leaves(facts.step.args[0], is_leaf=_has_optimizer)
     return [node for node in nodes if _has_optimizer(node)]
 
 
 def parameters(facts: Facts) -> list[tuple[str, Any]]:
-    """Return the parameters in the state, with their paths."""
+    """Return the state's parameters, with paths."""
     state = facts.step.args[0]
     parts, named = state_parts(state), jax.tree_util.tree_leaves_with_path(state)
     found = [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
@@ -173,7 +173,7 @@ def _advice_of_loop(facts: Facts) -> str:
 
 
 def tail_after_loop(facts: Facts) -> list[Finding]:
-    """Find gradients that are reduced, exposed, after a loop over layers."""
+    """Find exposed reductions after a loop over layers."""
     program = facts.step.program
     entry = program.computations[program.entry]
     loops = [i for i, one in enumerate(entry) if one.op == "while"]

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TextIO
 
 from jdp.training.step import Step
 
-# For threads and processes that end with the process, such as an executor's.
+# For threads and processes that end with the process, as an executor's.
 _EXIT_S = 2.0
 
 
 class FirstCall(NamedTuple):
-    """A call of a step that was not made."""
+    """A call that was not made."""
 
     step: Step
     args: tuple

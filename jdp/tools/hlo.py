@@ -30,12 +30,12 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 
     def called(self) -> list[str]:
-        """Return the names of the computations that it calls."""
+        """Return the names of called computations."""
         found = _CALLED.findall(self.attributes())
         return [name.strip().lstrip("%") for names in found for name in names.split(",")]
 
     def computation(self, attribute: str) -> str:
-        """Return the computation of an attribute, such as the `body` of a loop."""
+        """Return an attribute's computation, such as the `body` of a loop."""
         return re.findall(rf"\b{attribute}=%?([\w.\-]+)", self.rest)[0]
 
     def number(self) -> int:
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
         return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
 
     def target(self) -> str:
-        """Return the target of a custom call, otherwise empty."""
+        """Return a custom call's target, otherwise empty."""
         found = _TARGET.search(self.rest)
         return found[1] if found else ""
 
@@ -95,7 +95,7 @@ class Computation(list[Instruction]):
 
 
 def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str, Instruction]]]:
-    """Return the calls of each computation, with their computations."""
+    """Return each computation's calls, with their computations."""
     callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
     for name, own in computations.items():
         for one in own:
@@ -104,7 +104,7 @@ def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str
     return callers
 
 
-# One instruction, or a pair of start and done, of which the start counts.
+# One instruction, or a start and a done, of which the start counts.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
@@ -218,7 +218,7 @@ def _table(text: str, heading: str) -> str:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Return the computations of `compiled.as_text()`, and the name of the entry."""
+    """Return the computations of `compiled.as_text()`, and the entry's name."""
     computations: dict[str, Computation] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -238,7 +238,7 @@ def _parameters(entry: Computation) -> dict[str, Array]:
 
 
 def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
-    """Return the operations of a matmul; 2 for a multiplication and addition."""
+    """Return a matmul's operations, 2 for each product."""
     lhs = arrays(shapes[one.operands()[0]])[0].dims
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
     inner = [lhs[int(i)] for i in contracted[1].split(",") if i] if contracted else []
@@ -246,12 +246,12 @@ def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
 
 
 def num_bytes(shape: str) -> int:
-    """Return the bytes of all arrays in a type."""
+    """Return the bytes of all arrays."""
     return sum(array.num_bytes() for array in arrays(shape))
 
 
 def num_elements(shape: str) -> int:
-    """Return the number of elements of all arrays in a type."""
+    """Return the elements of all arrays."""
     return sum(array.num_elements() for array in arrays(shape))
 
 
@@ -260,7 +260,7 @@ def _bits(dtype: str) -> int:
 
 
 def elements(shape: str) -> list[str]:
-    """Return the types of the elements of a tuple; an array is one."""
+    """Return the types in a tuple; an array is one."""
     if not shape.startswith("("):
         return [shape]
     found, depth = [""], 0

@@ -39,7 +39,7 @@ def gathered_shard(
 
 
 _SLICE = re.compile(r"slice=\{\[(\d+):")
-# A tuple is independent of its elements. jdp's comparisons order operations without shared values.
+# A tuple is independent of its elements. jdp's comparisons only order operations.
 _APART = ("tuple", "compare")
 # TPUs copy parameters to vector memory by a start and a done, large ones in slices.
 _COPIES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "slice-start", "slice-done")
@@ -53,7 +53,7 @@ class ParameterFlow:
 
     def __init__(self, program: HloProgram):
         self._computations = program.computations
-        # loop body -> the calling computation, and the loop
+        # body -> the calling computation, and the loop
         self._loops = {
             one.computation("body"): (name, one)
             for name, body in program.computations.items()
@@ -62,11 +62,11 @@ class ParameterFlow:
         }
 
     def gathered(self, transfer: SentArrays, i: int, shard: int) -> list[str]:
-        """Return the parameters gathered as the i-th array of a sum."""
+        """Return the parameters gathered as a sum's i-th array."""
         return self._sources(transfer.computation, [transfer.instruction.operands()[i]], {shard})
 
     def names_of(self, transfer: SentArrays, pieces: Sequence[Array], i: int) -> list[str]:
-        """Return the parameters of the i-th array of a collective."""
+        """Return the parameters of a collective's i-th array."""
         where = transfer.computation
         users = self._computations[where].users
         one, sizes = transfer.instruction, _sizes(transfer, pieces[i])
@@ -108,7 +108,7 @@ class ParameterFlow:
         return [given.operands()[one.element()]]
 
     def _carried_out(self, where: str, user: Instruction, name: str) -> list[str]:
-        """Return outside names of the results that a loop makes of an array."""
+        """Return outside names of results that a loop makes of an array."""
         if user.op != "tuple" or not user.is_root or where not in self._loops:
             return []
         outside, loop = self._loops[where]
@@ -130,7 +130,7 @@ class ParameterFlow:
     def _updated(
         self, where: str, level: list[str], sizes: set[int], begin: int | None = None
     ) -> list[str]:
-        """Return the nearest parameters that are computed with an array."""
+        """Return the nearest parameters computed with an array."""
         computation = self._computations[where]
         seen, leaving = set[tuple[str, str]](), list[str]()
         for _ in range(_MAX_DISTANCE):
@@ -192,7 +192,7 @@ class ParameterFlow:
 
 
 def _sizes(transfer: SentArrays, piece: Array) -> set[int]:
-    """Return the possible sizes of an array's parameter: a shard, or all."""
+    """Return an array's possible parameter sizes: a shard, or all."""
     size = piece.num_elements()
     num_parts = len(transfer.groups[0]) if transfer.groups else 1
     if transfer.kind == "all-gather":
@@ -220,7 +220,7 @@ def _entries(fusion: Instruction, inner: Computation, name: str) -> set[str]:
 
 
 def _entering(fusion: Instruction, inner: Computation, names: Sequence[str]) -> list[str]:
-    """Return the operands of a fusion from which some inner values are made."""
+    """Return a fusion's operands from which inner values are made."""
     reached, left = set[str](), list(names)
     while left:
         one = inner.by_name.get(left.pop())
@@ -263,7 +263,7 @@ class Match(NamedTuple):
 def match(
     program: HloProgram, transfers: Sequence[SentArrays], plan: Sequence[Planned]
 ) -> list[Match]:
-    """Return the match of each collective of a program."""
+    """Return each collective's match."""
     by_number = {each.number: each for each in plan if each.number is not None}
     left = _Unmatched([each for each in plan if each.number is None])
     parameters = ParameterFlow(program)
@@ -296,7 +296,7 @@ _Leaf = tuple[int, SentLeaf, Planned]
 
 
 class _Unmatched:
-    """Leaves of planned collectives that are not yet matched."""
+    """Leaves of planned collectives not yet matched."""
 
     def __init__(self, plan: Sequence[Planned]):
         self._left: dict[tuple, list[_Leaf]] = defaultdict(list)
@@ -396,7 +396,7 @@ def _matched(
 
 
 def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int) -> bool:
-    """Whether an array of a collective comes from the forward pass, by its JAX name."""
+    """Whether a collective's array is from the forward pass, by its JAX name."""
     operands = transfer.instruction.operands()
     one = program.computations[transfer.computation].by_name.get(
         operands[min(i, len(operands) - 1)]
@@ -408,7 +408,7 @@ def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Arra
 def _unpacked(
     computation: Computation, name: str, array: Array
 ) -> tuple[Instruction | None, Array]:
-    """Return the maker of an array, and its type; XLA for TPUs sends two float16 as one u32."""
+    """Return an array's maker, and its type; XLA for TPUs sends two float16 as one u32."""
     one = made = computation.by_name.get(name)
     while made is not None and (made.op == "bitcast" or made.target() == "ZeroCrop"):
         made = computation.by_name.get(made.operands()[0])

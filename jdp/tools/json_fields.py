@@ -1,4 +1,4 @@
-"""Checks fields of a JSON file, which may be damaged or edited. Needs no JAX."""
+"""Checks fields of a JSON file, which may be damaged. Needs no JAX."""
 
 import re
 import reprlib
@@ -28,13 +28,13 @@ def one_of(values: Collection[str]) -> Field:
 
 
 def list_of(field: Field) -> Field:
-    """Return a field of lists of another field's values."""
+    """Return a field of lists of a field's values."""
     what = f"a list, each of it {field.what}"
     return Field(what, lambda it: isinstance(it, list) and all(map(field.holds, it)))
 
 
 def dict_of(field: Field) -> Field:
-    """Return a field of objects with any names, and another field's values."""
+    """Return a field of objects with any names."""
     what = f"an object, each value of it {field.what}"
     return Field(what, lambda it: isinstance(it, dict) and all(map(field.holds, it.values())))
 

@@ -50,7 +50,7 @@ _LARGEST = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**
 
 
 def modulus(num_ranks: int, dtype: str) -> int:
-    """Return the number m of distinct input values: sums over ranks are below m num_ranks."""
+    """Return the number m of distinct inputs: sums over ranks are below m num_ranks."""
     try:
         largest = _LARGEST[dtype] if dtype in _LARGEST else int(np.iinfo(dtype).max)
     except (TypeError, ValueError):
@@ -74,7 +74,7 @@ def values(rank: int, call: int, start: int, size: int, m: int) -> np.ndarray:
 
 
 def input_size(operation: str, num_ranks: int, size: int) -> int:
-    """Return the number of elements of a rank's input; `size` counts as in nccl-tests."""
+    """Return a rank's input size; `size` counts as in nccl-tests."""
     return size // num_ranks if operation == "all-gather" else size
 
 

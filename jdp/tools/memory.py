@@ -75,7 +75,7 @@ _IN_PLACE = re.compile(r"\{(\d*)[^{}]*\}: \((\d+), \{(\d*)[^{}]*\}")  # {output}
 
 
 class MadeArray(NamedTuple):
-    """An array: its operation, and its number among the results."""
+    """An operation's result, by number."""
 
     name: str
     index: int
@@ -86,7 +86,7 @@ Parts = list[tuple[MadeArray, ...]]
 
 
 def parts_of(computation: Computation) -> dict[str, Parts]:
-    """Return the arrays that each name of a computation stands for."""
+    """Return the arrays that each name stands for."""
     found: dict[str, Parts] = {}
     for one in computation:
         found[one.name] = _parts(one, [found.get(x, []) for x in one.operands()])
@@ -118,7 +118,7 @@ def _parts(one: Instruction, operands: list[Parts]) -> Parts:
         return [joined(x) for x in operands]
     if one.op == "get-tuple-element":
         return [_part(operands[0], one.element())]
-    if one.op.endswith("-done"):  # the operands of the start come first, but of this one
+    if one.op.endswith("-done"):  # the start's operands come first, but of this one
         return operands[0] if one.op == "all-reduce-done" else operands[0][1:]
     if one.op in _ALIASES:
         return operands[0] if operands else []
@@ -262,11 +262,11 @@ def _kind(one: Instruction, num_elements: int, read: list[_KindOfArray]) -> str:
     is_gathered = one.op.startswith("all-gather") or "all_gather" in one.target()
     if "transpose(" in name or is_sent and not is_gathered:
         return "gradients"
-    if not name and read:  # made by XLA, such as the packing of gradients
+    if not name and read:  # made by XLA, as the packing of gradients
         return read[0].kind
     if "jvp(" in name:
         return "activations"
-    # A sum of gradients over micro-batches, unlike an update, does not read parameters.
+    # A sum over micro-batches, unlike an update, does not read parameters.
     large = {x.kind for x in read if x.num_elements >= num_elements}
     return "gradients" if "gradients" in large and "others" not in large else "others"
 
@@ -319,7 +319,7 @@ class Memory:
 def memory_of(
     compiled: Any, program: HloProgram, parts: Mapping[str, str], limit: int | None
 ) -> Memory:
-    """Return the memory of a compiled step; `limit` is a device's, None if unknown."""
+    """Return a compiled step's memory; `limit` is a device's, None if unknown."""
     allocated = compiled.memory_analysis()
     sizes = dict.fromkeys(
         ("parameters", "optimizer_state", "other_state", "batch", "other_arguments"), 0
@@ -344,7 +344,7 @@ def memory_of(
 
 
 def allocated_bytes(compiled: Any) -> int:
-    """Return XLA's memory for a compiled step on one rank, in bytes."""
+    """Return XLA's bytes for a compiled step on one rank."""
     found = compiled.memory_analysis()
     arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return arrays + found.temp_size_in_bytes + found.generated_code_size_in_bytes

@@ -1,4 +1,4 @@
-"""Small models with seeded data for `jdp bench` and the benchmarks."""
+"""Small models with seeded data, for benchmarks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def transformer_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return `x` over the root of the mean of its squares, times `scale`, `[..., d]`."""
+    """Return `x` over the root of its mean square, times `scale`, `[..., d]`."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 

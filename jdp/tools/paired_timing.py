@@ -35,7 +35,7 @@ def alternate(
 
 
 def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the median of `[n]` values (Efron 1979)."""
+    """Return the median's 95 % bootstrap interval (Efron 1979), of `[n]` values."""
     random = np.random.default_rng(0)
     samples = random.choice(values, (num_samples, len(values)))
     low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])

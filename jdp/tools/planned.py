@@ -1,4 +1,4 @@
-"""The collectives of a traced step, with the names of their leaves."""
+"""The collectives of a traced step, with names of their leaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _MOVES = frozenset(
 )
 # Operations that join the gradients of layers.
 _STACKS = ("dynamic_update_slice", "concatenate")
-# Operations that keep the places of the vectors in a vector.
+# Operations that keep the places of vectors in a vector.
 _SCALES = ("mul", "div", "convert_element_type")
 _SLICES = ("dynamic_slice", "slice", "squeeze", "jdp_own_slice")
 OF_LAYER = " of one iteration"
@@ -60,7 +60,7 @@ class LeafNames:
         self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
 
     def sent(self, atom: Any, paths: Paths) -> str:
-        """Return the name of a reduced gradient, or a stand-in."""
+        """Return a reduced gradient's name, or a stand-in."""
         if found := leaf_path(atom, paths):
             return found
         stand_in = self._stand_in()
@@ -80,7 +80,7 @@ class LeafNames:
         return f"?{self._num_stand_ins}"
 
     def final(self, path: str) -> str:
-        """Return the final name of a stand-in, or empty."""
+        """Return a stand-in's final name, or empty."""
         seen = set[str]()
         while path.startswith("?") and path not in seen:
             seen.add(path)
@@ -88,7 +88,7 @@ class LeafNames:
         return "" if path.startswith("?") else path
 
     def is_of_layer(self, path: str) -> bool:
-        """Whether a name is the stand-in of a layer's gradient."""
+        """Whether a name stands in for a layer's gradient."""
         return path in self._stacked
 
     def name(self, eqn: Any, name: str, paths: Paths) -> None:
@@ -130,7 +130,7 @@ class LeafNames:
             paths[out] = leaf_path(atoms[0], paths)
 
     def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
-        """Record the parts of a packed vector, and name the parts of its sum."""
+        """Record the parts of a packed vector, and name those of its sum."""
         atoms = [x for x in eqn.invars if not jaxprs.is_literal(x)]
         if name == "concatenate" and eqn.outvars[0].aval.ndim == 1:
             self._packed[eqn.outvars[0]] = atoms
@@ -173,7 +173,7 @@ def inner_names(body: Any, atoms: Sequence[Any], paths: Paths) -> Paths:
 
 
 def outer_names(eqn: Any, body: Any, own: Paths, paths: Paths) -> None:
-    """Name the results of an equation as in its body."""
+    """Name an equation's results as in its body."""
     if len(body.outvars) == len(eqn.outvars):
         pairs = zip(body.outvars, eqn.outvars, strict=True)
         paths |= {out: leaf_path(atom, own) for atom, out in pairs if leaf_path(atom, own)}
@@ -194,7 +194,7 @@ _KINDS = {
 
 
 class SentLeaf(NamedTuple):
-    """An array of a collective on this rank, with HLO's dtype; its path may be empty."""
+    """A collective's array on this rank, with HLO's dtype; its path may be empty."""
 
     path: str
     dtype: str
@@ -234,10 +234,10 @@ class TracedStep(NamedTuple):
 
 
 def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
-    """Return the collectives and callbacks of a traced step."""
+    """Return a traced step's collectives and callbacks."""
     walk = _PlanWalk()
     body = opened(jaxpr)
-    # XLA drops unread gathers, such as of an unused array.
+    # XLA drops unread gathers.
     body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
     walk.run(body, dict(zip(body.invars, names, strict=False)))
     return TracedStep(walk.collectives(), walk.callbacks, walk.kernels, walk.scanned)

@@ -1,4 +1,4 @@
-"""The predicted time of a step, at likely, best and worst rates."""
+"""A step's predicted time, at likely, best and worst rates."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
 from jdp.tools.report import StepTime
 from jdp.tools.timeline import Groups, Timeline, Work
 
-# The share of its whole arrays that a rank sends, over (n - 1) / n.
+# The share of its arrays that a rank sends, over (n - 1) / n.
 _SENT = {"all-reduce": 2.0}
 _PERMUTE = "collective-permute"
 # Each rank reads the others' arrays, or a part of each and then the other sums.
@@ -69,7 +69,7 @@ class Likely:
         self._num_ranks, self._hosts = num_ranks, hosts
 
     def compute_s(self, work: Work) -> float:
-        """Return the seconds of an operation: of its matmuls, memory or exponentials."""
+        """Return an operation's seconds: of its matmuls, memory or exponentials."""
         wide = sum(value for dtype, value in work.flops.items() if dtype in ("f32", "f64"))
         narrow = sum(work.flops.values()) - wide
         matmul_s = wide / self._matmul_f32 + narrow / self._matmul
@@ -90,7 +90,7 @@ class Likely:
         # The laws are those of all ranks.
         measured = "xla" if algorithm in (_ONE_SHOT, _TWO_SHOT) else algorithm
         if n == self._num_ranks and (law := self._laws.get((kind, measured))):
-            # Measured times differ from the law; a line through the two nearest is closer.
+            # Measured times differ from the law: between two sizes it is a line through both.
             is_between = law.points[0][0] <= num_bytes <= law.points[-1][0]
             shortest, longest = time_interval(0.0 if is_between else law.largest_error)
             factor = {"value": 1.0, "low": longest, "high": shortest}[self._which]
@@ -126,7 +126,7 @@ class Likely:
 
 
 class PredictedStep(NamedTuple):
-    """A compiled step, simulated at different rates; see `Likely`."""
+    """A compiled step, simulated at rates; see `Likely`."""
 
     program: HloProgram
     num_ranks: int
@@ -153,7 +153,7 @@ class PredictedStep(NamedTuple):
     def unused(
         self, given: Mapping[str, Rate], rates: Mapping[str, Rate], found: Timeline
     ) -> dict[str, Rate]:
-        """Return the given rates without effect, with a source that says so."""
+        """Return given rates without effect, with a source that says so."""
         same = {}
         for name, rate in given.items():
             worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN

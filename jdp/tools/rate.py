@@ -1,4 +1,4 @@
-"""Rates that a prediction assumes, and published ones of GPUs and links. Needs no JAX."""
+"""Assumed rates, and published ones of GPUs and links. Needs no JAX."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ LEAST_ERROR, MOST_ERROR = 0.25, 0.75
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate of a device or link, or another number: the likely value, lowest and highest."""
+    """A rate or another number: the likely value, lowest and highest."""
 
     value: float
     low: float
@@ -22,7 +22,7 @@ class Rate:
     source: str
 
     def times(self, factor: float, why: str) -> "Rate":
-        """Return the rate times a factor, with the reason added to its source."""
+        """Return the rate times a factor, with the reason in its source."""
         value, low, high = (factor * x for x in (self.value, self.low, self.high))
         return Rate(value, low, high, self.unit, f"{self.source}{why}")
 
@@ -45,7 +45,7 @@ def time_interval(error: float) -> tuple[float, float]:
 
 
 def part_of(peak: float, parts: tuple[float, float, float], unit: str, source: str) -> Rate:
-    """Return the lowest, likely and highest parts of a peak."""
+    """Return a peak's lowest, likely and highest parts."""
     low, likely, high = (peak * part for part in parts)
     return Rate(likely, low, high, unit, source)
 

@@ -1,4 +1,4 @@
-"""Rates of devices and links, each with its interval and source."""
+"""Rates of devices and links, each with interval and source."""
 
 import math
 import os
@@ -26,14 +26,14 @@ DESCRIBED = "XLA's device description"
 _DATA_SHEET = f"{PUBLISHED} (NVIDIA's data sheet)"
 _OF_DEVICES = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
 
-# The part of a peak that programs reach: lowest, likely, highest.
+# The reached part of a peak: lowest, likely, highest.
 _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
 
 
 class _Tpu(NamedTuple):
     flops: float  # of bfloat16, per second
     memory: float  # bytes per second
-    links: float  # bits per second of all links of a chip
+    links: float  # bits per second of a chip's links
 
 
 # Google's system architecture pages, https://cloud.google.com/tpu/docs.
@@ -65,7 +65,7 @@ UNITS = {
 
 
 def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
-    """Return the user's rates, > 0; the start of an operation or reduction may be 0."""
+    """Return the user's rates, > 0; a start may be 0."""
     if not isinstance(values or {}, Mapping):
         raise TypeError(f'rates={values!r} must be a dict such as {{"matmul_flops": 600e12}}.')
     found = {}
@@ -90,7 +90,7 @@ def rates_of(
     given: Mapping[str, Rate] | None = None,
     measured: Mapping[str, Rate] | None = None,
 ) -> dict[str, Rate]:
-    """Return the rates of a target: given, else measured, else known."""
+    """Return a target's rates: given, else measured, else known."""
     known = {"gpu": _gpu, "tpu": _tpu}.get(target.platform, _cpu)(target)
     start_s = known["reduction_start_s"]
     known["host_reduction_start_s"] = start_s.times(2, ", twice that within a host")

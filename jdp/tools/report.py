@@ -256,7 +256,7 @@ _SENT, _EXPOSED = "#8e7cc3", "#d1495b"
 
 
 def draw_schedule(report: StepReport, path: str | Path) -> None:
-    """Write a picture of the schedule of a step, on two lanes."""
+    """Write a picture of a step's schedule, on two lanes."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -14,7 +14,7 @@ STDOUT = "-"
 
 
 class NotWrittenError(OSError):
-    """A file could not be written, such as on a full disk. The text names the file."""
+    """A file could not be written, as on a full disk."""
 
 
 def add_json(
@@ -170,7 +170,7 @@ def write(text: str, where: str) -> None:
 
 
 def write_picture(figure: Any, path: str | Path, **options: Any) -> None:
-    """Write a figure of matplotlib to a file of exactly this name."""
+    """Write a matplotlib figure to a file of exactly this name."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=_suffix(path) or "png", **options)
     with writing(path):

@@ -1,4 +1,4 @@
-"""The devices that a step is compiled for, of this process or absent ones."""
+"""The devices that a step is compiled for, also absent ones."""
 
 import functools
 import importlib.util
@@ -21,11 +21,11 @@ from jdp.worker.local_devices import require_few_cpu_ranks
 
 
 class MissingPluginError(Exception):
-    """Something is missing to compile for a target; the text names it."""
+    """Something is missing to compile for a target."""
 
 
 def gpus_of(name: str) -> tuple[str, int, int]:
-    """Return the kind of GPU of a target, the number of hosts, and GPUs of each host."""
+    """Return a target's GPU, the number of hosts, and GPUs of each."""
     number, _, kind = name.upper().partition("X")
     num, most = int(number), GPUS[kind].per_host
     num_hosts = -(-num // most)
@@ -39,7 +39,7 @@ def gpus_of(name: str) -> tuple[str, int, int]:
 
 
 def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any]:
-    """Return GPUs to compile for, not to run on."""
+    """Return GPUs to compile for."""
     # Otherwise the CUDA plugin needs cuDNN, as for a run.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     # One domain for each host: in a domain of several hosts XLA uses kernels that read any GPU's
@@ -115,7 +115,7 @@ class TargetDevices:
         return self.mesh.devices.flat[0].device_kind
 
     def memory_bytes(self) -> int | None:
-        """Return the memory of a device, or None if unknown."""
+        """Return a device's memory, or None."""
         found = re.search(r"device_memory_size: (\d+)", self.description)
         return int(found[1]) if found else None
 
@@ -160,11 +160,11 @@ def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
     if first.platform == "cpu":
         return TargetDevices(f"cpu:{size}", mesh, found)
     name = f"{size}x{first.device_kind}"
-    if first.platform == "tpu":  # whose links are the same within a host and between hosts
+    if first.platform == "tpu":  # with equal links within a host and between hosts
         return TargetDevices(name, mesh, [0] * size)
     try:
         description = gpu_description(first.device_kind)
-    except MissingPluginError:  # of JAX before 0.12, or of another kind of GPU
+    except MissingPluginError:  # JAX before 0.12, or another kind of GPU
         description = ""
     return TargetDevices(name, mesh, found, description)
 
@@ -193,7 +193,7 @@ def _cpu_devices(num: int) -> list[Any]:
         if jax.config.jax_num_cpu_devices < num:  # the script may need more than this target
             jax.config.update("jax_num_cpu_devices", num)
     except RuntimeError:
-        pass  # a backend already runs, and may have enough devices
+        pass  # a running backend may have enough devices
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
     if not 1 <= num <= len(found):
         raise MissingPluginError(
@@ -235,5 +235,5 @@ def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
         raise ValueError(f"libtpu knows no topology {name!r}: {error}") from error
     devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
     num_hosts = len({device.process_index for device in devices})
-    # The links of a topology are the same within a host and between hosts.
+    # A topology's links are the same within a host and between hosts.
     return TargetDevices(name, _mesh(list(devices), axis_names, num_hosts), [0] * len(devices))

@@ -1,4 +1,4 @@
-"""The schedule of a compiled step on two lanes, for computation and communication."""
+"""The schedule of a compiled step on two lanes: computation and communication."""
 
 import re
 from collections import Counter
@@ -53,7 +53,7 @@ _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 class _LoopInteger(NamedTuple):
-    """An integer: a constant, or an entry of a loop's state plus a constant."""
+    """A constant, or an entry of a loop's state plus a constant."""
 
     entry: int | None
     constant: int
@@ -71,7 +71,7 @@ class TripCounts:
         self._callers = callers_of(computations)
 
     def times(self, one: Instruction, computation: str) -> int:
-        """Return the number of iterations of a loop; 1 for other operations."""
+        """Return a loop's number of iterations; 1 for other operations."""
         if one.op != "while":
             return 1
         if found := _KNOWN.search(one.rest):
@@ -128,7 +128,7 @@ class TripCounts:
         return first and _LoopInteger(first.entry, first.constant + value.constant)
 
     def _constant(self, value: _LoopInteger | None, computation: str) -> int | None:
-        """Return a value that is constant whenever a computation runs, or None."""
+        """Return a value that is constant whenever a computation runs."""
         while value is not None and value.entry is not None:
             callers = self._callers[computation]
             if len(callers) != 1:
@@ -143,7 +143,7 @@ class TripCounts:
         return self._computations.get(computation, Computation()).root
 
     def _sum(self, computation: str, name: str, index: int | None = None) -> _LoopInteger | None:
-        """Return an integer that is a constant or a sum with one, else None."""
+        """Return an integer that is a constant or a sum with one."""
         one = self._computations[computation].by_name.get(name)
         if one is None:
             return None
@@ -205,12 +205,12 @@ def _fits(value: int, dtype: str) -> bool:
     return -(2**bits) * (dtype[0] == "s") <= value < 2**bits
 
 
-# These move no data, or only start operations that are counted elsewhere.
+# These move no data, or start operations counted elsewhere.
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
     "opt-barrier".split()
 )
-# Further iterations of a loop take the time of the last simulated one.
+# Further iterations take the time of the last simulated one.
 _SIMULATED = 3
 
 
@@ -235,7 +235,7 @@ class Timeline:
 
 
 def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()) -> Timeline:
-    """Run the schedule of a program on two lanes, one transfer at a time."""
+    """Run a program's schedule on two lanes, one transfer at a time."""
     run = _Simulation(program, speeds, Costs(program.computations, kernels))
     run.computation(program.entry)
     run.timeline.step_s = run.now_s
@@ -370,7 +370,7 @@ class _Simulation:
         target, number = inner.target(), number_of(inner)
         if target == call_order.DONE:
             self._done(f"ring {number}")
-            # The operands and results of a done are its bucket, out of and into place.
+            # A done's operands and results are its bucket, out of and into place.
             took_s = self._speeds.compute_s(Work({}, 2 * hlo.num_bytes(one.shape)))
             self.now_s += took_s
             self.timeline.computing_s += took_s

@@ -28,7 +28,7 @@ def replica_groups(one: Instruction) -> list[tuple[int, ...]]:
     A group of a `collective-permute` is a pair: sender, receiver.
     """
     if found := one.target() and _NUM_RANKS.search(one.rest):
-        return [tuple(range(int(found[1])))]  # which ranks these are is not in the program
+        return [tuple(range(int(found[1])))]  # which ones is not in the program
     text = one.attributes()
     if found := _PAIRS.search(text):
         return [tuple(_numbers(each)) for each in re.findall(r"\{(\d+,\d+)\}", found[1])]
@@ -105,7 +105,7 @@ class SentArrays:
 
 
 def number_of(inner: Instruction) -> int | None:
-    """Return the number of a native call, None for an XLA collective."""
+    """Return a native call's number, None for an XLA collective."""
     found = _BUCKET.search(inner.rest) if inner.target() else None
     return int(found[1]) if found else None
 
@@ -161,7 +161,7 @@ def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
 
 def _gathered_bytes(inner: Instruction, taken_bytes: int, algorithm: str) -> int:
     found = hlo.num_bytes(inner.shape)
-    # The type of a start includes its operands; the result of a native call a token.
+    # A start's type includes its operands; a native call's result a token.
     if inner.op.endswith("-start"):
         return found - taken_bytes
     return found - (4 if algorithm == "native" else 0)

@@ -31,9 +31,9 @@ from jdp.tools.rate import Rate, given_rate
 from jdp.tools.rates import UNITS
 from jdp.tools.timeline import Groups, Work
 
-# Training steps compute more slowly than large matmuls and loops over cached arrays. Their matrices
-# are smaller or transposed, their arrays strided, and threads wait. The factors are fitted to timed
-# steps.
+# Training steps compute more slowly than large matmuls and loops over cached arrays, because
+# matrices are smaller or transposed, arrays strided, and threads wait. The factors are fitted to
+# timed steps.
 
 
 _NUM_STEPS, _BUDGET_S = 4, 9.0
@@ -42,7 +42,7 @@ _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 
 class AloneSeconds(NamedTuple):
-    """Seconds of a step's operations by themselves; `strided` ones go across an array's rows."""
+    """Seconds of operations by themselves; `strided` ones go across an array's rows."""
 
     matmul: float = 0.0
     elementwise: float = 0.0
@@ -62,7 +62,7 @@ class Training(NamedTuple):
         return f"{self.model.name} in {self.num_micro_batches}"
 
     def gradients(self, params: Any, batch: Any) -> Any:
-        """Return the gradients of the mean loss, summed over micro-batches."""
+        """Return the mean loss's gradients, summed over micro-batches."""
         num = self.num_micro_batches
         gradient = jax.grad(self.model.loss_fn)
         if num == 1:
@@ -84,7 +84,7 @@ class TimedStep(NamedTuple):
 
 
 def measured_slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
-    """Time training steps without collectives, and return their slowness."""
+    """Return the slowness of timed steps without collectives."""
     trainings = _trainings(mesh.devices.flat[0].platform)
     made = {training.name: _made(mesh, training) for training in trainings}
     clocks = {name: clock for name, (clock, _) in made.items()}
@@ -107,7 +107,7 @@ def fit_slowness(steps: Sequence[TimedStep]) -> Slowness:
 
 
 def _groupings(num: int) -> Iterator[list[int]]:
-    """Yield the ways to equate factors, as the group of each."""
+    """Yield the ways to equate factors: the group of each."""
     for groups in itertools.product(range(num), repeat=num):
         firsts = list(dict.fromkeys(groups))
         if firsts == list(range(len(firsts))):
@@ -115,7 +115,7 @@ def _groupings(num: int) -> Iterator[list[int]]:
 
 
 def _least_squares(shares: np.ndarray) -> np.ndarray:
-    """Return the positive factors with each step's sum of shares closest to 1."""
+    """Return positive factors with each step's sum of shares closest to 1."""
     num_steps, num = shares.shape
     best, least = np.ones(num), float("inf")
     for groups in _groupings(num):
@@ -129,7 +129,7 @@ def _least_squares(shares: np.ndarray) -> np.ndarray:
 
 
 class _Recorder:
-    """Speeds that add up the seconds of operations by kind."""
+    """Adds up the seconds of operations by kind."""
 
     def __init__(self, rates: Mapping[str, Rate]):
         self._start_s = rates["operation_start_s"].value
@@ -231,11 +231,11 @@ def _require(leaf: jax.Array, expected: np.ndarray, name: str) -> None:
 
 _WIDTH = {"cpu": 1024}  # rows and columns
 _WIDTH_ELSEWHERE = 8192
-# Devices other than CPUs begin one matmul while the host starts the next.
+# Devices other than CPUs begin one while the host starts the next.
 _NUM_MATMULS_ELSEWHERE = 8
-# Enough operations to make the program's start a small part.
+# Enough to make the program's start a small part.
 _NUM_TIMES, _NUM_TINY = 64, 512
-# More elements than fit into caches (50 MiB and more on GPUs).
+# More than fits into caches (50 MiB and more on GPUs).
 _ELEMENTS, _ELEMENTS_ELSEWHERE = 2**24, 2**27
 # XLA:CPU of JAX 0.10 drops barriers early, and then fuses across them. XLA:GPU drops them last, and
 # needs that pass.
@@ -245,11 +245,11 @@ _PERIOD = 3
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Return each device's matmul operations per second, while all compute."""
+    """Return each device's operations per second, while all compute."""
     platform = mesh.devices.flat[0].platform
     width = _WIDTH.get(platform, _WIDTH_ELSEWHERE)
     num_calls = 1 if platform == "cpu" else _NUM_MATMULS_ELSEWHERE
-    # Element (i, j) of the product is width * (i mod 3) * (j mod 3): exact in every dtype.
+    # Exact in every dtype: element (i, j) of the product is width * (i mod 3) * (j mod 3).
     small = np.arange(width) % _PERIOD
     a = np.broadcast_to(small[:, None], (mesh.size, width, width)).astype(jnp.dtype(dtype))
     b = np.broadcast_to(small[None, :], (mesh.size, width, width)).astype(jnp.dtype(dtype))
@@ -260,7 +260,7 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
 
 
 def memory_bytes_per_s(mesh: Mesh) -> float:
-    """Return the bytes per second that each device reads and writes, while all do."""
+    """Return each device's bytes read and written per second, while all do."""
     if mesh.devices.flat[0].platform != "cpu":
         # One operation is so short that the program's start would count.
         size = _ELEMENTS_ELSEWHERE
@@ -274,7 +274,7 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
 
 
 def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right: float) -> float:
-    """Return the seconds of an operation on an array, in a loop of many."""
+    """Return the seconds of an operation, in a loop of many."""
     x = np.zeros((mesh.size, num_elements), np.float32)
 
     def repeated(x: Any, old: Any) -> Any:
@@ -348,7 +348,7 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
 def _seconds(
     run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
 ) -> float:
-    """Return the median seconds of `run`; check the results on every device."""
+    """Return the median seconds of checked runs."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():
@@ -369,7 +369,7 @@ def _seconds(
 
 
 def _warm_up(run: Any, x: jax.Array, other: jax.Array) -> None:
-    """Run untimed: GPUs lower their clock rate during the checks."""
+    """GPUs lower their clock rate during the checks."""
     if next(iter(x.devices())).platform == "cpu":
         return
     end = time.perf_counter() + _WARM_UP_S
@@ -379,7 +379,7 @@ def _warm_up(run: Any, x: jax.Array, other: jax.Array) -> None:
 
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
-# As in a step, whose gradients are not read again.
+# A step's gradients are not read again.
 _SETTING = collectives.Setting(num_rounds=5, in_place=True)
 
 

@@ -15,8 +15,8 @@ from jdp.tools.known_values import WrongResultError
 
 PEER = "xla"
 _MiB = 2**20
-# Calls in a program, enough to make its start a small part. A `ppermute` compiles slowly, since it
-# consists of many operations.
+# Enough calls to make a program's start a small part. A `ppermute` of many operations compiles
+# slowly.
 _MAX_CALLS, _MAX_PPERMUTES = 16, 4
 
 
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 
 class CannotRun(Exception):
-    """An algorithm that cannot run here, with the reason."""
+    """An algorithm that cannot run here, and why."""
 
 
 def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:

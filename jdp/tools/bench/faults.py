@@ -118,7 +118,7 @@ class FaultSetting(NamedTuple):
 
 
 class FaultyRunError(Exception):
-    """A run that failed or stalled, with its last output."""
+    """A failed or stalled run, with its last output."""
 
 
 class FaultyLaunch:
@@ -170,7 +170,7 @@ class FaultyLaunch:
         return [it for it in found if it["event"] == event]
 
     def first_steps(self) -> dict[int, list[dict[str, Any]]]:
-        """Return generation -> the logged first steps of its processes."""
+        """Return generation -> the first steps of its processes."""
         found: dict[int, list[dict[str, Any]]] = {}
         for path in self.folder.glob("steps.*"):
             steps = read_lines(path)
@@ -186,7 +186,7 @@ class FaultyLaunch:
         return found if len(found) == self._num_processes else {}
 
     def until(self, is_there: Callable[[], Any], what: str, deadline_s: float) -> Any:
-        """Wait until a condition holds, and return its value."""
+        """Wait for a condition, and return its value."""
         end = time.monotonic() + deadline_s
         while not (value := is_there()):
             if self.is_over and not is_there():
@@ -232,13 +232,13 @@ def require_exact(folder: Path, num_processes: int) -> None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps of process 0 in all generations, by start."""
+    """Return process 0's steps in all generations, by start."""
     found = [it for path in folder.glob("steps.*") for it in read_lines(path) if it["rank"] == 0]
     return sorted(found, key=lambda it: it["begin"])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSON file, without an incomplete one."""
+    """Return a JSON file's lines, without an incomplete one."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 

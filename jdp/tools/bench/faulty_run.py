@@ -33,7 +33,7 @@ from jdp.worker.launcher_client import current
 NUM_ROWS, BATCH_SIZE, WIDTH = 64, 8, 256
 STOP = "stop"
 MOST_STEPS = 1_000_000  # float32 holds the parameters exactly for so long
-# JAX's events for tracing with lowering, and for reading its cache.
+# JAX's events for tracing with lowering, and reading its cache.
 _TRACING = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration")
 _LOADING = ("cache_retrieval_time_sec",)
 
@@ -58,7 +58,7 @@ class TrainingPlan(NamedTuple):
 
 
 def data() -> np.ndarray:
-    """Return the rows, `[NUM_ROWS, WIDTH]`, different small whole numbers."""
+    """Return the rows, `[NUM_ROWS, WIDTH]`, small whole numbers."""
     rows = np.random.default_rng(0).integers(-3, 4, (NUM_ROWS, WIDTH))
     return rows.astype(np.float32)
 
@@ -87,12 +87,12 @@ def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
 
 
 def factors(plan: TrainingPlan) -> np.ndarray:
-    """Return the factor of each row of the parameters, 1 to 3."""
+    """Return the factor of each parameter row, 1 to 3."""
     return (np.arange(plan.shape[0]) % 3 + 1).astype(np.float32)
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    """Return a loss whose gradient is the outer product of the factors and the mean row."""
+    """The gradient is the outer product of the factors and the mean row."""
     w = params["w"]
     factor = (jnp.arange(w.shape[0]) % 3 + 1).astype(w.dtype)
     return jnp.mean(batch["x"] @ (factor @ w))
@@ -106,7 +106,7 @@ def step(state: TrainState, batch: Any) -> Any:
 
 
 class StepLog:
-    """A log with one write for each line, so that no death tears a line."""
+    """One write for each line, so that no death tears a line."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"steps.{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Common flags of `jdp bench`, and the devices that they choose."""
+"""Common flags of `jdp bench`, and their devices."""
 
 import argparse
 import contextlib
@@ -52,7 +52,7 @@ def read_cpu_ranks(text: str) -> int:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of commands that use this process's devices."""
+    """Add flags of commands that use this process's devices."""
     text = "virtual CPU devices of each process (default on a machine without accelerators: its "
     text += "cores, at least 2)"
     parser.add_argument("--cpu-ranks", type=read_cpu_ranks, metavar="N", help=text)
@@ -66,7 +66,7 @@ def require_outputs(options: argparse.Namespace, inputs: Sequence[str] = ()) -> 
 
 
 def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None = None) -> Any:
-    """Choose the devices, join the processes, and return the mesh."""
+    """Choose devices, join the processes, and return the mesh."""
     import jax
 
     from jdp.distributed.mesh import init
@@ -80,7 +80,7 @@ def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None
 
 
 def require_files(mesh: Any, require: Callable[[], None]) -> None:
-    """Raise a ValueError on all processes if the first one cannot write its files."""
+    """Raise a ValueError on all processes if the first cannot write its files."""
     import jax
 
     from jdp.distributed import agree

@@ -68,7 +68,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def aligned(cells: Sequence[str]) -> str:
-    """Return cells as a line, in columns of 12 characters."""
+    """Return cells in columns of 12 characters."""
     return " ".join(f"{cell:>12}" for cell in cells)
 
 

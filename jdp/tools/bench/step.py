@@ -1,4 +1,4 @@
-"""Times of a training step by number of ranks, checked against one device."""
+"""Times of a training step by number of ranks."""
 
 import argparse
 import contextlib
@@ -187,7 +187,7 @@ def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -
     """Keep every rank's own gradients; the false mark makes jdp accept the step.
 
     XLA would fuse gradients with updates, and copy parameters that are still read, so a barrier
-    replaces the call. The step may take longer than with a reduction. JAX 0.10 drops the barrier.
+    replaces the call. The step may take longer than with a reduction. JAX 0.10 drops it first.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]

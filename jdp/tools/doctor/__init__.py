@@ -1,1 +1,1 @@
-"""`jdp doctor`: whether this machine, or the hosts of a run, can train."""
+"""`jdp doctor`: whether this machine, or a run's hosts, can train."""

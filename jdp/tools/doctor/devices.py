@@ -17,7 +17,7 @@ from jdp.tools.collective_case import AUTO, Case, Trial
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.tools.known_values import WrongResultError
 
-# Elements: one, few, an odd number, and more than a piece that the CPU library sends.
+# One, few, an odd number, and more than a piece that the CPU library sends.
 _NUMBERS = (1, 3, 1001, 300_007)
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _SIZE_OF_OTHERS = 1001
@@ -79,7 +79,7 @@ _NAMES = {"jdp_all_reduce": "native", "psum": "xla"}
 
 
 def devices(mesh: Mesh) -> Diagnosis:
-    """Return the devices of the run, by kind and process."""
+    """Return the run's devices, by kind and process."""
     found = list(mesh.devices.flat)
     kinds = Counter(device.device_kind for device in found)
     processes = {device.process_index for device in found}
@@ -91,7 +91,7 @@ def devices(mesh: Mesh) -> Diagnosis:
 
 
 def links(mesh: Mesh) -> Diagnosis:
-    """Return the links of the devices: JAX's coordinates and slices."""
+    """Return the links of the devices."""
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     coordinates = {str(d.id): list(d.coords) for d in here if getattr(d, "coords", None)}
     slices = {getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat}
@@ -112,7 +112,7 @@ def links(mesh: Mesh) -> Diagnosis:
 
 
 def libraries(platform: str) -> list[Diagnosis]:
-    """Return whether each native library is loaded, and why not."""
+    """Return whether native libraries are loaded, and why not."""
     found = []
     for name, why, wanted in (
         ("CPU library", cpu_runtime.why_missing(), "cpu"),

@@ -32,7 +32,7 @@ class Diagnosis:
 
 
 def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a check; a failed check is an error of the machine."""
+    """Return a check's diagnosis; a failed check is an error of the machine."""
     try:
         return examine()
     except Exception as error:
@@ -47,12 +47,12 @@ def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
 
 
 def is_healthy(by_process: Mapping[int, Iterable[Diagnosis]]) -> bool:
-    """Whether no check of any process found an error."""
+    """Whether no check found an error."""
     return all(it.level != ERROR for found in by_process.values() for it in found)
 
 
 def text(by_process: Mapping[int, Sequence[Diagnosis]]) -> str:
-    """Return the text report; equal lines of processes appear once."""
+    """Return the report; equal lines of processes appear once."""
     lines = []
     for check in dict.fromkeys(it.check for found in by_process.values() for it in found):
         same: dict[tuple, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Connections between the processes of a run, and differences of their clocks."""
+"""Connections between a run's processes, and differences of their clocks."""
 
 import contextlib
 import socket
@@ -46,7 +46,7 @@ class Reached(NamedTuple):
 
 @contextlib.contextmanager
 def listening(clock: Callable[[], float] = time.time) -> Iterator[int]:
-    """Listen on a free port, and answer each byte with the time, until the block ends."""
+    """Listen on a free port, and answer each byte with the time."""
     with socket.create_server(("", 0), backlog=128) as server:
         thread = threading.Thread(target=_serve, args=(server, clock), daemon=True)
         thread.start()
@@ -76,7 +76,7 @@ def own_address() -> str:
 
 
 def to_reach(me: int, listeners: Mapping[int, Listener]) -> list[Listener]:
-    """Return the processes to which process `me` connects: the next, and the first of each host."""
+    """Return the processes to which `me` connects: the next, and the first of each host."""
     order = sorted(listeners)
     following = order[(order.index(me) + 1) % len(order)]
     firsts: dict[str, int] = {}
@@ -88,7 +88,7 @@ def to_reach(me: int, listeners: Mapping[int, Listener]) -> list[Listener]:
 
 
 def reach(other: Listener, mine: str, clock: Callable[[], float] = time.time) -> Reached:
-    """Connect to another process, and compare the clocks (Cristian 1989)."""
+    """Connect to a process, and compare the clocks (Cristian 1989)."""
     address = "127.0.0.1" if other.space == mine else other.address
     if other.space != mine and address.startswith("127."):
         return Reached(other, f"its name stands for {address}, which is every host's own address")
@@ -134,7 +134,7 @@ def reachability(found: list[Reached]) -> Diagnosis:
 
 
 def clocks(found: list[Reached]) -> Diagnosis:
-    """Return the differences to the clocks of other processes."""
+    """Return the differences to other processes' clocks."""
     known = [it for it in found if not it.failure]
     worst = max(known, key=lambda it: abs(it.skew_s) - it.error_s, default=None)
     if worst is None:

@@ -1,4 +1,4 @@
-"""System limits: open files, shared memory, locked memory, memory, proxies."""
+"""System limits: files, shared memory, locked memory, memory, proxies."""
 
 import os
 import resource
@@ -37,7 +37,7 @@ def files(num_processes: int) -> Diagnosis:
 
 
 def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
-    """Return whether there is enough named shared memory, which jdp does not use."""
+    """Check the named shared memory, which jdp does not use."""
     stat = os.statvfs(folder)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     facts = {"bytes": size, "free_bytes": free}
@@ -58,7 +58,7 @@ def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
 
 
 def locked_memory(infiniband: str = "/sys/class/infiniband") -> Diagnosis:
-    """Return whether a process may lock memory, for network cards with RDMA."""
+    """Check that a process may lock memory, for network cards with RDMA."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(path.name for path in Path(infiniband).glob("*"))
     facts = {"soft": soft, "hard": hard, "cards": cards}
@@ -78,7 +78,7 @@ def locked_memory(infiniband: str = "/sys/class/infiniband") -> Diagnosis:
 
 
 def memory(root: str = "/") -> Diagnosis:
-    """Return the free memory of this process, by host and control group."""
+    """Return the process's free memory, by host and control group."""
     lines = Path(root, "proc/meminfo").read_text().splitlines()
     of_host = {name: 1024 * int(rest.split()[0]) for name, rest in (x.split(":") for x in lines)}
     total, free = of_host["MemTotal"], of_host["MemAvailable"]
@@ -102,7 +102,7 @@ def memory(root: str = "/") -> Diagnosis:
 
 
 def proxies(environment: Mapping[str, str] = os.environ) -> Diagnosis:
-    """Return the set proxy variables, without their values, which may hold passwords."""
+    """Return the set proxy variables, without values, which may hold passwords."""
     names = sorted(name for name in environment if name.lower() in PROXIES)
     facts = {"names": names}
     if not names or environment.get("grpc_proxy") == "":

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.worker import bytecode as modules
 
-# Warn above this. The measurement ends after the second number.
+# Warn above this; the measurement ends after the second number.
 _LEAST_S = 0.5
 _BUDGET_S = 1.0
 
 
 def bytecode(least_s: float = _LEAST_S) -> Diagnosis:
-    """Return whether the imported modules of this process have bytecode."""
+    """Check that this process's modules have bytecode."""
     imported, missing = modules.sources(), modules.without_bytecode()
     facts = {"modules": len(imported), "without": len(missing), "compile_s": 0.0, "measured": 0}
     if not missing:
@@ -50,7 +50,7 @@ def _is_by_uv(folder: str) -> bool:
     return any(it.read_text().strip() == "uv" for it in Path(folder).glob("*.dist-info/INSTALLER"))
 
 
-# Half seconds: equal lines of several processes are printed once.
+# Half seconds: equal lines of processes are printed once.
 def _seconds(s: float) -> str:
     return f"{round(2 * s) / 2:g}"
 
@@ -77,7 +77,7 @@ class Installed:
     num_processes: int
 
     def release(self, package: str) -> tuple[int, ...]:
-        """Return the first three numbers of a package's version; () if not installed."""
+        """Return a package's first three numbers; () if not installed."""
         return tuple(map(int, re.findall(r"\d+", self.versions.get(package, ""))[:3]))
 
     def plugins(self) -> list[str]:

@@ -1,1 +1,1 @@
-"""`jdp plan`: predicted time, memory and efficiency of training on many hosts."""
+"""`jdp plan`: predicted time, memory and efficiency on many hosts."""

@@ -1,4 +1,4 @@
-"""The assumptions of a plan, each with its interval, source and setting."""
+"""A plan's assumptions, each with interval, source and setting."""
 
 import json
 import re
@@ -189,7 +189,7 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
 def values(
     known: Assumptions, rest: str = "value", computation: str | None = None
 ) -> dict[str, float]:
-    """Return the numbers of the likely case, or of the fastest or slowest run."""
+    """Return the numbers of the likely, fastest or slowest run."""
     picked = {}
     for name, rate in known.items():
         which = (computation or rest) if name in COMPUTATION else rest

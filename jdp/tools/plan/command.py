@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Row], known: Assumptions) -> str:
-    """Return the rows as a table, with a heading and the assumptions."""
+    """Return the rows as a table, with heading and assumptions."""
     lines = [
         "All times are predicted, not measured; in parentheses at the best and worst of all rates.",
         _aligned(_COLUMNS),

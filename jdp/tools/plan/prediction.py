@@ -23,10 +23,9 @@ from jdp.tools.plan.schedule import (
 )
 
 # The effective training time (ETTR) is the share of training, if ranks fail. Failures come at a
-# constant random rate, also during recoveries. Each costs a whole recovery, after that of an
-# earlier failure. (If it restarts the earlier recovery, the share is `highest`.) Steps since the
-# last commit are lost and repeated. Commits stop training. After a recovery hosts may be missing
-# for some time.
+# constant random rate, also during recoveries. Each costs a whole recovery, after an earlier
+# failure's. (`highest` is the share if it restarts that recovery.) Steps since the last commit are
+# lost and repeated. Commits stop training. After a recovery hosts may be missing for some time.
 
 
 class Failures(NamedTuple):
@@ -108,7 +107,7 @@ class Stragglers(NamedTuple):
             return [1.0]
         chosen = random.Random(self.seed)
         shares = [max((i + chosen.random()) / num_samples, 1e-9) for i in range(num_samples)]
-        # The known mean 1 of one rank corrects the samples of n.
+        # One rank's known mean 1 corrects the samples of n.
         missed = fmean(self._of_slowest(share, 1) for share in shares)
         return [self._of_slowest(share, num_ranks) / missed for share in shares]
 
@@ -123,7 +122,7 @@ _MOMENTS = 2  # numbers that Adam keeps of a parameter
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank, without activations and rows; `in_step` are further ones within a step."""
+    """Bytes of one rank, without activations and rows; `in_step`: in addition."""
 
     between_steps: float
     in_step: float
@@ -135,11 +134,11 @@ class RankMemory(NamedTuple):
 
 
 def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
-    """Return the memory of a rank that trains with Adam."""
+    """Return the memory of a rank with Adam."""
     whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
     groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
     group = max(map(params_of, groups)) * STATE_BYTES
-    adds_up = workload.micro_batches > 1  # beside the sums is a gradient of the next micro-batch
+    adds_up = workload.micro_batches > 1  # beside the sums is the next micro-batch's gradient
     if deployment.method == REPLICATED or n == 1:  # all stages compile to the same step then
         return RankMemory((1 + _MOMENTS) * whole, whole + adds_up * group)
     if deployment.method == STAGE_1:
@@ -233,12 +232,12 @@ class Row(NamedTuple):
 
     @property
     def effective(self) -> float:
-        """A GPU's work in this run, relative to one alone that never fails."""
+        """A GPU's work in this run, relative to one alone without failures."""
         return self.efficiency * self.ettr
 
 
 def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -> Row:
-    """Return the row of a method on a number of hosts."""
+    """Return a method's row on `hosts` hosts."""
     likely = values(known)
     workload, deployment = _workload(options, likely), _deployment(options, likely, method, hosts)
     step = mean_step_s(workload, deployment, _stragglers(options, likely))
@@ -281,7 +280,7 @@ def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -
 
 
 def mean_step_s(workload: Workload, deployment: Deployment, stragglers: Stragglers) -> float:
-    """Return the mean seconds of a step, over samples of the slowest rank."""
+    """Return a step's mean seconds, over samples of the slowest rank."""
     program = program_of(workload, deployment)
     return fmean(map(program.step_s, stragglers.slowest(deployment.all_ranks.size)))
 

@@ -1,4 +1,4 @@
-"""Reads the model, hosts and methods of a `jdp plan` command line."""
+"""Reads a `jdp plan` command line."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Model(NamedTuple):
     def workload(
         self, known: Mapping[str, float], gather_bytes: float, reduce_bytes: float, bucket: float
     ) -> Workload:
-        """Return the work of one rank, at assumed rates; `bucket` in bytes."""
+        """Return one rank's work, at assumed rates; `bucket` in bytes."""
         compute_s = self.step_s
         if not compute_s:
             compute_s = FLOPS_PER_PARAM * self.params * self.tokens / known["matmul_flops"]

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MiB = 2**20
-STATE_BYTES = 4  # float32: of a parameter, and of each number that the optimizer keeps of it
+STATE_BYTES = 4  # float32: of a parameter, and each number that the optimizer keeps of it
 
 
 class ModelLeaf(NamedTuple):
-    """A leaf of the parameters; `work` is its share of the time of a pass."""
+    """A leaf of the parameters; `work`: its share of a pass's time."""
 
     params: float
     work: float
@@ -52,7 +52,7 @@ class Workload(NamedTuple):
         return sum(leaf.params for leaf in self.leaves)
 
     def alone_s(self) -> float:
-        """Return the seconds of a step of one rank alone."""
+        """Return a step's seconds of one rank alone."""
         return self.forward_s + self.backward_s + self.update_s
 
 
@@ -98,7 +98,7 @@ def params_of(group: Sequence[ModelLeaf]) -> float:
 
 LINK, NETWORK = "link", "network"
 ALGORITHMS = ("ring", "tree", "best")
-# NCCL's tuning model, src/graph/tuning.cc: a tree reaches 92 % of the bandwidth of a ring.
+# NCCL's tuning model, src/graph/tuning.cc: a tree reaches 92 % of a ring's bandwidth.
 _OF_RING = 0.92
 
 
@@ -144,7 +144,7 @@ class Fabric(NamedTuple):
     algorithm: str = "best"
 
     def all_reduce_s(self, num_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-reduce of `num_bytes` of each rank."""
+        """Return an all-reduce's seconds for `num_bytes` of each rank."""
         if group.size == 1:
             return 0.0
         sent = 2 * (group.size - 1) / group.size * num_bytes / self._bytes_per_s(group)
@@ -156,7 +156,7 @@ class Fabric(NamedTuple):
         return self.start_s + times[self.algorithm]
 
     def gather_s(self, num_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-gather of `num_bytes` in all, or of a reduce-scatter."""
+        """Return an all-gather's or reduce-scatter's seconds for `num_bytes` in all."""
         if group.size == 1:
             return 0.0
         sent = (group.size - 1) / group.size * num_bytes / self._bytes_per_s(group)
@@ -171,7 +171,7 @@ class Fabric(NamedTuple):
         network = self.network_bytes_per_s / group.sharing
         if group.hosts == 1:
             return self.link_bytes_per_s
-        # All ranks of a host that are in the group use its network together.
+        # All ranks of a host in the group use its network together.
         return network if group.per_host == 1 else min(self.link_bytes_per_s, network)
 
 
@@ -189,7 +189,7 @@ class Task(NamedTuple):
 
 
 class Program:
-    """The tasks of a step, in program order; `overlaps`: links send while the rank computes."""
+    """The tasks of a step, in program order; `overlaps`: links send during computation."""
 
     def __init__(self, *, overlaps: bool = True) -> None:
         self.tasks: list[Task] = []
@@ -201,7 +201,7 @@ class Program:
         return len(self.tasks) - 1
 
     def ends(self, slowness: float = 1.0) -> list[float]:
-        """Return the end of each task, in seconds from the start of the step."""
+        """Return each task's end, in seconds from the step's start."""
         ends: list[float] = []
         free = dict.fromkeys((COMPUTE, LINK, NETWORK), 0.0)
         for lane, seconds, after in self.tasks:
@@ -214,7 +214,7 @@ class Program:
         return ends
 
     def step_s(self, slowness: float = 1.0) -> float:
-        """Return the seconds of the step, for a factor of its slowest rank."""
+        """Return the step's seconds, for its slowest rank's factor."""
         return max(self.ends(slowness))
 
     def exposed_s(self) -> float:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     print(results.to_json(found.to_json()) if options.json else table(found))
     try:
         trace_file.write(merged, found.traces, found.begins())
-    except OSError as error:  # a folder of another user, whose profile can be read
+    except OSError as error:  # another user's folder, whose profile can be read
         return _fail(
             f"the trace of all ranks was not written to {merged}: {error.strerror or error}. Write "
             "--trace FILE in a folder that you may write.",
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def table(found: Summary) -> str:
-    """Return the tables of a profile: its ranks, its collectives, and its clocks."""
+    """Return a profile's tables: ranks, collectives, and clocks."""
     numbers = sorted({number for each in found.ranks for number in each.steps})
     lines = [
         f"{len(found.ranks)} ranks, steps {numbers[0]} to {numbers[-1]}: the mean step in ms, the "

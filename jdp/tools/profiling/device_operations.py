@@ -21,7 +21,7 @@ from jdp.tools.planned import Planned, SentLeaf, planned
 from jdp.tools.timeline import Groups, Work
 from jdp.tools.transfers import SentArrays
 
-# Names of collectives of jdp, JAX, XLA and NCCL, without a program's text.
+# Collectives of jdp, JAX, XLA and NCCL, without a program's text.
 _COMMUNICATES = re.compile(
     r"(jdp_(all|reduce|ring|take_rows|add_rows)|(void )?jdp::.*\breduce_kernel\b|"
     r"psum|pmax|pmin|ppermute|all[-_]reduce|"
@@ -77,7 +77,7 @@ class Operation(NamedTuple):
 
 
 class ProgramRun(NamedTuple):
-    """A run of a program on a device, with its first and last nanosecond."""
+    """A program's run on a device, with first and last nanosecond."""
 
     program: str
     begin: int
@@ -85,7 +85,7 @@ class ProgramRun(NamedTuple):
 
 
 def read(path: Path) -> dict[int, list[Operation]]:
-    """Return the operations of each device, in order, without loops and branches themselves."""
+    """Return each device's operations, in order, without loops and branches themselves."""
     with warnings.catch_warnings():
         # The types of JAX's reader have no module, which causes a warning.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -160,7 +160,7 @@ def _read_threads(lines: Sequence[Any], start: int, found: dict[int, list[Operat
 
 
 def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[ProgramRun]:
-    """Return the runs of a program on one device, in order."""
+    """Return a program's runs on one device, in order."""
     own = [each for each in found if each.program == program]
     if all(each.run is not None for each in own):
         numbered: dict[Any, list[Operation]] = defaultdict(list)
@@ -174,7 +174,7 @@ def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Progra
 
 
 def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Operation]]:
-    """Return the times of each operation that ran once in each run of a program."""
+    """Return the times of operations that ran once in each run of a program."""
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:
         by_name[each.name].append(each)
@@ -226,7 +226,7 @@ class _NoTime:
 def collectives_of(
     operations: Mapping[str, Collection[str]], jaxprs: Mapping[str, Sequence[tuple[Any, list[str]]]]
 ) -> dict[str, dict[str, Collective]]:
-    """Return the collectives of compiled programs by program and operation."""
+    """Return the collectives of programs by program and operation."""
     texts: dict[str, list[HloProgram]] = {name: [] for name in operations}
     for name, text in jax_compat.compiled_texts(operations):
         texts[name].append(HloProgram(text))

@@ -1,4 +1,4 @@
-"""The trace of a process: its marks and its devices' operations."""
+"""A process's marks, and its devices' operations."""
 
 import itertools
 import re
@@ -41,7 +41,7 @@ class MarkedCall(NamedTuple):
 
 
 class Marks:
-    """The marks of this process between `begin` and `end`; `phases` begin in ns since 1970."""
+    """This process's marks between `begin` and `end`; `phases` begin in ns since 1970."""
 
     def __init__(self, on_begin: Callable[[], None], on_step: Callable[[MarkedCall], None]) -> None:
         self.phases: list[tuple[int, str]] = []
@@ -108,7 +108,7 @@ def process_trace(
     first: int,
     facts: Mapping[str, Any],
 ) -> ProcessTrace:
-    """Return this process's trace; `begin` is the profile's, in ns since 1970."""
+    """Return this process's trace; `begin` is in ns since 1970."""
     found = device_operations.read(profile)
     ranks = _ranks()
     jaxprs = {_program(call): call.call.program.jaxprs for call in calls if call.call is not None}

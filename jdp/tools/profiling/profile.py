@@ -1,4 +1,4 @@
-"""`profile`: some steps of a training loop, recorded on every rank."""
+"""`profile`: some steps of a loop, recorded on every rank."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ _active: list["Profile"] = []  # at most one
 
 
 class Profile:
-    """The profile of some steps of a loop, a context manager, see `profile`."""
+    """A context manager, see `profile`."""
 
     def __init__(self, folder: Path, steps: range) -> None:
         self._folder, self._steps = folder, steps
@@ -124,9 +124,9 @@ class Profile:
             self._start()
 
     def _start(self) -> None:
-        in_flight.settle()  # so that all programs in the profile belong to its steps
+        in_flight.settle()  # all programs in the profile belong to its steps
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # events of each Python call would cost more than steps
+        options.python_tracer_level = 0  # events of Python calls would cost more than steps
         try:
             jax.profiler.start_trace(self._own_folder(), profiler_options=options)
         except Exception as error:  # a step that went well must not fail

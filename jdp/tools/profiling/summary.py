@@ -1,4 +1,4 @@
-"""The profile of all ranks: the time of their steps, and their collectives."""
+"""The profile of all ranks: their steps and collectives."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,18 +114,18 @@ def step_parts(activity: Activity, window: tuple[int, int]) -> Parts:
 
 
 def _within(times: Spans, window: tuple[int, int]) -> Spans:
-    # Only the intervals near the window: a profile may have a million.
+    # Only intervals near the window: a profile may have a million.
     first = bisect.bisect_right(times, window[0], key=itemgetter(1))
     last = bisect.bisect_left(times, window[1], key=itemgetter(0))
     return span_intersection(times[first:last], [window])
 
 
-# A rank leaves a collective only after the last one has entered it. So each common collective
-# bounds the difference of two clocks from both sides, and the shortest ones bound it best.
-# Processes of one host have one clock and are not shifted.
+# A rank leaves a collective only after the last one has entered it. So common collectives bound the
+# difference of two clocks from both sides, the shortest ones best. Processes of one host have one
+# clock and are not shifted.
 
 
-# In these a rank needs a value of every other rank.
+# Here a rank needs a value of every other rank.
 _MEETS = frozenset(["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
 
 _Meetings = dict[tuple, tuple[int, int]]  # collective -> last entered, first left
@@ -144,7 +144,7 @@ class Shift(NamedTuple):
 
 
 def clock_shifts(traces: Sequence[ProcessTrace]) -> list[Shift]:
-    """Return the shift of each process, to the clock of the first one."""
+    """Return each process's shift to the first one's clock."""
     met: dict[str, list[_Meetings]] = {}
     for trace in traces:
         met.setdefault(trace.facts["clock"], []).append(_meetings(trace))
@@ -204,7 +204,7 @@ class RankSteps:
     steps: Mapping[int, Parts]
 
     def mean(self) -> tuple[float, float, float, float]:
-        """Return the mean of each part, in nanoseconds; they add up to the mean step."""
+        """Return each part's mean in ns; they add up to the mean step."""
         data, computation, communication, host = (
             sum(values) / len(self.steps) for values in zip(*self.steps.values(), strict=True)
         )
@@ -256,7 +256,7 @@ class Summary:
     notes: Sequence[str]
 
     def begins(self) -> list[int]:
-        """Return the start of each process's profile, in ns after the earliest."""
+        """Return each profile's start, in ns after the earliest."""
         begins = [
             trace.facts["start_ns"] + shift.ns
             for trace, shift in zip(self.traces, self.shifts, strict=True)
@@ -326,7 +326,7 @@ def _ranks(trace: ProcessTrace) -> list[RankSteps]:
     for each in trace.slices:
         if each.rank is not None:
             by_rank.setdefault(each.rank, {}).setdefault(each.kind, []).append(each)
-    # A device of a CPU runs its program by itself; the host launches each kernel of a GPU.
+    # A CPU device runs its program by itself; the host launches each kernel of a GPU.
     is_cpu = trace.facts["platform"] == "cpu"
     found = []
     for rank, own in sorted(by_rank.items()):

@@ -26,7 +26,7 @@ _DAMAGES = (OSError, EOFError, ValueError, RecursionError, zlib.error)
 MERGED = f"merged{_SUFFIX}"
 FORMAT = 1
 
-# Kinds of slices, in track order; those up to PHASE are of a process.
+# In track order; those up to PHASE are of a process.
 CALL, PHASE = "call", "phase"
 STEP, PROGRAM, COMPUTATION, COMMUNICATION = "step", "program", "computation", "communication"
 _KINDS = (CALL, PHASE, STEP, PROGRAM, COMPUTATION, COMMUNICATION)
@@ -180,7 +180,7 @@ def _events(trace: ProcessTrace, begin: int) -> list[dict[str, Any]]:
         first = (1 if rank is None else 10 + rank * len(_KINDS)) + _KINDS.index(kind)
         title = _TITLES.get(kind, kind)
         for lane, track in enumerate(_lanes(slices)):
-            # Slices of one track may not overlap, and XLA runs operations on several threads.
+            # Slices of one track may not overlap, and XLA uses several threads.
             number = first * _MOST_LANES + lane
             label = title if rank is None else f"rank {rank}: {title}"
             events.append(_named("thread_name", process, number, label))
@@ -227,7 +227,7 @@ def _event(each: Slice, process: int, track: int, begin: int) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
-    """Return the traces of the latest run, and notes of damaged or missing files."""
+    """Return the latest run's traces, and notes of damaged or missing files."""
     intact: list[ProcessTrace] = []
     left_out: dict[int, str] = {}
     for process, path in found_in(folder).items():
