@@ -15,7 +15,7 @@ _HEAVY = frozenset(
 
 
 def order_of_gradients(jaxpr: Any) -> dict[str, int]:
-    """Number gradients by the last matmul or loop that they depend on."""
+    """Number gradients by the last matmul or loop before them."""
     body = _timed(jaxprs.mapped_body(find_shard_maps(jaxpr)[0]), {})
     return {path: ready.heavy for path, ready in body.marks.items()}
 

@@ -1,4 +1,4 @@
-"""Statistics returned as gradients, such as the maxima of Flax's fp8 layers."""
+"""Statistics returned as gradients, as in Flax's fp8 layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,7 +75,7 @@ def over_rounds(stacked: jax.Array, operation: str) -> jax.Array:
 
 
 def overwrite(params: Any, grads: Any, axis_name: AxisName, *, synced: bool) -> Any:
-    """Overwrite Flax's statistics by the maxima of their gradients."""
+    """Overwrite Flax's statistics by their gradients' maxima."""
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     flags = [pytrees.is_overwritten(path) for path, _ in named]
     if not any(flags) or jax.tree.structure(grads) != tree:

@@ -10,12 +10,12 @@ from jdp import jax_compat
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import MICRO_BATCH
 
-# Calls that do not change how their body runs or is differentiated.
+# They do not change how their body runs or is differentiated.
 _OPENED = frozenset("jit closed_call".split())
 
 
 class FlatValue:
-    """An input, a constant, or the result of an operation."""
+    """An input, a constant, or a result."""
 
     __slots__ = ("aval", "constant")
 
@@ -24,7 +24,7 @@ class FlatValue:
         self.constant = constant
 
     def num_bytes(self) -> int:
-        """Return the size in bytes; 0 if it is not an array."""
+        """Return the bytes; 0 if it is not an array."""
         dtype = getattr(self.aval, "dtype", None)
         return 0 if dtype is None else self.aval.size * dtype.itemsize
 

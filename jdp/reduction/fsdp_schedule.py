@@ -82,7 +82,7 @@ def by_readiness(
 
 # Keep results this much smaller than their operands.
 _REDUCTION = 16
-# A recomputation would gather this many parameters or more.
+# A recomputation would gather so many parameters or more.
 _MAX_SOURCES = 4
 # Costlier than reading their operands: recomputed once, never in a chain.
 _HEAVY = frozenset(
@@ -110,7 +110,7 @@ class Derived(NamedTuple):
 def find_derived(
     program: FlatProgram, split: Collection[FlatValue], whole: Collection[FlatValue]
 ) -> dict[FlatValue, Derived]:
-    """Return the values to recompute at their uses, in program order."""
+    """Return the values to recompute at their uses, in order."""
     derived: dict[FlatValue, Derived] = {}
     # Values of parameters alone.
     known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
@@ -210,7 +210,7 @@ class ScheduledEvaluator:
         self._gathered: dict[FlatValue, jax.Array] = {}
         # with the gathered arrays they were computed from
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
-        # The last results of parameters, and the arrays that a gather waits for.
+        # Last results of parameters, and the arrays that a gather waits for.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
         # since the last gather, and in the group before

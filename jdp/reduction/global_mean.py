@@ -16,10 +16,10 @@ from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
 
-# Two linear operations, each the transpose of the other, with derivatives of every order.
-# Each rank differentiates its loss l_r; the step's loss is sum(s_r l_r), with shares s_r of 1.
-# `as_local(p)` returns a uniform p, with the mean of the ranks' cotangents. `as_mean(l)` returns
-# the mean, whose uniform cotangent is that of each l_r.
+# Two linear operations, each the transpose of the other, with all derivatives. Each rank
+# differentiates its loss l_r; the step's loss is sum(s_r l_r), with shares s_r of 1. `as_local(p)`
+# returns a uniform p, with the mean of the ranks' cotangents. `as_mean(l)` returns the mean, whose
+# uniform cotangent is that of each l_r.
 
 
 class Average(Protocol):
@@ -70,7 +70,7 @@ def _mean_jvp(primals: tuple, tangents: tuple, *, average: Average) -> tuple[Any
 
 
 def _instantiated(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    # All or none: an average is one collective of all ranks.
+    # All or none: an average is one collective.
     pairs = zip(primals, tangents, strict=True)
     return [jnp.zeros_like(x) if type(slope) is ad.Zero else slope for x, slope in pairs]
 

@@ -27,7 +27,7 @@ from jdp.reduction.step_context import Reduction, Scope
 
 
 def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
-    """Refuse gradients that JAX has already summed over ranks."""
+    """Refuse gradients that JAX has already summed."""
     if not axis.is_typed(axis_name):
         return
     for path, leaf in zip(paths, leaves, strict=True):
@@ -54,7 +54,7 @@ def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             )
 
 
-# No effect on `collectives.xla` on CPU, where XLA merges all psums; an unmeasured guess for GPUs.
+# No effect on `collectives.xla` on CPU, where XLA merges all psums; a guess for GPUs.
 BUCKET_BYTES = 4 * buckets.MiB
 
 
@@ -247,7 +247,7 @@ def _marked_total(
 
 
 def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array, and refuse one without a mean."""
+    """Return a gradient as an array; refuse one without a mean."""
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

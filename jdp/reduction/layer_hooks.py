@@ -91,7 +91,7 @@ mlir.register_lowering(_together_p, lambda context, *values: list(values))
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf has a gradient that can be reduced."""
+    """Whether a leaf's gradient can be reduced."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
@@ -239,8 +239,7 @@ class Hooks:
         bucketed = [[slot[i] for i in bucket] for bucket in self._plan]
         return self._unplanned(self._all_reduced(bucketed, self._scale))
 
-    # One unscaled vector: XLA would wait before the barrier for sums that are sliced or scaled
-    # after it.
+    # One unscaled vector: XLA would wait before the barrier for sums sliced or scaled after it.
     def _summed(self, slot: list[jax.Array]) -> list[jax.Array]:
         vectors = [buckets.pack([slot[i] for i in bucket]) for bucket in self._plan]
         vectors = [scaled(x, split_scale(self._scale, x.dtype)[0]) for x in vectors]

@@ -48,7 +48,7 @@ class TracedLayer(NamedTuple):
 def traced_layer(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, params: Any, xs: Any, *, reverse: bool
 ) -> tuple[TracedLayer, list[jax.Array]]:
-    """Trace the function of a scan; return it with the first carry's leaves."""
+    """Trace a scan's function; return it with the first carry's leaves."""
 
     def scan(init: Any, params: Any, xs: Any) -> Any:
         return lax.scan(f, init, params if xs is None else (params, xs), reverse=reverse)
@@ -102,7 +102,7 @@ class LayerShards:
         self._gather_dtypes = [part.gather_dtype or part.value.dtype for part in parts]
         self._reduce_dtypes = [part.reduce_dtype or part.value.dtype for part in parts]
         shapes = [part.value.shape[1:] for part in parts]
-        # One bucket for each dtype, because all are complete at once.
+        # one for each dtype, because all are complete at once
         sent = list(map(jax.ShapeDtypeStruct, shapes, self._reduce_dtypes))
         self._plan = buckets.plan(sent, sys.maxsize)
         self._shapes = [
@@ -112,7 +112,7 @@ class LayerShards:
 
     @property
     def share(self) -> jax.Array | None:
-        """This rank's share of the total weight; None: equal weights."""
+        """This rank's share of the weights; None: equal weights."""
         return None if self._weights.forward is None else lax.stop_gradient(self._weights.forward)
 
     def zeros(self) -> list[jax.Array]:
@@ -138,11 +138,11 @@ class LayerShards:
         return gather(own, share)
 
     def means(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return this rank's shards of the mean of a layer's gradient."""
+        """Return shards of the mean of a layer's gradient."""
         return self.divided(self.sums(gradient, share), share)
 
     def sums(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return this rank's shards of the sum; `divided` makes means after a loop."""
+        """Return shards of the sum; `divided` makes means after a loop."""
         weights = self._weights.by_share(share)
         local = []
         for x, dtype, sent in zip(gradient, self._dtypes, self._reduce_dtypes, strict=True):
@@ -296,7 +296,7 @@ class _Backward:
         shards = loop.shards
         late = shards.zeros() if of.shards else []
         cotangent = [instantiated(last[i]) for i in of.carry]
-        # XLA would gather it together with the forward pass's first one.
+        # XLA would gather it with the forward pass's first one.
         (first,) = wait_order.after([jnp.asarray(loop.first)], cotangent)
         state = (
             cotangent,

@@ -1,4 +1,4 @@
-"""Local gradients of a loss, and means of unsharded gradients."""
+"""A loss's local gradients, and means of unsharded ones."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,8 +18,8 @@ from jdp.reduction import (
     step_context,
 )
 
-# Unsharded gradients always become means, because a step must not depend on sizes or on the number
-# of ranks.
+# Unsharded gradients always become means: a step must not depend on sizes or on the number of
+# ranks.
 
 
 class WholeMeans:
@@ -113,8 +113,8 @@ def local_value_and_grad(
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 
-    # JAX would sum gradients of parameters whose type does not vary. With types, the gradient of a
-    # loss that does not vary is n times smaller.
+    # JAX would sum gradients of parameters whose type does not vary. The gradient of a typed loss
+    # that does not vary is n times smaller.
     def varying_loss(params: Any, *rest: Any) -> Any:
         value = loss_fn(params, *rest)
         if not has_aux:

@@ -32,7 +32,7 @@ def is_sum_checked(step: Scope, term: Any) -> bool:
 
 
 def upper_half(term: jax.Array) -> jax.Array:
-    """Return the upper half of the bits, whose sum over ranks has room."""
+    """Return the upper half of the bits, whose sum has room."""
     return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
 
 
@@ -45,7 +45,7 @@ def report_overflow(
     line = diagnostics.innermost_line(frames)
     for total, upper in zip(totals, uppers, strict=True):
         bits = pytrees.num_bits(total.dtype)
-        # Without an overflow this is the sum of the lower halves.
+        # Without an overflow, the sum of the lower halves.
         difference = upper.astype(float) * 2.0 ** (bits // 2) - total.astype(float)
         overflows = jnp.any(jnp.abs(difference) > 2.0 ** (bits - 1))
         if others:  # ranks along other axes have other sums
@@ -54,7 +54,7 @@ def report_overflow(
 
 
 def marked_sum(weight: jax.Array, step: Scope) -> jax.Array:
-    """Return the weight of a batch, -inf after an overflow."""
+    """Return a batch's weight, -inf after an overflow."""
     if not step.integer_sums:
         return weight
     overflows = jnp.stack([flag for flag, _ in step.integer_sums])
@@ -373,7 +373,7 @@ def rows(x: Any) -> Any:
 
 
 def is_rows(x: Any) -> bool:
-    """Whether a node of a tree was made by `rows`."""
+    """Whether `rows` made a node of a tree."""
     return isinstance(x, Rows)
 
 
@@ -419,7 +419,7 @@ def batch_norm_statistics(
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     weight = _weights(x, mask, found)
     dims = tuple(range(x.ndim - 1))
-    # A feature without weight may be NaN, and so may its gradient.
+    # A feature without weight may be NaN, as may its gradient.
     x = jnp.where(weight == 0, 0, x)
     count = jnp.broadcast_to(weight, (*x.shape[:-1], 1)).sum()
     total, count = sum_over_ranks(((weight * x).sum(dims), count), axis_name=axis_name)

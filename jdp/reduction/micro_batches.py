@@ -63,7 +63,7 @@ def left_out_integers(
 
 
 def num_rows(batch: Any, dim: int = 0) -> int:
-    """Return the number of rows, along a dim of the first leaf."""
+    """Return the size of a dim of the first leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
 
@@ -217,7 +217,7 @@ def _require_equal_shapes(last: Any, others: Any) -> None:
             )
 
 
-# A micro-batch's share of the step is known only after the last one.
+# A micro-batch's share is known only after the last one.
 _OWN_WEIGHT = (
     "jdp.value_and_grad(weight=...) is not the weight of the step, which weighs the ranks. Give "
     "the weight to jdp.train_step(weight=...) alone, which then also weighs the micro-batches."
@@ -362,8 +362,8 @@ class _MicroBatchedLoss(NamedTuple):
         looped, last, join = split_micro_batches(
             batch, rest, k, is_whole=step_context.platform() == "cpu"
         )
-        # A product with 1 / 2**i is exact and joins the loop's sum; a division after the loop reads
-        # and writes all gradients again.
+        # A product with 1 / 2**i is exact and joins the loop's sum; a later division reads and
+        # writes all gradients again.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
         full, rows_of_loop = 1 / k if is_scaled else 1, num_rows(looped[0], dim=1)
 

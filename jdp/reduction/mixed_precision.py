@@ -95,7 +95,7 @@ def claim(params: Any, owner: Any) -> None:
 
 
 def loss_dtypes(leaves: Sequence[Any]) -> list[np.dtype | None]:
-    """Return the loss dtype of each parameter, None for its own."""
+    """Return each parameter's loss dtype, None for its own."""
     scope = step_context.innermost()
     if scope is None or not scope.loss_dtypes:
         return [None] * len(leaves)
@@ -104,7 +104,7 @@ def loss_dtypes(leaves: Sequence[Any]) -> list[np.dtype | None]:
 
 
 def for_loss(params: Any) -> Any:
-    """Return a tree of parameters as a loss sees them."""
+    """Return parameters as a loss sees them."""
     leaves, tree = jax.tree.flatten(params)
     dtypes = loss_dtypes(leaves)
     return tree.unflatten(map(cast, leaves, dtypes)) if any(dtypes) else params
@@ -131,7 +131,7 @@ def mark_gradients(grads: Any, owner: Any) -> None:
     dtype = owner.sharding.gather_dtype
     scope.updated.add(dtype.name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        # Without the result, since a known shard belongs to the gradient itself.
+        # Without the result: a known shard belongs to the gradient itself.
         if isinstance(leaf, jax.Array) and narrower(leaf, dtype) is not None:
             mark(leaf, kind=OF_MASTERS, path=jax.tree_util.keystr(path), axes=())
 

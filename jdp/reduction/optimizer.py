@@ -18,12 +18,12 @@ from jdp.reduction import gradients, mixed_precision
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
-    """The result of `replicated`: an optax transformation that knows its axis."""
+    """The result of `replicated`: an optax transformation with its axis."""
 
     @property
     def axis_name(self) -> AxisName:
         """The data axis."""
-        # Stored on the function, because JAX and nnx rebuild the tuple from its two fields.
+        # on the function, because JAX and nnx rebuild the tuple from its two fields
         return self.update.axis_name  # type: ignore[attr-defined]
 
     @property
@@ -154,12 +154,12 @@ def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:
 
 
 def has_optimizer(node: Any) -> bool:
-    """Whether a node of a state has a jdp optimizer, its `tx`."""
+    """Whether a state's node has a jdp optimizer, its `tx`."""
     return isinstance(getattr(node, "tx", None), Replicated)
 
 
 def reduce_dtype_of(state: Any) -> np.dtype | None:
-    """Return the dtype in which all optimizers of a state send gradients, or None."""
+    """Return the common dtype in which optimizers send gradients, or None."""
     nodes = filter(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))
     found: set[np.dtype | None] = {node.tx.reduce_dtype for node in nodes}
     return found.pop() if len(found) == 1 else None
@@ -197,7 +197,7 @@ def require_shapes(grads: Any, params: Any) -> None:
     grad_leaves, grad_tree = jax.tree_util.tree_flatten_with_path(grads)
     param_leaves, param_tree = jax.tree.flatten(params)
     if grad_tree != param_tree:
-        return  # Such as optax.lookahead, with gradients of half of its parameters.
+        return  # optax.lookahead, with gradients of half of its parameters
     for (path, grad), param in zip(grad_leaves, param_leaves, strict=True):
         if jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
@@ -210,7 +210,7 @@ def require_shapes(grads: Any, params: Any) -> None:
 
 
 def require_updates(updates: Any, params: Any) -> None:
-    """Refuse updates that do not add elementwise to their parameters."""
+    """Refuse updates that do not add elementwise to parameters."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
     param_leaves, param_tree = jax.tree.flatten(params)
     if tree != param_tree:
@@ -278,7 +278,7 @@ class Sharding:
         dims = [i for i, size in enumerate(shape) if size and size % num_shards == 0]
         largest = max(dims, key=lambda i: (shape[i], -i), default=None)
         rows = len(shape) - 2
-        # A tile of a TPU has 8 rows. Fewer than 128 may be vectors of stacked layers.
+        # A TPU's tile has 8 rows. Fewer than 128 may be vectors of stacked layers.
         if largest == rows + 1 and rows in dims and shape[rows] >= 128:
             return rows if shape[rows] % (8 * num_shards) == 0 else largest
         return largest

@@ -15,8 +15,8 @@ import jax.extend.core
 from jdp import axis
 from jdp.analysis import marks
 
-# Errors of JAX where the context has no mesh, and of JAX 0.10 where the result of an all_gather
-# does not vary.
+# Errors of JAX where the context has no mesh, and of JAX 0.10 where an all_gather's result does not
+# vary.
 _NEEDS_MESH = re.compile(
     r"requires a non-empty mesh|not under a mesh context|context mesh cannot be empty"
     r"|ManualAxisType\(varying="
@@ -38,7 +38,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def leaves(args: Sequence[Any], closed: Any) -> list[Any]:
-    """Return the operands of `closed`, the jaxpr of `traced(fn, args)`."""
+    """Return the operands of the jaxpr of `traced(fn, args)`."""
     given = zip(jax.tree.leaves(args), closed.in_avals, strict=True)
     with axis.without_mesh():
         return [x if _has_mesh(aval) else _without_mesh(x) for x, aval in given]

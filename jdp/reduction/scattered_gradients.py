@@ -20,7 +20,7 @@ from jdp.reduction.optimizer import Sharded
 
 # They sum as a native reduce-scatter does.
 _AS_SCATTERED = (collectives.auto, collectives.native)
-# A process reads all whole leaves from each other process, in an all-reduce only its share.
+# A process reads all whole leaves of every other process, in an all-reduce only its share.
 _MAX_WHOLE_BYTES = 2**16
 
 
@@ -40,7 +40,7 @@ def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
 def scattered(
     paths: Sequence[str], leaves: Sequence[jax.Array], dims: Sequence[int | None], tx: Sharded
 ) -> list[jax.Array]:
-    """Return this rank's slice of the mean of each local gradient."""
+    """Return this rank's slices of the means of local gradients."""
     sharding = tx.sharding
     every = axis.in_mesh_order(tx.axis_name)
     over = axis.in_mesh_order(sharding.axes or every)

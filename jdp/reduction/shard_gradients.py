@@ -208,7 +208,7 @@ class ShardGradients:
         return [found[k] for k in range(len(chosen))]
 
     def whole(self, grads: LeafGradients) -> Any:
-        """Return the tree of gradients; means are whole arrays with known shards."""
+        """Return the gradients; means are whole arrays with known shards."""
         parts = []
         split = [i for i in grads.means if i in self._shards]
         for i in split:

@@ -21,9 +21,9 @@ from jdp.analysis.marks import MEAN, PART, SHARD, WHOLE, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, step_context
 
-# Shards of values that are equal on every rank.
-# To the proof a slice at the rank's position would differ from rank to rank. So it is a primitive,
-# whose result has the class of its operand, and combined shards are marked.
+# Shards of values that are equal on every rank. For the proof, a slice at the rank's position would
+# differ from rank to rank. So it is a primitive, whose result has the class of its operand, and
+# combined shards are marked.
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -114,7 +114,7 @@ def gathered(
     bucket_bytes: int = 4 * buckets.MiB,
     overwrite: Sequence[jax.Array | None] = (),
 ) -> list[jax.Array]:
-    """Return the whole arrays, in buckets; the step remembers the shards."""
+    """Return whole arrays, in buckets; the step remembers the shards."""
     if not found:
         return []
     axes = found[0].axes
@@ -134,7 +134,7 @@ def gathered(
 
 
 def are_native(found: Iterable[Shard]) -> bool:
-    """Whether native calls gather these shards, and scatter gradients."""
+    """Whether native calls gather these shards and scatter gradients."""
     scope = step_context.innermost()
     mesh = None if scope is None else scope.mesh
     return all(shards.is_native(axes, mesh) for axes in {part.axes for part in found})
@@ -205,14 +205,14 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
 
 
 def owner_of_whole(leaf: Any) -> Any:
-    """Return the optimizer of an unsharded parameter, or None."""
+    """Return an unsharded parameter's optimizer, or None."""
     scope = step_context.innermost()
     found = None if scope is None else scope.whole_owners.get(id(leaf))
     return None if found is None else found[1]
 
 
 def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
-    """Return a gradient, and remember it as a mean over ranks."""
+    """Return a gradient, and remember it as a mean."""
     scope = step_context.innermost()
     if scope is not None:
         scope.means[id(gradient)] = gradient  # kept, so that its id stays its own
@@ -221,7 +221,7 @@ def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
 
 
 def means() -> Mapping[int, jax.Array]:
-    """Return the gradients remembered as means over ranks, by id."""
+    """Return gradients remembered as means, by id."""
     scope = step_context.innermost()
     return {} if scope is None else scope.means
 
@@ -234,7 +234,7 @@ def known(whole: Any) -> Shard | None:
 
 
 def are_of(owner: Any) -> bool:
-    """Whether an optimizer updates sharded arrays of the step."""
+    """Whether an optimizer updates the step's sharded arrays."""
     scope = step_context.innermost()
     found = () if scope is None else scope.shards.values()
     owners = (part.owner for _, part in found if part.owner is not None)
@@ -250,5 +250,5 @@ def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:
-    """Return the shard of a leaf of the state, marked for the proof."""
+    """Return the shard of a state's leaf, marked for the proof."""
     return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes)

@@ -1,4 +1,4 @@
-"""`sharded_embedding`: rows of a table that is split over the ranks."""
+"""`sharded_embedding`: rows of a table split over the ranks."""
 
 import logging
 from typing import Any, Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""The update of a sharded optimizer on this rank."""
+"""A sharded optimizer's update on this rank."""
 
 import logging
 from collections import Counter
@@ -27,7 +27,7 @@ from jdp.reduction.shard_registry import Shard
 
 
 class TreeArrays:
-    """The arrays of a tree, whose other leaves stay unchanged."""
+    """A tree's arrays; its other leaves stay unchanged."""
 
     def __init__(self, tree: Any):
         self._leaves, self._structure = jax.tree.flatten(tree)
@@ -181,7 +181,7 @@ def updated(
 
 
 def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
-    """Return the axes of the split state of the traced step, or None."""
+    """Return the axes of the step's split state, or None."""
     if not isinstance(tx, Sharded) or not axis.is_bound(tx.axis_name):
         return None
     if step_context.current(tx.axis_name) is None:

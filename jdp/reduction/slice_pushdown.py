@@ -22,7 +22,7 @@ class _Cut(NamedTuple):
 
 
 def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute slices of elementwise results from slices of the operands."""
+    """Slice operands before elementwise operations."""
 
     def run(*args: Any) -> Any:
         trees: list[Any] = []

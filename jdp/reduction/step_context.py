@@ -140,14 +140,14 @@ _numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
-    """Return the scope of the traced step over these axes, in any order, or None."""
+    """Return the traced step's scope over these axes, in any order, or None."""
     scope = _scope.get()
     wanted = set(axis.names(axis_name))
     return scope if scope is not None and set(scope.axis_name) == wanted else None
 
 
 def around(axis_name: AxisName) -> Scope | None:
-    """Return the scope of the traced step, if it has one of these axes."""
+    """Return the traced step's scope, if it has one of these axes."""
     scope = _scope.get()
     if scope is None or set(scope.axis_name).isdisjoint(axis.names(axis_name)):
         return None
@@ -155,7 +155,7 @@ def around(axis_name: AxisName) -> Scope | None:
 
 
 def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
-    """Return the weight of the step over these axes; None: equal weights."""
+    """Return the step's weight over these axes; None: equal weights."""
     step = around(axis_name)
     if step is None or step.weight is None:
         return None
@@ -171,12 +171,12 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
 
 
 def innermost() -> Scope | None:
-    """Return the scope of the traced step, for any axis."""
+    """Return the traced step's scope, for any axis."""
     return _scope.get()
 
 
 def platform() -> str:
-    """Return the platform of the traced step, otherwise JAX's default."""
+    """Return the traced step's platform, otherwise JAX's default."""
     step = innermost()
     return axis.platform(None if step is None else step.mesh)
 

@@ -18,12 +18,12 @@ from jdp.reduction import row_weight, step_context
 from jdp.reduction.metrics import is_rows
 from jdp.reduction.step_context import Scope
 
-# Losses are averaged with the gradients: another collective at the end of the step took 1 to 3 % of
-# 9 ms with two ranks on CPU.
+# Losses are averaged with the gradients: another collective at the end took 1 to 3 % of 9 ms with
+# two ranks on CPU.
 
 
 def offer_mean(step: Scope | None, value: Any) -> None:
-    """Record a loss, once, for the next reduction of the step."""
+    """Record a loss, once, for the step's next reduction."""
     if step is None or not _is_here(step):
         return
     for leaf in jax.tree.leaves(value):
@@ -53,7 +53,7 @@ def take_means(
 
 
 def is_exact_mean(all_reduce: Any) -> bool:
-    """Whether an algorithm is known to round no more than a sum must."""
+    """Whether an algorithm rounds no more than a sum must."""
     while isinstance(all_reduce, functools.partial):
         all_reduce = all_reduce.func
     return all_reduce in collectives.ALGORITHMS
@@ -71,7 +71,7 @@ def packed_means(losses: Sequence[jax.Array]) -> list[jax.Array]:
 def record_means(
     step: Scope | None, losses: Sequence[jax.Array], means: Sequence[jax.Array]
 ) -> None:
-    """Record the means of losses, in the form of `packed_means`."""
+    """Record means of losses, in the form of `packed_means`."""
     for mean in means:
         assert step is not None
         found = [mean] if len(losses) == 1 else mean
@@ -79,7 +79,7 @@ def record_means(
 
 
 def known_mean(step: Scope | None, leaf: Any) -> jax.Array | None:
-    """Return the mean over ranks of a sent loss, or None."""
+    """Return a sent loss's mean over ranks, or None."""
     if step is None or not _is_here(step):
         return None
     loss, mean = step.loss_means.get(id(leaf), (None, None))

@@ -66,7 +66,7 @@ batching.primitive_batchers[_tied_p] = lambda values, dims, *, count: (
 mlir.register_lowering(_tied_p, mlir.lower_fun(_run, multiple_results=True))
 
 
-# The operand by which a waiting call takes the token before.
+# By this operand a waiting call takes the token before.
 _AFTER = 1
 
 

@@ -46,7 +46,7 @@ class Weighting(NamedTuple):
         if self.is_adjoint and not self.why_not and _is_float(x):
             if self.forward is None or self.before is None:
                 return _weigh(x, self.forward, self.before)
-            # It is not the step's weight, and may depend on differentiated values.
+            # not the step's weight: it may depend on differentiated values
             return _weigh(weighed(x, self.forward).astype(x.dtype), None, self.before)
         return x if self.forward is None else weighed(x, self.forward).astype(x.dtype)
 
@@ -116,7 +116,7 @@ def factors(
 
 
 def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
-    """Sum a tree of terms over ranks, with the transpose of `weights`."""
+    """Sum a tree over ranks, with the transpose of `weights`."""
     x = jax.tree.map(weights.term, x)
     with weights.named():
         sums = lax.psum(x, axis.names(axis_name))

@@ -1,4 +1,4 @@
-"""Run a function of whole arrays on each rank's slices."""
+"""Run a function of whole arrays on slices."""
 
 from jdp.reduction.partition.partitioner import Piece, partitioned
 from jdp.reduction.partition.values import Gather, Owned

@@ -1,4 +1,4 @@
-"""Estimates of operations and bytes of a traced program."""
+"""Estimates of a program's operations and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jdp.reduction.partition.values import ROUNDS_OF_WHILE
 
 # Operations in the time of one sent byte: 1e14/s at 500 GB/s, or 1e12/s at 5 GB/s.
 _FLOPS_PER_BYTE = 200
-# For each m * n * min(m, n) of an (m, n) matrix: those of eigenvalues, the most.
+# For each m * n * min(m, n) of an (m, n) matrix: of eigenvalues, the most.
 _FLOPS_OF_FACTORING = 10
 _FACTORINGS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve".split()
@@ -59,7 +59,7 @@ def _is_product(eqn: Any) -> bool:
 
 
 def cost_of(program: Any, num_ranks: int) -> Cost:
-    """Return the cost of a program on each rank."""
+    """Return a program's cost on each rank."""
     total = Cost()
     for eqn in jaxprs.opened(program).eqns:
         bodies = [cost_of(body, num_ranks) for body in jaxprs.bodies(eqn)]

@@ -54,14 +54,14 @@ def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 class LoopDims(NamedTuple):
-    """The sliced dims of the inputs of a loop's body."""
+    """The sliced dims of a loop body's inputs."""
 
     constants: Sequence[Dim]
     carry: Sequence[Dim]
     xs: Sequence[Dim]
 
     def flat(self) -> list[Dim]:
-        """Return them in the order of the body's inputs."""
+        """Return them in the body's order."""
         return [*self.constants, *self.carry, *self.xs]
 
 

@@ -264,7 +264,7 @@ def _reduce(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
 
 
 def _position_of_extreme(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Find the extreme of each slice, and of those the first one."""
+    """Find each slice's extreme, and the first of those."""
     axes, name = eqn.params["axes"], eqn.primitive.name
     if dim not in axes:
         return same(eqn, [dim], [_remaining(axes, dim)])

@@ -44,7 +44,7 @@ def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
 
 
 def names_axes(eqn: Any, axes: Sequence[str]) -> bool:
-    """Whether an equation or its bodies are collectives over one of `axes`."""
+    """Whether an equation or its bodies are collectives over `axes`."""
     if eqn.primitive.name == "jdp_mark":
         return False
     inside = (inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body))
@@ -109,7 +109,7 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and a record of the gathered values."""
+    """The ranks of one program, and its gathered values."""
 
     def __init__(self, axes: tuple[str, ...], size: int):
         self._axes, self.size = axes, size
@@ -146,7 +146,7 @@ class Ranks:
         return size > 0 and size % self.size == 0
 
     def local_shape(self, shape: Sequence[int], dim: Dim) -> tuple[int, ...]:
-        """Return the shape of a slice along `dim`, or of the whole."""
+        """Return a slice's shape along `dim`, or that of the whole."""
         if isinstance(dim, Ravel):
             return (math.prod(dim.shape) // self.size,)
         return tuple(size // self.size if i == dim else size for i, size in enumerate(shape))
@@ -158,7 +158,7 @@ class Ranks:
         return shard_registry.own_slice(x, dim, self.axes)
 
     def gather(self, x: jax.Array, dim: int | Ravel, shape: tuple[int, ...]) -> jax.Array:
-        """Return the whole array of a slice along `dim`, and record it."""
+        """Return a slice's whole array, and record it."""
         name = self.stack[0].primitive.name if self.stack else "output"
         num_bytes = math.prod(shape) * x.dtype.itemsize
         self.gathers.append(Gather(name, shape, num_bytes, self.line()))

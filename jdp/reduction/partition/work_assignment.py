@@ -26,7 +26,7 @@ class _NotARow(Exception):
 
 
 class _BatchRows(Ranks):
-    """The `size` independent rows of a batch, in place of ranks."""
+    """A batch's `size` independent rows, in place of ranks."""
 
     def __init__(self, size: int):
         super().__init__((), size)
@@ -69,7 +69,7 @@ class Deal(NamedTuple):
         return [i for i in range(len(self.dims)) if i not in self.shared]
 
     def row_dims(self) -> list[int | None]:
-        """Return the row dim of each operand, or None."""
+        """Return each operand's row dim, or None."""
         return [
             0 if self.batch > 1 and i not in self.shared and value.aval.shape else None
             for i, value in enumerate(self.part.ins)
@@ -81,7 +81,7 @@ def dealt(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> Dea
     first = alike.parts[0]
     dims = tuple(env[value].dim for value in first.ins)
     columns = zip(*(part.ins for part in alike.parts), strict=True)
-    # The slices of a single part are those of a stack of matrices.
+    # A single part's slices are those of a stack of matrices.
     is_single = len(alike.parts) == 1
     shared = frozenset(
         i
