@@ -239,5 +239,5 @@ def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | 
         yield i, i - num_constants if is_carry else None
     elif _fits(eqn, body):
         yield i, None
-    else:  # any operand
+    else:
         yield from ((operand, None) for operand in range(len(eqn.invars)))

@@ -40,7 +40,6 @@ def spelled(names: Collection[str]) -> str:
 
 _JDP = Path(__file__).parents[1]
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
-# Their lines do not help a user.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
 
 

@@ -180,7 +180,6 @@ class Interpreter:
         self.sums: dict[Any, tuple[int, ...]] = {}
         # Gathers: the class of a shard, the axes, and the dim of ranks.
         self.gathered: dict[Any, tuple[int, int, int]] = {}
-        # Compiler-partitioned axes.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
@@ -302,7 +301,7 @@ def _alike(ins: Sequence[Any]) -> Iterator[Any]:
 
 def _literal(atom: Any, nonzero: int) -> int:
     number = jaxprs.number(atom)
-    if number is None:  # several numbers, or a complex one
+    if number is None:
         return nonzero
     if number in (1, -1):
         return nonzero & -nonzero

@@ -188,7 +188,7 @@ def placed_equations(
 
 
 def _add_placed(found: list[Any], jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> None:
-    if (id(jaxpr), place) in seen:  # called from several places
+    if (id(jaxpr), place) in seen:
         return
     seen.add((id(jaxpr), place))
     for eqn in jaxpr.eqns:
@@ -199,7 +199,6 @@ def _add_placed(found: list[Any], jaxpr: Any, place: Any, enter: Any, seen: set[
                 _add_placed(found, body, inside, enter, seen)
 
 
-# Types of values without jaxprs, such as int.
 _PLAIN: set[type] = set()
 
 

@@ -43,7 +43,7 @@ class AbstractValue(NamedTuple):
 
     def either(self, other: "AbstractValue") -> "AbstractValue":
         """Join with the facts of another call."""
-        pairs: Any = zip(self, other, strict=True)  # sets, except for zero
+        pairs: Any = zip(self, other, strict=True)
         joined = AbstractValue._make(mine | its for mine, its in pairs)
         return joined._replace(zero=self.zero and other.zero)
 

@@ -151,13 +151,11 @@ _PRODUCTS = frozenset(
 )
 # Linear in all operands but the one at this position.
 _DIVISORS = {"div": 1, "triangular_solve": 0}
-# Each result is one operand.
 _MOVES_EACH = frozenset(
     "device_put jdp_local jdp_mean jdp_tied jdp_together optimization_barrier".split()
 )
 _SUMS = frozenset("dot_general reduce_sum".split())
 _LOOPS = frozenset("scan while".split())
-# Exchanges between ranks, and unknown functions.
 _UNKNOWN = (
     frozenset(collectives.RULES) - {"jdp_mark"}
     | control_flow.SOURCES

@@ -108,7 +108,6 @@ mlir.register_lowering(
     cacheable=False,
 )
 
-# Between product and gradient.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
 
 

@@ -116,7 +116,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
     ]
-    return list(dict.fromkeys(problems))  # one line may reduce many leaves
+    return list(dict.fromkeys(problems))
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
@@ -238,7 +238,7 @@ def _untouched(step: Any, traced: Traced) -> Iterator[str]:
     if not traced.found.marked or any(map(jaxprs.is_ref, [*body.invars, *body.constvars])):
         return  # a Ref may hold parameters
     moved: set[Any] = set()  # values that depend on gradients
-    same = {*body.invars}  # unchanged inputs
+    same = {*body.invars}
     for eqn in body.eqns:
         read = [v for v in eqn.invars if not jaxprs.is_literal(v)]
         if any(v in moved for v in read) or _marks_gradients(eqn):

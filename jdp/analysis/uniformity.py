@@ -125,9 +125,6 @@ def _maker(variable: Any, makers: dict[Any, Any]) -> str:
     return ""
 
 
-# Refusals of mistakes in hand-written loops.
-
-
 def loop_refusals(
     eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str], inputs: Sequence[str]
 ) -> Iterator[str]:
@@ -276,7 +273,7 @@ def uniformity(
             if found != [*loop_refusals(eqn, trusted, names, paths, inputs)]:
                 found += unknown_primitives(reports[key])
         problems += found
-    problems = list(dict.fromkeys(problems))  # one line may reduce several leaves
+    problems = list(dict.fromkeys(problems))
     if problems:
         raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
     return traced.unflatten(["varying" if value.varying else "uniform" for value in left])
@@ -364,7 +361,6 @@ class _Left(NamedTuple):
     # The shard_map that returned it unchanged, by id, and the output.
     origin: int | None = None
     position: int = -1
-    # Of an argument.
     name: str = ""
 
     @staticmethod

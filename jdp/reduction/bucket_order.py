@@ -8,7 +8,6 @@ import jax
 from jdp.analysis import find_shard_maps, jaxprs
 from jdp.reduction.step_context import Scope
 
-# Operations that take time.
 _HEAVY = frozenset(
     "conv_general_dilated custom_linear_solve dot_general ffi_call scan while".split()
 )

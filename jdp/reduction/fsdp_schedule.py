@@ -32,7 +32,7 @@ def gather_groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[in
     found: dict[int, list[FlatValue]] = {}
     last: list[FlatValue] = []
     place: dict[FlatValue, int] = {}  # parameter -> its latest group
-    used = 0  # bytes of the current group
+    used = 0
     for i, needed in enumerate(uses):
         missing = _missing(needed, place, len(found) - 1)
         if not missing:
@@ -112,7 +112,6 @@ def find_derived(
 ) -> dict[FlatValue, Derived]:
     """Return the values to recompute at their uses, in order."""
     derived: dict[FlatValue, Derived] = {}
-    # Values of parameters alone.
     known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
     pure = {*split, *whole, *known}
     results = {*program.outs}
@@ -345,7 +344,7 @@ def call_gathering(function: Callable[[Any], Any], state: Any, batch: Any) -> An
         return function(state)
     wholes = {i: leaves[i] for i in shards}
     own = {i: part.value for i, part in shards.items()}
-    others: list[Any] = []  # leaves that are not arrays
+    others: list[Any] = []
     trees: list[Any] = []
 
     # JAX names it and its argument in errors: see `error_hints`.

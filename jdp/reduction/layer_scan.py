@@ -291,7 +291,6 @@ class _Backward:
 
     def run(self, last: Sequence[Any], ys: Sequence[Any]) -> Operands:
         loop, operands, of = self._loop, self._operands, self._of
-        # The nonzero cotangents, by position.
         own_ys = {i: y for i, y in enumerate(ys) if not is_zero(y)}
         shards = loop.shards
         late = shards.zeros() if of.shards else []

@@ -146,7 +146,7 @@ class ShardGradients:
         Its inputs are the parameters, and the sent shards. Its outputs are the arrays of the value,
         whose number is returned, then the gradients of all inputs. The function restores the value.
         """
-        others: list[Any] = []  # leaves that are not arrays
+        others: list[Any] = []
         trees: list[Any] = []
 
         def loss(leaves: list[Any], shards: list[Any]) -> Any:

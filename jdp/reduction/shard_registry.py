@@ -215,7 +215,7 @@ def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
     """Return a gradient, and remember it as a mean."""
     scope = step_context.innermost()
     if scope is not None:
-        scope.means[id(gradient)] = gradient  # kept, so that its id stays its own
+        scope.means[id(gradient)] = gradient
         scope.averaged.add(path)
     return gradient
 

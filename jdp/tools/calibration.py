@@ -289,7 +289,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
     )
     try:
         return _read(json.loads(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):  # a container's user may have no home
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(

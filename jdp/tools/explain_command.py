@@ -72,7 +72,7 @@ def _explained(
         return _fail(str(error), 2)
     if options.png:
         options.png = os.path.abspath(options.png)  # the script may go to another folder
-    code = 1  # if an error is raised
+    code = 1
     with take_stdout() as stdout:
         try:
             code = _explained_first_call(options, script, name, of_script, stdout)

@@ -90,7 +90,7 @@ def take_stdout() -> TextIO:
     encoding, errors = (getattr(sys.stdout, name, None) for name in ("encoding", "errors"))
     try:
         stdout = os.fdopen(os.dup(1), "w", encoding=encoding, errors=errors)
-    except OSError:  # closed
+    except OSError:
         stdout = open(os.devnull, "w")
     else:
         print(end="", flush=True)

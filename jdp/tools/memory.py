@@ -133,7 +133,7 @@ def _parts(one: Instruction, operands: list[Parts]) -> Parts:
 
 
 def _part(parts: Parts, i: int) -> tuple[MadeArray, ...]:
-    return parts[i] if i < len(parts) else joined(parts)  # a tuple in a tuple
+    return parts[i] if i < len(parts) else joined(parts)
 
 
 class Live(NamedTuple):
@@ -167,7 +167,7 @@ def fullest(program: HloProgram) -> Live:
 class _KindOfArray(NamedTuple):
     num_elements: int
     num_bytes: int
-    kind: str  # a field of Live
+    kind: str
 
     def live(self) -> Live:
         return Live(**{self.kind: self.num_bytes})

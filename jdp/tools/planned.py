@@ -54,7 +54,7 @@ class LeafNames:
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}  # by stand-in
-        self._stacked = set[str]()  # stand-ins of layers
+        self._stacked = set[str]()
         self._num_stand_ins = 0
         self._packed: dict[Any, list[Any]] = {}  # the vectors in each vector
         self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector

@@ -32,7 +32,7 @@ _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
 
 class _Tpu(NamedTuple):
     flops: float  # of bfloat16, per second
-    memory: float  # bytes per second
+    memory: float
     links: float  # bits per second of a chip's links
 
 

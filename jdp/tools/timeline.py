@@ -405,7 +405,7 @@ class _Simulation:
 
     def _done(self, handle: str) -> None:
         found = self._under_way.pop(handle, None)
-        if found is None:  # such as of a copy
+        if found is None:
             return
         transfer = found.transfer
         transfer.hidden_runs += self._num_matmuls > found.num_matmuls

@@ -80,7 +80,7 @@ def is_elementwise(eqn: Any, num_dims: int) -> bool:
         params = tuple(sorted(eqn.params.items()))
         dtypes = tuple(atom.aval.dtype for atom in eqn.invars)
         return _batches_anywhere(eqn.primitive, params, dtypes, num_dims)
-    except TypeError:  # A parameter that is not hashable.
+    except TypeError:
         return False
 
 
@@ -112,9 +112,6 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
         if eqn.primitive is not primitive or eqn.params != settings:
             return False
     return True
-
-
-# Primitives sliced along a batch dim.
 
 
 def _along_axis(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -181,9 +178,6 @@ _SCATTERS = ("scatter", *(f"scatter-{name}" for name in ("add", "max", "min", "m
 _INDEXING = {"gather": _gather, **dict.fromkeys(_SCATTERS, _scatter)}
 
 
-# Matrix products.
-
-
 def _dot_general(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     """Slice the other operand in the same way if it has the dim."""
     contracted, batch = eqn.params["dimension_numbers"]
@@ -211,9 +205,6 @@ def _free(eqn: Any, position: int) -> list[int]:
 
 
 _PRODUCTS = {"dot_general": _dot_general}
-
-
-# Reductions, and how partial results combine.
 
 
 # With pmax, a NaN of one rank might not reach all.
@@ -294,9 +285,6 @@ _REDUCING = {
     "argmax": _position_of_extreme,
     "argmin": _position_of_extreme,
 }
-
-
-# Primitives that move elements.
 
 
 def _transpose(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -411,7 +399,6 @@ _MOVING = {
 # Vectors in which a rank's elements are not contiguous.
 
 
-# `rule(eqn, position, layout, ranks)`, as `Rule`.
 RavelRule = Callable[[Any, int, Ravel, Ranks], Plan | None]
 
 
@@ -447,7 +434,6 @@ _RAVELED: dict[str, RavelRule] = {
     "dot_general": _as_slices(_PRODUCTS["dot_general"]),
     "reshape": _reshape_raveled,
 }
-# For primitives without a rule.
 _RAVELED_UNKNOWN = _as_slices(elementwise_plan)
 
 

@@ -229,7 +229,7 @@ def _require(leaf: jax.Array, expected: np.ndarray, name: str) -> None:
         )  # fmt: skip
 
 
-_WIDTH = {"cpu": 1024}  # rows and columns
+_WIDTH = {"cpu": 1024}
 _WIDTH_ELSEWHERE = 8192
 # Devices other than CPUs begin one while the host starts the next.
 _NUM_MATMULS_ELSEWHERE = 8
@@ -463,7 +463,7 @@ def _computation(
 def _is_readable(platform: str) -> bool:
     try:
         calibration.load(platform)
-    except ValueError:  # another format: replaced
+    except ValueError:
         return False
     return True
 

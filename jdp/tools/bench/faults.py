@@ -269,7 +269,7 @@ def _strike(run: FaultyLaunch, setting: FaultSetting, say: Callable[[str], None]
         due = time.monotonic() + chosen.expovariate(1 / setting.mtbf_s)
         if faults:
             at = faults[-1].at
-            due -= time.time() - at  # measured from fault to fault
+            due -= time.time() - at
         run.until(lambda due=due: time.monotonic() >= due, "time", float("inf"))
         if len(faults) == setting.num_faults:
             return faults

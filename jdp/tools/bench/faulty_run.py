@@ -66,7 +66,7 @@ def data() -> np.ndarray:
 def initial(plan: TrainingPlan) -> np.ndarray:
     """Return the first parameters, whole numbers."""
     num_rows, width = plan.shape
-    period = np.resize(np.arange(13, dtype=np.float32), (13, width))  # also if there are 13 rows
+    period = np.resize(np.arange(13, dtype=np.float32), (13, width))
     return period[np.arange(num_rows) % 13]
 
 

@@ -156,7 +156,7 @@ def _traced(mesh: Mesh, num_bytes: int, reasons: list[str | None]) -> str:
     axis = mesh.axis_names[0]
 
     def on_rank(x: jax.Array) -> Any:
-        with call_order.entered():  # as in a step
+        with call_order.entered():
             reasons.append(choice(axis, mesh)[1])
             return auto([[x]], axis, mesh=mesh)[0][0]
 

@@ -54,7 +54,6 @@ NAMES = (
     "network_bytes_per_s", *_DEFAULTS,
 )  # fmt: skip
 
-# The output of `jdp bench faults --json=FILE`.
 _RECOVERY = {
     "rows": LIST, "host": TEXT, "date": TEXT,
     "restoring": Field("an object or null", lambda it: it is None or OBJECT.holds(it)),

@@ -19,7 +19,7 @@ from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
 _WRITING = progress.Phase("writing a profile")
-_active: list["Profile"] = []  # at most one
+_active: list["Profile"] = []
 
 
 class Profile:
