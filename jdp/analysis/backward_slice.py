@@ -41,12 +41,7 @@ class Node(NamedTuple):
 
 
 class WayBack:
-    """A backward slice of the `body` of a shard_map.
-
-    Args:
-      root: the record that calls `eqn`.
-      bits: of a differing value, see `Bits`.
-    """
+    """A backward slice of a shard_map's body, from its record, for values with `bits`."""
 
     def __init__(self, body: Any, root: Record, eqn: Any, bits: int):
         self.body = body

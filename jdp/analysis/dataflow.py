@@ -13,7 +13,7 @@ class Forward:
     """A forward pass. A call's body gets its operands; other bodies get their join.
 
     Args:
-      join: joins values; of no values, returns a constant's.
+      join: of no values, returns a constant's.
       visit: `(eqn, operands, place) -> outputs`, or None for a pass over the bodies.
       enter: as for `placed_equations`.
     """

@@ -44,10 +44,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
 
 
 def source_of(eqn: Any) -> str:
-    """Return the author's innermost line, such as "train.py:41", or empty.
-
-    The fallback is a line of an installed package outside `_LIBRARIES`.
-    """
+    """Return the author's innermost line, such as "train.py:41", else one outside `_LIBRARIES`."""
     found = eqn.source_info.traceback
     return "" if found is None else _line(found)
 
@@ -129,12 +126,7 @@ class NamedTree:
 
 
 class Output(NamedTuple):
-    """An output leaf of a step.
-
-    Attributes:
-      kind: "state", "metric", "rows", or "own": a metric before its mean.
-      aval: global shape and dtype.
-    """
+    """An output leaf of a step; kind "own" is a metric before its mean."""
 
     tree: NamedTree
     position: int
@@ -166,7 +158,6 @@ class TraceFindings:
       owned: texts of matrices that such an update computes on one rank.
       gather_dtype: of narrow parameters in losses, or empty.
       integer_sums: lines of integer sums with reported overflow.
-      group_bytes: of parameters gathered together, or 0.
     """
 
     marked: frozenset[str]
@@ -183,13 +174,7 @@ class TraceFindings:
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced step.
-
-    Attributes:
-      platform: the compile target.
-      inputs: paths of the argument leaves.
-      mask: position of the padding mask among `inputs`, or None.
-    """
+    """A traced step; `mask` is the position of the padding mask among `inputs`, or None."""
 
     spec: StepSpec
     platform: str

@@ -74,8 +74,8 @@ def _is_bfloat16(eqn: Any) -> bool:
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
     """Return an equation that may become a collective-permute.
 
-    With one partitioned axis a change of the split dim is an all-to-all. With several axes, XLA may
-    reorder shards by a collective-permute where arrays meet or branches return them.
+    One partitioned axis changes its dim by an all-to-all. With several axes, XLA may reorder shards
+    by a collective-permute where arrays meet or branches return them.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:
@@ -140,14 +140,7 @@ class Quotient(NamedTuple):
 
 
 class Interpreter:
-    """The state of one analysis.
-
-    Args:
-      rules: by primitive name.
-      unknown: the rule of other primitives.
-      manual: axes along which ranks run their own code.
-      trusts_unknown: whether unknown primitives count as pure.
-    """
+    """The state of one analysis; along `manual` axes ranks run their own code."""
 
     def __init__(
         self,
@@ -191,10 +184,7 @@ class Interpreter:
         return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
-        """Return the output classes of a body of `eqn`.
-
-        Equal input classes are analysed once: nested double calls would take 2^depth analyses.
-        """
+        """Return a body's output classes; nested calls would take 2^depth without a memory."""
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)
         if record is None:

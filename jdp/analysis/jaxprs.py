@@ -177,11 +177,7 @@ def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
 def placed_equations(
     jaxpr: Any, place: _Place, enter: Callable[[_Place, Any], _Place | None]
 ) -> list[tuple[Any, _Place]]:
-    """Return `equations` with places; a body occurs once for each place.
-
-    Args:
-      enter: maps an equation's place to its bodies'; None skips them.
-    """
+    """Return `equations` with places; `enter` returns that of the bodies, or None to skip them."""
     found: list[tuple[Any, _Place]] = []
     _add_placed(found, opened(jaxpr), place, enter, set())
     return found

@@ -52,7 +52,6 @@ class _Gradient(NamedTuple):
     Attributes:
       of_rows: whether it depends on the batch, apart from gradients of narrow losses.
       is_wide: whether it depends on a full-precision derivative of the batch.
-      line: of that derivative, or empty.
     """
 
     of_rows: bool = False
@@ -219,12 +218,7 @@ class _Bend(NamedTuple):
 
 
 class _Dependence(NamedTuple):
-    """How a value depends on gradients of this rank's rows.
-
-    Attributes:
-      bend: the first nonlinear operation, or None.
-      of_rows: whether it depends on gradients of single rows.
-    """
+    """How a value depends on gradients of this rank's rows; `of_rows`: of single rows."""
 
     depends: bool = False
     bend: _Bend | None = None
@@ -232,11 +226,7 @@ class _Dependence(NamedTuple):
 
 
 class _Linearity:
-    """Whether values are linear in gradients before the mean over ranks.
-
-    Args:
-      among: keys of the gradients that count; None: all.
-    """
+    """Whether values are linear in gradients before the mean over ranks; `among`: their keys."""
 
     def __init__(
         self, back: Provenance, shapes: set[tuple[int, ...]], among: set[Any] | None = None

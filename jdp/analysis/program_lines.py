@@ -29,12 +29,7 @@ _LEFT_OUT = frozenset("name mesh weak_type out_sharding sharding debug_info ctx_
 
 
 class ProgramLines(NamedTuple):
-    """A program in a form for files.
-
-    Attributes:
-      counts: 8 hexadecimal digits of a line -> how often it occurs.
-      texts: the same digits -> the line and the author's line, in order.
-    """
+    """A program for files: 8 hexadecimal digits of a line -> its count, or both lines, in order."""
 
     counts: Mapping[str, int]
     texts: Mapping[str, tuple[str, str]]

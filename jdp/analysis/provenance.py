@@ -22,7 +22,6 @@ class Origin(NamedTuple):
 
     Attributes:
       line: the author's line that combines a varying value with a reduced one, or empty.
-      primitive: the operation of that line.
       sources: of the varying value: positions of shard_map inputs, and descriptions.
       is_reduced: whether any value on the way was reduced.
       is_of_gradient: whether the reduced value depends on a gradient.
@@ -235,7 +234,6 @@ class Report:
     Attributes:
       outputs: class of each output of the body, before `out_specs` combines shards.
       output_sources: lines of outputs that vary along an axis missing in `out_specs`, else empty.
-      deadlocks: collectives under diverging control flow.
       opaque: primitives with a body that jdp could not open.
       unknown: primitives without a rule, with the author's line.
       num_inputs: of the body, captured arrays first.

@@ -29,9 +29,7 @@ class Deadlock:
     """A collective that some ranks may skip while others wait.
 
     Attributes:
-      axes: along which it communicates.
-      control: around it, "cond" or "while".
-      source: the author's line, or empty.
+      control: "cond" or "while".
       under: axes along which ranks may skip it.
       is_compilers: whether XLA would add it, to split `primitive` over `axes`.
     """
@@ -47,13 +45,7 @@ class Deadlock:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A mark (`marks.mark`), once for each equation.
-
-    Attributes:
-      value: class of the marked value, joined over calls and rounds of loops.
-      under: axes along which ranks may skip the mark.
-      source: the author's line, or empty.
-    """
+    """A mark (`marks.mark`) of an equation; ranks may skip it along the axes `under`."""
 
     kind: str
     path: str
@@ -65,10 +57,7 @@ class Marked:
 
 
 class _Note(NamedTuple):
-    """A "mark", "deadlock", "shift", "unknown" or "call" at an equation.
-
-    The facts are those given to `add`; a call's are the record of its body.
-    """
+    """A "mark", "deadlock", "shift", "unknown" or "call"; a call's facts are its body's record."""
 
     kind: str
     eqn: Any

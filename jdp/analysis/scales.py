@@ -223,7 +223,6 @@ class _Differentiated(NamedTuple):
     Attributes:
       name: before the transposition; `MICRO_BATCH` for jdp's weighted sum in a micro-batch that was
         transposed from outside.
-      source: the author's line, or empty.
     """
 
     name: str
@@ -304,12 +303,7 @@ def _join(causes: Sequence[tuple[_Differentiated, ...]]) -> tuple[_Differentiate
 
 
 class _Place(NamedTuple):
-    """The context of an equation.
-
-    Attributes:
-      is_ours: whether it belongs to jdp's weighted sum.
-      in_micro_batch: whether its micro-batch was transposed as a whole.
-    """
+    """The context of an equation; `in_micro_batch`: a micro-batch transposed as a whole."""
 
     is_transposed: bool = False
     is_ours: bool = False

@@ -48,10 +48,7 @@ class Proved(NamedTuple):
 
 
 def check(jaxpr: Any, traced: Traced) -> Proved:
-    """Raise ValueError if ranks could deadlock or end with different states.
-
-    The step is the first `shard_map` in `jaxpr`.
-    """
+    """Raise ValueError if ranks could deadlock or end with different states."""
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
     report = analyse(step, numbers=numbers)

@@ -65,10 +65,7 @@ def find_shard_maps(jaxpr: Any) -> list[Any]:
 def analyse(
     eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
 ) -> Report:
-    """Compute which values may differ between ranks in a shard_map.
-
-    An input varies along the axes by which its `in_specs` split it.
-    """
+    """Compute which values may differ between ranks, from the axes in `in_specs`."""
     manual = jaxprs.manual_axes(eqn)
     interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
     body = jaxprs.mapped_body(eqn)
@@ -128,11 +125,7 @@ def _maker(variable: Any, makers: dict[Any, Any]) -> str:
 def loop_refusals(
     eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str], inputs: Sequence[str]
 ) -> Iterator[str]:
-    """Refuse each mistake in a shard_map over the axes `names`.
-
-    Args:
-      inputs: names of its inputs in the enclosing function, in order.
-    """
+    """Refuse each mistake in a shard_map over the axes `names`."""
     yield from causes.unmatched_refusals(
         report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2"
     )

@@ -20,23 +20,14 @@ def order_of_gradients(jaxpr: Any) -> dict[str, int]:
 
 
 class _Ready(NamedTuple):
-    """When a value is ready, as seen from its body.
-
-    Attributes:
-      heavy: number of the last heavy operation before it, or 0.
-      inputs: a bit for each body input before it; 0 where `heavy` comes later.
-    """
+    """When a value is ready: its last heavy operation, else a bit for each body input before it."""
 
     heavy: int = 0
     inputs: int = 0
 
 
 class _Timed(NamedTuple):
-    """When the results of a body are ready.
-
-    Attributes:
-      marks: of each marked gradient, by path.
-    """
+    """When a body's results and marked gradients are ready."""
 
     outs: list[_Ready]
     marks: dict[str, _Ready]
@@ -103,11 +94,7 @@ def _is_heavy(eqn: Any) -> bool:
 def to_send(
     paths: Sequence[str], step: Scope | None, weight: jax.Array | None, mean: bool
 ) -> Sequence[int]:
-    """Return the positions of gradients without a mean of `scan_layers`.
-
-    Args:
-      weight: `[]` float; None: equal weights.
-    """
+    """Return the positions of gradients without a mean of `scan_layers`."""
     if step is None or step.choices.uniform is None:
         return range(len(paths))
     if weight is not step.weight:

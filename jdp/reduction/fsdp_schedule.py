@@ -95,12 +95,7 @@ _LOCAL = frozenset("jdp_local jdp_mark jdp_tied jdp_together jdp_weigh".split())
 
 
 class Derived(NamedTuple):
-    """How a value is computed from parameters.
-
-    Attributes:
-      sources: sharded parameters.
-      is_heavy: whether computing it takes more than reading them.
-    """
+    """How a value is computed from sharded parameters; a heavy one costs more than reading them."""
 
     operation: FlatOperation
     sources: tuple[FlatValue, ...]

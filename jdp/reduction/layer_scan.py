@@ -257,8 +257,7 @@ class Perturbed:
 
 
 def perturbed(given: Operands) -> Perturbed:
-    """Return the perturbed operands; the carry always counts, because it depends on the layers
-    before."""
+    """Return the perturbed operands, always the carry, which depends on the layers before."""
 
     def positions(operands: Sequence[Any], *, always: bool = False) -> tuple[int, ...]:
         return tuple(

@@ -29,9 +29,6 @@ class WholeMeans:
       is_sent: whether gradients may be averaged where they are computed.
       is_at_once: whether the gradients are those of all rows of this rank.
       besides: positions of leaves without averaged gradients.
-
-    Attributes:
-      owners: position of an unsharded leaf -> its optimizer.
     """
 
     def __init__(
@@ -58,10 +55,7 @@ class WholeMeans:
         self._paths = {i: jax.tree_util.keystr(named[i][0]) for i in self.owners}
 
     def along(self) -> list[int]:
-        """Return the positions of those reduced in the calls that scatter others.
-
-        Micro-batches are reduced once, at the end, with the loss.
-        """
+        """Return the positions reduced with scattered ones; of micro-batches once, at the end."""
         return [
             i
             for owner, chosen in self._by_owner(self.owners if self.is_at_once else ())
@@ -94,12 +88,7 @@ class WholeMeans:
 
 
 class LeafGradients(NamedTuple):
-    """The gradients of a tree of parameters.
-
-    Attributes:
-      local: this rank's own gradients; None for those in `means`.
-      means: position of a leaf -> the mean over ranks, this rank's shard or all of it.
-    """
+    """A tree's gradients: this rank's own, or means over ranks by position, whole or this shard."""
 
     local: list[Any]
     means: Mapping[int, jax.Array] = MappingProxyType({})
@@ -130,11 +119,7 @@ def local_value_and_grad(
 
 
 class WholeGradients:
-    """Gradients in whole parameters, with the interface of `ShardGradients`.
-
-    Args:
-      wholes: those averaged over the ranks.
-    """
+    """Gradients in whole parameters, with the interface of `ShardGradients`."""
 
     sends = False
 

@@ -95,13 +95,10 @@ def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int 
 def split_micro_batches(
     batch: Any, rest: tuple, k: int, *, is_whole: bool
 ) -> tuple[Any, Any, Callable[[dict], tuple]]:
-    """Split rows and keys into k parts: the loop's parts, stacked, and the last part.
+    """Split rows and keys into k >= 2 parts: the loop's parts, stacked, and the last part.
 
     Each part is (rows, keys); `join(keys)` inserts the keys into `rest`. With `is_whole` the loop
     has all k parts, without a last one unless it is smaller.
-
-    Args:
-      k: >= 2.
     """
     is_whole = is_whole and num_rows(batch) % k == 0
     m = k if is_whole else k - 1
@@ -321,11 +318,7 @@ def value_and_grad(
 
 
 class _MicroBatchedLoss(NamedTuple):
-    """A loss in micro-batches, with fields as in `value_and_grad`.
-
-    Attributes:
-      statistics: position of a leaf whose gradient is a statistic -> its operation.
-    """
+    """A loss in micro-batches, with fields as in `value_and_grad`."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool

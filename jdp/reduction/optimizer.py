@@ -243,9 +243,7 @@ class Sharding:
 
     Attributes:
       stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
-      min_size: number of elements below which leaves stay whole.
       axes: the mesh axes of the shards; None: all axes of the optimizer.
-      keep_gathered: at stage 3 gather parameters once for each step, and keep them.
       gather_dtype: at stage 3, dtype of parameters in a loss; None: their own.
     """
 
@@ -266,9 +264,9 @@ class Sharding:
     def dim(self, leaf: Any, num_shards: int) -> int | None:
         """Return the dim along which a leaf is split, None if it stays whole.
 
-        It is the largest that divides. If that is the last, and the one before has whole tiles of
-        rows for each rank, it is the one before: XLA for TPUs scatters rows, but may sum a slice of
-        columns whole (v5e:2x4, bfloat16 `[1024, 1024]`).
+        It is the largest that divides, or the one before the last if that has whole tiles of rows
+        for each rank: XLA for TPUs scatters rows, but may sum a slice of columns whole (v5e:2x4,
+        bfloat16 `[1024, 1024]`).
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:

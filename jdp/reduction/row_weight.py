@@ -33,10 +33,7 @@ def number(given: Any) -> jax.Array:
 
 
 def valid(given: Any) -> jax.Array:
-    """Return a weight, NaN if it is invalid.
-
-    NaN reaches every rank through the sum of weights, and `why_invalid` finds it.
-    """
+    """Return a weight, NaN if invalid; NaN reaches every rank, and `why_invalid` finds it."""
     weight = number(given)
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
 
@@ -49,11 +46,7 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply by a weight in at least float32; a weight of 0 gives 0, even for NaN.
-
-    Args:
-      weight: `[]` float, or of the shape of `x` under a vmap.
-    """
+    """Multiply by a weight, `[]`, in at least float32; a weight of 0 gives 0, even for NaN."""
     # lax traces in a fifth of jnp's time, for each leaf of a model.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
     if weight.ndim:  # under vmap

@@ -48,10 +48,6 @@ class ShardGradients:
     Args:
       shards: position of a leaf with an owner -> its shard.
       sent: positions of those whose gradients are averaged where they are computed.
-      wholes: the gradients of unsharded leaves.
-
-    Attributes:
-      sends: whether it communicates while it differentiates.
     """
 
     sends = True

@@ -95,7 +95,7 @@ class Shard(NamedTuple):
       owner: from stage 2 on, the optimizer of a parameter with a split gradient.
       trains: whether that optimizer updates it.
       is_kept: whether the whole array exists throughout the step.
-      gather_dtype: of the gathered array; None: its own.
+      gather_dtype: None: its own.
       reduce_dtype: of its sent gradient; None: its own.
     """
 
@@ -179,10 +179,7 @@ def forgotten_after() -> Iterator[None]:
 
 
 def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
-    """Record the optimizer of parameters if it splits their gradients.
-
-    The shard of an unsharded parameter is a slice of it, if a dim divides.
-    """
+    """Record the optimizer of parameters if it splits their gradients."""
     scope = step_context.innermost()
     if scope is None:
         return

@@ -135,13 +135,7 @@ def _weighting(part: Shard, scope: Scope) -> tuple[Weighting, float]:
 
 
 class _TableMeans(NamedTuple):
-    """Averages over all ranks what `add_rows` summed over the table's ranks.
-
-    Attributes:
-      axes: of the step.
-      over: the axes of the table's split.
-      scale: multiplies the sum.
-    """
+    """Averages over all ranks what `add_rows` summed over the table's ranks."""
 
     axes: tuple[str, ...]
     over: tuple[str, ...]

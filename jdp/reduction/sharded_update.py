@@ -76,13 +76,7 @@ def log_whole_gradients(leaves: Sequence[Any]) -> None:
 
 
 class GradientPieces:
-    """The gradients of one update, averaged already or sent now.
-
-    Args:
-      axes: of the split.
-      grads: this rank's gradients, or with `synced` the means of all ranks.
-      dims: the split dim of each; None for a whole one.
-    """
+    """The gradients of one update, this rank's or with `synced` the means of all ranks."""
 
     def __init__(
         self,
@@ -191,13 +185,7 @@ def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
 
 
 class Update:
-    """One update of a sharded optimizer on this rank.
-
-    Args:
-      axes: of the split.
-      grad_tree: the structure of the gradients.
-      applies: whether `run` adds the updates to the parameters, or returns them.
-    """
+    """An update of a sharded optimizer on this rank; if it applies, `run` adds it to parameters."""
 
     def __init__(self, tx: Sharded, axes: tuple[str, ...], grad_tree: Any, *, applies: bool = True):
         self._tx = tx

@@ -50,11 +50,7 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SlicedProgram:
-    """A program that computes slices early.
-
-    Args:
-      known: gathered arrays -> the slices that they were gathered from.
-    """
+    """A program that computes slices early; `known` maps gathered arrays to their slices."""
 
     def __init__(self, program: FlatProgram, known: Mapping[FlatValue, _Cut]):
         self._program = program

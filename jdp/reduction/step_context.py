@@ -65,8 +65,7 @@ class Scope:
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
       why_no_gradient: why a sum over ranks of different weights has no transpose, or empty.
       weighed: names of the jdp functions that weight ranks.
-      trace: JAX's trace at the start of the step.
-      batch_trace: JAX's trace of the batch; None without a tracer.
+      batch_trace: None without a tracer.
       integer_sums: whether an integer sum over ranks overflowed, and the author's line.
       split: paths of the gradients of `collectives.split`.
       marked: paths of the gradients marked for reduction.
@@ -80,7 +79,7 @@ class Scope:
       averaged: paths of the gradients averaged where they were computed.
       groups: bytes of parameters gathered together.
       loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer.
-      reduce_dtype: of the gradients that the state's optimizers send; None: their own.
+      reduce_dtype: of the sent gradients; None: their own.
       updated: the loss dtypes of updated parameters.
       reverse_only: jdp functions traced without a forward-mode derivative.
     """
@@ -182,13 +181,7 @@ def platform() -> str:
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return this rank's share of the total weight: `[]` float in 0 to 1.
-
-    The share of a total of 0 is 0, and NaN after an overflow.
-
-    Args:
-      weight: `[]` float, of this rank's rows, >= 0.
-    """
+    """Return this rank's share of the total weight: 0 for a total of 0, NaN after an overflow."""
     scope = current(axis_name)
     if scope is not None and weight is scope.weight and scope.total is not None:
         total = scope.total  # Summed once, at the start of the step.
@@ -258,10 +251,7 @@ def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.A
 
 
 def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that does not reuse functions JAX traced for another step.
-
-    They could contain another trace's weight, or a late reduction of `scan_layers`.
-    """
+    """Return a context without functions traced with another step's weight or late reduction."""
     is_plain = scope.weight is None and scope.choices.late is None and scope.reduce_dtype is None
     return contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces))
 

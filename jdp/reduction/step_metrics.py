@@ -39,9 +39,6 @@ def take_means(
 
     Empty if it has another weight than the step, may round, runs outside the step's trace, or
     starts each bucket when complete, because aux may be ready late.
-
-    Args:
-      weight: `[]` float, of this rank's gradients; None: equal weights.
     """
     if step is None or not _is_here(step) or weight is not step.weight:
         return []
@@ -143,11 +140,7 @@ def float_scalars(tree: Any) -> list[jax.Array]:
 
 
 def with_uniform(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]) -> Any:
-    """Replace means of equal values by these values, to the bit.
-
-    Args:
-      own: the `float_scalars` of the tree that it averaged.
-    """
+    """Replace means of equal values by these values, to the bit."""
     left = iter(zip(own, is_uniform, strict=True))
 
     def chosen(leaf: jax.Array) -> jax.Array:

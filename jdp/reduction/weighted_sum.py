@@ -32,7 +32,6 @@ class Weighting(NamedTuple):
       is_adjoint: whether ranks have different weights, so that JAX's transpose would be wrong.
       after: `[]`, multiplies the cotangent of the sum.
       before: `[]`, multiplies the cotangent of this rank's term; None: 1.
-      why_not: why the sum cannot be transposed, or empty.
     """
 
     forward: jax.Array | None
@@ -69,11 +68,7 @@ class Weighting(NamedTuple):
 
 
 def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> Weighting:
-    """Return the weights of the terms of a sum over ranks.
-
-    Args:
-      weight: `[]`, of this rank; the step's own, another one, or None for a plain sum.
-    """
+    """Return the weights of a sum's terms: the step's, another one, or None for a plain sum."""
     step = step_context.around(axis_name)
     own = None if step is None else step.weight
     if own is None:
@@ -105,11 +100,7 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
 def factors(
     weight: jax.Array | None, axis_name: AxisName, *, mean: bool
 ) -> tuple[Weighting, float]:
-    """Return the weights of gradients before their sum, and the factor of the sum.
-
-    Args:
-      weight: `[]`, of this rank; None: equal weights.
-    """
+    """Return the weights of gradients before their sum, and the factor of the sum."""
     if weight is not None:
         return weighting(weight, axis_name, mean=mean), 1.0
     return Weighting(None), 1.0 / axis.size(axis_name) if mean else 1.0

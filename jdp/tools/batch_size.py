@@ -24,12 +24,7 @@ from jdp.validation import int_at_least
 
 
 class Search:
-    """The search for the most rows that fit.
-
-    Args:
-      bytes_of: rows -> bytes of the step; inf if XLA does not compile it.
-      candidates: numbers of rows, ascending.
-    """
+    """The search for the most rows that fit; `bytes_of` is inf if XLA does not compile a step."""
 
     def __init__(self, bytes_of: Callable[[int], float], limit: int, candidates: Sequence[int]):
         self._bytes_of, self._limit, self._candidates = bytes_of, limit, candidates

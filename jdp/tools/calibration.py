@@ -21,9 +21,9 @@ from jdp.tools.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, 
 
 
 def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Fit t = alpha + bytes / beta to (bytes, seconds), with small relative errors.
+    """Fit t = alpha + bytes / beta to (bytes, seconds) of at least two sizes.
 
-    The points have at least two sizes. Returns alpha, beta and the largest relative error.
+    Relative errors are small; the largest is returned, too.
     """
     alpha, slope = _least_squares(points)
     if alpha < 0:  # through 0: each point counts by its relative error
@@ -58,10 +58,10 @@ class Slowness:
 
     Attributes:
       matmul: relative to large matmuls.
-      elementwise: of other operations that read arrays in order, relative to a loop over an array.
+      elementwise: of operations that read arrays in order, relative to a loop over an array.
       strided: of operations across the rows of an array, relative to the same.
       start: relative to a tiny operation that follows another.
-      largest_error: the largest |predicted / measured - 1| of the fitted steps.
+      largest_error: the largest |predicted / measured - 1|.
     """
 
     matmul: float
@@ -80,8 +80,6 @@ class ComputeRates:
       memory_bytes_per_s: bytes read and written to scale a large array.
       cached_bytes_per_s: the same for an array of CACHED_BYTES.
       transcendentals_per_s: hyperbolic tangents.
-      operation_start_s: seconds of a tiny operation.
-      slowness: of training steps.
     """
 
     num_ranks: int
@@ -170,10 +168,8 @@ class CollectiveLaw:
     """The law t = alpha_s + bytes / bytes_per_s, fitted to times of one collective.
 
     Attributes:
-      operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
       algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
         (`jdp.collectives.ring`) or "xla".
-      alpha_s: >= 0.
       bytes_per_s: inf for a constant time. `bytes` is a rank's whole array, as in nccl-tests: the
         result of an all-gather, otherwise the input.
       largest_error: the largest |predicted / measured - 1| over `points`.
@@ -193,10 +189,7 @@ class CollectiveLaw:
     cpu_points: tuple[tuple[int, float], ...]
 
     def on_shared_cores(self, num_cores: int) -> "CollectiveLaw":
-        """Return the law for more ranks than cores: a waiting rank leaves its core.
-
-        A call then takes its CPU time, divided by the cores.
-        """
+        """Return the law of CPU time, for more ranks than cores: a waiting rank leaves its core."""
         points = tuple((num_bytes, cpu_s / num_cores) for num_bytes, cpu_s in self.cpu_points)
         alpha, beta, error = fit_alpha_beta(points)
         return dataclasses.replace(
@@ -216,11 +209,9 @@ class Calibration:
     """The measured rates of one machine.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu".
       device_kind: JAX's name.
       num_cores: CPU cores that the process may use.
       date: ISO 8601 in UTC.
-      versions: of jdp, jax, jaxlib, python.
       computation: rates by number of devices, ascending.
     """
 

@@ -64,13 +64,8 @@ def algorithms(operation: str) -> tuple[str, ...]:
 class Trial:
     """A program of independent collectives on a mesh with one axis.
 
-    Args:
-      mesh: its processes must make the same trials in the same order.
-      in_place: let results overwrite the inputs, as in a compiled step. Default: results have their
-        own memory, reused in each round.
-
-    Raises:
-      ValueError: if an algorithm cannot run here.
+    All processes must make the same trials in the same order. With `in_place`, results overwrite
+    the inputs, as in a compiled step. A ValueError says that an algorithm cannot run here.
     """
 
     def __init__(self, cases: Sequence[Case], mesh: Mesh, *, in_place: bool = False):

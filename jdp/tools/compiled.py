@@ -45,10 +45,7 @@ def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
 
 
 def with_rows(spec: StepSpec, state: Any, batch: Any, rows: int) -> tuple[Any, Any]:
-    """Return a state and a batch as shapes with another number of rows.
-
-    In the state, arrays of `per_rank` with a row for each row of the batch change.
-    """
+    """Return a state and a batch as shapes with other rows, also in `per_rank` arrays of rows."""
     before = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)}
     held = pytrees.hold(state)
     leaves, tree = jax.tree.flatten(held)

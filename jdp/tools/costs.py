@@ -22,10 +22,7 @@ class _KernelWindow(NamedTuple):
     rhs_dilate: int = 1
 
     def pairs(self, num_inputs: int, num_outputs: int) -> int:
-        """Count the pairs of an output and a kernel element that read no padding.
-
-        A zero of a dilated dim counts as padding.
-        """
+        """Count pairs of an output and a kernel element without padding or zeros of dilation."""
         found, length = 0, (num_inputs - 1) * self.lhs_dilate
         for k in range(self.size):
             # Output o reads position o * stride + shift; inputs are at multiples of lhs_dilate up
@@ -84,12 +81,7 @@ def _windows(one: Instruction) -> list[_KernelWindow]:
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel, with the costs of its `cost_estimate`.
-
-    Attributes:
-      name: by `pl.pallas_call(name=)`, or empty.
-      result: dims of each of its results.
-    """
+    """A Pallas kernel, with the costs of its `cost_estimate`, and the dims of its results."""
 
     name: str
     result: tuple[tuple[int, ...], ...]

@@ -48,10 +48,7 @@ def parameters(facts: Facts) -> list[tuple[str, Any]]:
 
 
 def parameters_of(facts: Facts, paths: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the parameters of gradients, by the path of the gradient.
-
-    `.params['a']['w']` belongs to `grads['a']['w']`, not to `grads['w']`.
-    """
+    """Return parameters by gradient: `.params['a']['w']` by `grads['a']['w']`, not `grads['w']`."""
     own = {path: in_parameters(path) for path in paths if path.startswith("grads")}
     found: dict[str, list[Any]] = {path: [] for path in own}
     for name, leaf in parameters(facts):
@@ -74,12 +71,7 @@ _MIN_S = 1e-6  # a shorter wait is shown as none
 
 
 class _SummedLeaf(NamedTuple):
-    """A gradient that is summed over the ranks.
-
-    Attributes:
-      line: the author's line, or empty.
-      bucket: number of the collective if the leaf has no name, else -1.
-    """
+    """A gradient that is summed over the ranks; `bucket` is -1 if it has a name."""
 
     kind: str
     leaf: SentLeaf

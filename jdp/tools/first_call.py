@@ -83,10 +83,7 @@ def _wait_for_threads(before: set[threading.Thread], name: str, found: list[Firs
 
 
 def take_stdout() -> TextIO:
-    """Return stdout for the report; send all other output to stderr from now on.
-
-    That includes child processes and libraries, also at the exit.
-    """
+    """Return stdout for the report; send other output, also of libraries at the exit, to stderr."""
     encoding, errors = (getattr(sys.stdout, name, None) for name in ("encoding", "errors"))
     try:
         stdout = os.fdopen(os.dup(1), "w", encoding=encoding, errors=errors)
@@ -100,8 +97,7 @@ def take_stdout() -> TextIO:
 
 
 def end_soon(code: int) -> None:
-    """End this process after `_EXIT_S` if the interrupted script's threads or processes keep it
-    alive."""
+    """End this process after `_EXIT_S` if the script's threads or processes keep it alive."""
 
     def end() -> None:
         time.sleep(_EXIT_S)

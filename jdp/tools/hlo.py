@@ -150,12 +150,7 @@ class Array(NamedTuple):
 
 
 class HloProgram:
-    """A compiled program.
-
-    Attributes:
-      entry: name of the computation that runs first.
-      parameters: arguments, such as `args[0].params['w']` -> type.
-    """
+    """A compiled program; `entry` runs first."""
 
     def __init__(self, text: str):
         self.computations, self.entry = parse(text)

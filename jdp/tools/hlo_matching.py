@@ -246,13 +246,7 @@ def _name_of(computation: Computation, name: str, sizes: Collection[int]) -> str
 
 
 class Match(NamedTuple):
-    """The match of a collective of the compiled program.
-
-    Attributes:
-      leaves: its arrays; unknown ones have no path.
-      num_planned: planned collectives merged into it; 0 if unknown.
-      is_of_author: whether the author's code called it, or XLA made it for the author's line.
-    """
+    """A collective's match: unknown leaves have no path, and `num_planned` is 0 if unknown."""
 
     leaves: list[SentLeaf]
     num_planned: int

@@ -137,12 +137,7 @@ def _part(parts: Parts, i: int) -> tuple[MadeArray, ...]:
 
 
 class Live(NamedTuple):
-    """Bytes in memory at once, beside arguments and results.
-
-    Attributes:
-      activations: kept for the backward pass.
-      gradients: from the backward pass, or their sums over micro-batches or ranks.
-    """
+    """Bytes in memory at once, beside arguments and results; gradients with their sums."""
 
     activations: int = 0
     gradients: int = 0
@@ -276,8 +271,6 @@ class Memory:
     """Bytes of memory of one rank while the step runs.
 
     Attributes:
-      parameters: this rank's part.
-      batch: this rank's rows.
       activations: kept by the forward pass, at the peak of temporary memory.
       gradients: of gradients and the backward pass, at that peak.
       temporaries: the rest of XLA's temporary memory.

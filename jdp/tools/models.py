@@ -40,8 +40,7 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
 def transformer(
     *, dim: int, num_layers: int, num_rows: int, length: int, dtype: Any = np.float32
 ) -> SmallModel:
-    """Make a decoder of bytes (pre-norm, heads of 32), and random text; a row predicts `length`
-    bytes."""
+    """Make a decoder of bytes (pre-norm, heads of 32), and random text of `length + 1`."""
     random = np.random.default_rng(0)
     blocks = [
         {
@@ -85,8 +84,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 # r: rows, t and s: positions, h: heads, d: dim of a head.
 def attention(block: Any, x: jax.Array) -> jax.Array:
-    """Return causal attention with heads of 32, `[r, t, d]`, for `qkv` `[d, 3 d]` and `out` `[d,
-    d]`."""
+    """Return causal attention, heads of 32, `[r, t, d]`; `qkv` is `[d, 3 d]`, `out` `[d, d]`."""
     num_rows, length, dim = x.shape
     heads = (num_rows, length, dim // 32, 32)
     q, k, v = (part.reshape(heads) for part in jnp.split(x @ block["qkv"], 3, axis=-1))

@@ -16,11 +16,10 @@ def alternate(
     max_rounds: int = 100,
     warm_up: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Time all contestants side by side.
+    """Time contestants in rounds; return each one's `[rounds]` seconds, means of two runs.
 
     A round runs all contestants in one order and then in reverse, against slow drift; every other
-    round begins with the last contestant. Returns for each contestant `[rounds]` seconds: the mean
-    of its two runs.
+    round begins with the last contestant.
     """
     for clock in list(clocks.values()) * warm_up:
         clock()

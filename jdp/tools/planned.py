@@ -203,13 +203,7 @@ class SentLeaf(NamedTuple):
 
 @dataclass
 class Planned:
-    """A collective of a traced step.
-
-    Attributes:
-      number: of a native call, else None.
-      line: the author's, such as `train.py:41`, or empty.
-      num_loops: around it.
-    """
+    """A collective of a traced step; only native calls have a number."""
 
     kind: str
     number: int | None
@@ -220,12 +214,7 @@ class Planned:
 
 
 class TracedStep(NamedTuple):
-    """The facts of a step's trace.
-
-    Attributes:
-      callbacks: names of host callbacks, each with the author's line.
-      scanned: names of the arrays that a loop takes layer by layer.
-    """
+    """The facts of a step's trace; a loop takes `scanned` arrays layer by layer."""
 
     collectives: list[Planned]
     callbacks: list[tuple[str, str]]

@@ -210,11 +210,7 @@ _ALGORITHMS = {"direct": "native", "native": "native", "xla": "xla"}
 
 
 class MeasuredRates(NamedTuple):
-    """This host's measured rates; empty for other devices, or without measurement.
-
-    Attributes:
-      laws: of collectives on as many ranks and processes, by operation and algorithm.
-    """
+    """This host's measured rates, with laws of collectives on as many ranks and processes."""
 
     rates: Mapping[str, Rate]
     laws: Mapping[tuple[str, str], CollectiveLaw]

@@ -85,13 +85,7 @@ _FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology 
 
 @dataclass(frozen=True)
 class TargetDevices:
-    """Devices to compile for.
-
-    Attributes:
-      name: such as `8xH200`.
-      hosts: the host number of each device of the mesh, in order.
-      description: XLA's description of a GPU, or empty.
-    """
+    """Devices to compile for, with the host number of each; `description` is XLA's of a GPU."""
 
     name: str
     mesh: Mesh

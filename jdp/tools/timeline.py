@@ -14,14 +14,7 @@ from jdp.tools.transfers import SentArrays, collective_in, number_of, transfer_o
 
 
 class Work(NamedTuple):
-    """The work of one operation.
-
-    Attributes:
-      flops: of its matmuls, by dtype.
-      num_bytes: read and written.
-      transcendentals: number of exponentials and the like.
-      is_strided: whether it computes across the rows of an array.
-    """
+    """The work of one operation; `is_strided`: it computes across the rows of an array."""
 
     flops: Mapping[str, float]
     num_bytes: float
@@ -60,7 +53,7 @@ class _LoopInteger(NamedTuple):
 
 
 class TripCounts:
-    """The iterations of the loops of a program.
+    """Counts a program's loop iterations.
 
     XLA annotates the number for CPUs and GPUs. For TPUs it follows from the counter's first value,
     its increment and its bound.
@@ -216,15 +209,7 @@ _SIMULATED = 3
 
 @dataclass
 class Timeline:
-    """One simulated run of a program.
-
-    Attributes:
-      computing_s: seconds of the step with computation.
-      flops: of its matmuls, by dtype.
-      transfers: by first start.
-      spans: `(lane, begin, end, name)` of both lanes, in seconds.
-      unknown: uncounted parts, in words.
-    """
+    """One simulated run of a program; `spans` are `(lane, begin, end, name)`, in seconds."""
 
     step_s: float = 0.0
     computing_s: float = 0.0

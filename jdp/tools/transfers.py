@@ -70,19 +70,16 @@ class SentArrays:
 
     Attributes:
       instruction: the one that starts it.
-      computation: name of its computation.
       algorithm: `native`, `split` (the ring between GPUs), or `xla`; `triton one-shot` and
         `triton two-shot` for XLA's kernels that sum a few MiB between GPUs without NCCL.
       number: of a native call, see `call_order.next_number`; None for XLA's.
       arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
       groups: the devices of each group; empty if all meet, or if unknown.
-      took_s: of all runs.
       exposed_s: for which computation waited.
       hidden_runs: runs beside a matmul.
-      begins_s: start of the first run.
       ends_s: end of the first run, when its result is used.
-      meanwhile: names and seconds of operations during that run.
+      meanwhile: names and seconds of operations during the first run.
       after_last_matmul: whether no matmul follows the last run.
     """
 

@@ -20,11 +20,7 @@ _SENDINGS = {"all_to_all": 1, "pmax": 2, "pmin": 2, "psum": 2, "psum_invariant":
 
 
 class Cost(NamedTuple):
-    """The operations and sent bytes of a rank.
-
-    Attributes:
-      flops: of matrix products and factorings.
-    """
+    """A rank's sent bytes, and operations of matrix products and factorings."""
 
     flops: float = 0
     num_bytes: float = 0

@@ -210,13 +210,7 @@ class Waiting(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """The results and costs of a body for inputs with some sliced dims.
-
-    Attributes:
-      dims: of its outputs.
-      num_bytes: gathered.
-      gathered_inputs: their positions.
-    """
+    """The results and costs of a body for inputs with some sliced dims."""
 
     dims: list[Dim]
     num_bytes: int
@@ -388,8 +382,8 @@ class Piece(NamedTuple):
     """This rank's part of an array.
 
     Attributes:
-      dim: the dim of the ranks' slices, of equal size and in the order of `lax.axis_index`; None
-        for the whole array, with equal bits on every rank.
+      dim: of the ranks' equal slices, in the order of `lax.axis_index`; None for the whole array,
+        with equal bits on every rank.
     """
 
     value: jax.Array
@@ -397,12 +391,7 @@ class Piece(NamedTuple):
 
 
 class Partitioned(NamedTuple):
-    """The results of a function that ran on slices.
-
-    Attributes:
-      gathers: the values gathered whole, in order.
-      owned: the matrices that one rank each computed.
-    """
+    """Results on slices, the gathered values in order, and the matrices that one rank computed."""
 
     pieces: list[Piece]
     gathers: list[Gather]

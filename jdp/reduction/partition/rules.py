@@ -87,10 +87,7 @@ def is_elementwise(eqn: Any, num_dims: int) -> bool:
 # The answer does not depend on sizes.
 @functools.lru_cache(maxsize=4096)
 def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -> bool:
-    """Whether `vmap` over a new first dim, and over a new last one, keeps the primitive.
-
-    Then neither rows nor columns depend on each other.
-    """
+    """Whether `vmap` over a new first dim, and over a new last one, keeps the primitive."""
     settings = dict(params)
 
     def bind(*operands: Any) -> Any:

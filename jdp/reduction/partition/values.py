@@ -64,12 +64,9 @@ ROUNDS_OF_WHILE = 10
 
 
 class Ravel(NamedTuple):
-    """The layout of a vector reshaped from an array, of which each rank has its slice.
+    """A vector reshaped from an array of `shape`, of which each rank has a slice along `dim`.
 
-    Sums and elementwise operations do not depend on its order of elements.
-
-    Attributes:
-      dim: the sliced dim of the array of `shape`.
+    Sums and elementwise operations do not depend on the order of elements.
     """
 
     shape: tuple[int, ...]
@@ -81,12 +78,7 @@ Dim = int | Ravel | None
 
 
 class Gather(NamedTuple):
-    """A value that was gathered whole on every rank.
-
-    Attributes:
-      primitive: of the equation that needs it, or "output".
-      line: the author's line, or empty.
-    """
+    """A value gathered whole on every rank, for the `primitive` of an equation or an "output"."""
 
     primitive: str
     shape: tuple[int, ...]
@@ -95,12 +87,7 @@ class Gather(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Matrices that were computed by one rank each.
-
-    Attributes:
-      count_of_rank: the most matrices of one rank.
-      shape: of one matrix.
-    """
+    """Matrices of one shape that one rank each computed, at most `count_of_rank` of them."""
 
     count: int
     count_of_rank: int
@@ -190,12 +177,7 @@ class Ranks:
 
 
 class Value:
-    """An array of the whole program, and this rank's part of it.
-
-    Args:
-      aval: of the whole array.
-      dim: the sliced dim available without communication, None for the whole.
-    """
+    """An array of the whole program, and this rank's part of it; `dim` needs no communication."""
 
     def __init__(self, aval: Any, dim: Dim):
         self.shape: tuple[int, ...] = tuple(aval.shape)
@@ -221,12 +203,7 @@ class Value:
 
 
 class Computed(Value):
-    """A computed value, whole or as a slice.
-
-    Args:
-      x: the array, or this rank's slice along `dim`.
-      number: of the program's input, or None.
-    """
+    """A computed value, whole or this rank's slice along `dim`."""
 
     def __init__(self, ranks: Ranks, aval: Any, x: Any, dim: Dim, number: int | None = None):
         super().__init__(aval, dim)
@@ -255,7 +232,6 @@ class BroadcastValue(Value):
     """Copies of a value along new dims, made only in the needed shape.
 
     Args:
-      aval: of the copies.
       dims: for each dim of `operand` its position in the copies.
     """
 

@@ -53,7 +53,6 @@ class Deal(NamedTuple):
     """The assignment of isomorphic parts' matrices to ranks.
 
     Attributes:
-      part: the first part.
       shared: positions of the operands that are equal for all parts.
       dims: the sliced dim of each operand.
       batch: number of rows into which the other operands are cut; 1: not cut.

@@ -384,11 +384,7 @@ _SETTING = collectives.Setting(num_rounds=5, in_place=True)
 
 
 def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
-    """Measure and save the rates of computation and collectives.
-
-    Rates of other numbers of ranks and processes in an earlier file of this host are kept. Returns
-    None except on the first process of the mesh.
-    """
+    """Measure and return rates, on the first process; those of other numbers of ranks are kept."""
     require_own_gpus(mesh.devices.flat[0].platform, len(agree.peers(mesh)))
     rates: dict[tuple, CollectiveLaw] = {}
     for part in _meshes(mesh):

@@ -21,13 +21,7 @@ _MAX_CALLS, _MAX_PPERMUTES = 16, 4
 
 
 class Setting(NamedTuple):
-    """How collectives are timed.
-
-    Attributes:
-      num_rounds: rounds of each size; each times all algorithms twice, in both orders.
-      warm_up: checked runs before.
-      in_place: whether results overwrite the inputs.
-    """
+    """How collectives are timed: each round times all algorithms twice, in both orders."""
 
     dtype: str = "float32"
     num_rounds: int = 10
@@ -105,11 +99,7 @@ def measure(
 
 
 class _Clock:
-    """Times calls of a collective, and checks the results.
-
-    Attributes:
-      cpu_seconds: of all threads and processes, for each call.
-    """
+    """Times calls of a collective, and checks the results; CPU seconds are of all processes."""
 
     def __init__(self, mesh: Mesh, case: Case, setting: Setting):
         most = _MAX_PPERMUTES if case.algorithm == "ppermute" else _MAX_CALLS

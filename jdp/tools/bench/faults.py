@@ -28,12 +28,7 @@ PARTS = ("detection", "re_forming", "restoring", "tracing", "loading", "first_st
 
 
 class Fault(NamedTuple):
-    """A fault and its recovery.
-
-    Attributes:
-      at: time.time() of the SIGKILL.
-      record: the launcher's event "recovered".
-    """
+    """The time.time() of a SIGKILL, and the launcher's event "recovered"."""
 
     at: float
     record: dict[str, Any]
@@ -99,14 +94,7 @@ _MARGIN_STEPS = 5
 
 
 class FaultSetting(NamedTuple):
-    """The faults of a run.
-
-    Attributes:
-      mtbf_s: mean seconds between faults, exponentially distributed.
-      step_s: least seconds of a step.
-      commit_every: steps between commits, >= 1.
-      deadline_s: seconds in which a run must recover.
-    """
+    """The faults of a run, with exponentially distributed times between; `step_s` is the least."""
 
     mtbf_s: float
     num_faults: int

@@ -39,13 +39,7 @@ _LOADING = ("cache_retrieval_time_sec",)
 
 
 class TrainingPlan(NamedTuple):
-    """The plan of the training.
-
-    Attributes:
-      state_bytes: bytes of the parameters.
-      step_s: least seconds of a step.
-      commit_every: steps between commits, >= 1.
-    """
+    """The plan of the training; a step takes at least `step_s`."""
 
     state_bytes: int
     step_s: float

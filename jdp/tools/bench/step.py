@@ -36,13 +36,7 @@ Make = Callable[[int, Any], Made]  # (num_rows, all_reduce) -> (step, state, bat
 
 
 class StepSetting(NamedTuple):
-    """How steps are timed.
-
-    Attributes:
-      rows: of each rank.
-      num_steps: of a run.
-      num_rounds: each has two runs of every contestant.
-    """
+    """How steps are timed; each round has two runs of every contestant."""
 
     rows: int
     num_steps: int

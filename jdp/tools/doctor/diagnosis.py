@@ -11,15 +11,11 @@ _WIDTH = 96
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check.
+    """The result of one check; `why` and `do` are empty if ok.
 
     Attributes:
-      check: its name, such as "file descriptors".
       level: OK; WARNING for slower training or possible failures; ERROR for failed or wrong
         training.
-      found: the finding, with numbers.
-      why: why it matters; empty if ok.
-      do: what to do; empty if ok.
       facts: the numbers, for programs. No secrets: the report is pasted into issues.
     """
 

@@ -30,13 +30,7 @@ class Listener(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """The result of a connection to one other process.
-
-    Attributes:
-      failure: why there was no connection, or None.
-      skew_s: seconds that its clock is ahead.
-      error_s: possible error of `skew_s`.
-    """
+    """A connection to another process, or why it failed; its clock is `skew_s` ahead."""
 
     other: Listener
     failure: str | None

@@ -64,12 +64,7 @@ _DRIVERS = {"cuda12": 525, "cuda13": 580}
 
 @dataclasses.dataclass(frozen=True)
 class Installed:
-    """Installed versions.
-
-    Attributes:
-      versions: by package.
-      driver: of NVIDIA, or None.
-    """
+    """Installed versions, by package; the driver is NVIDIA's."""
 
     versions: Mapping[str, str]
     driver: str | None
@@ -86,14 +81,7 @@ class Installed:
 
 
 class KnownBad(NamedTuple):
-    """A combination known to fail.
-
-    Attributes:
-      level: WARNING or ERROR.
-      found: returns the problem, with the versions, or None.
-      do: what to install or write instead.
-      source: of the report.
-    """
+    """A combination known to fail; `found` returns the problem, with the versions, or None."""
 
     level: str
     found: Callable[[Installed], str | None]

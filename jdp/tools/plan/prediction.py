@@ -29,13 +29,7 @@ from jdp.tools.plan.schedule import (
 
 
 class Failures(NamedTuple):
-    """Failures of a run, and their costs.
-
-    Attributes:
-      recovery_s: seconds without training after each.
-      degraded_s: seconds with missing hosts after each recovery.
-      missing: share of the missing hosts, 0 to 1.
-    """
+    """Failures of a run, and their costs; `missing` is the share of missing hosts, 0 to 1."""
 
     per_s: float
     recovery_s: float

@@ -17,13 +17,7 @@ _KEYS = ("params", "layers", "tokens", "step_s", "micro_batches", "leaves")
 
 
 class Model(NamedTuple):
-    """The model to train, in numbers.
-
-    Attributes:
-      tokens: of a rank in a step; 0 if `step_s` is known.
-      step_s: seconds of a rank's forward and backward pass; 0 if unknown.
-      leaves: large leaves of a layer.
-    """
+    """The model to train; a rank's step has `tokens`, 0 if its seconds, `step_s`, are known."""
 
     params: float
     layers: int

@@ -29,9 +29,6 @@ class Workload(NamedTuple):
 
     Attributes:
       leaves: in the order of the forward pass.
-      forward_s: seconds of all micro-batches' forward passes.
-      backward_s: of their backward passes.
-      update_s: of one rank's update of all parameters.
       gather_bytes: of a gathered parameter.
       reduce_bytes: of a reduced gradient.
       bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
@@ -103,12 +100,7 @@ _OF_RING = 0.92
 
 
 class Group(NamedTuple):
-    """Ranks that reduce or gather together.
-
-    Attributes:
-      per_host: ranks of each host.
-      sharing: like groups that use the network of a host at the same time.
-    """
+    """Ranks that reduce or gather together; `sharing` groups use a host's network at once."""
 
     hosts: int
     per_host: int
@@ -131,7 +123,6 @@ class Fabric(NamedTuple):
     Attributes:
       link_bytes_per_s: from a GPU to others of its host.
       network_bytes_per_s: from a host to others.
-      start_s: seconds to start a collective.
       algorithm: of an all-reduce: "ring", "tree", or "best", the faster one. Gathers and scatters
         are rings.
     """

@@ -46,14 +46,7 @@ _MOST_TRIED = 50
 
 
 class Operation(NamedTuple):
-    """An operation that ran.
-
-    Attributes:
-      name: of the program's instruction, or of the kernel if unknown.
-      kernel: name of the event.
-      run: number of the program's run in this process; None on GPUs.
-      begin: nanoseconds since 1970, as `end`.
-    """
+    """An operation that ran, in ns since 1970; `run` is its program's, None on GPUs."""
 
     name: str
     kernel: str
@@ -203,7 +196,6 @@ class Collective(NamedTuple):
     Attributes:
       name: in a trace, such as "bucket 3: grads['w']".
       num_bytes: of its whole arrays on one rank, in one run.
-      algorithm: `native`, `split` or `xla`.
       num_groups: of ranks that run it separately; 1 if all ranks meet.
     """
 

@@ -27,13 +27,7 @@ from jdp.worker.progress_board import Slot, phase_name
 
 
 class MarkedCall(NamedTuple):
-    """A called training step.
-
-    Attributes:
-      begin: nanoseconds since 1970.
-      end: of the call; the devices may run on.
-      call: of a decorated step; None if only `Checkpointer.step` sees the steps.
-    """
+    """A called step, in ns since 1970; `call` is None if only `Checkpointer.step` sees it."""
 
     begin: int
     end: int

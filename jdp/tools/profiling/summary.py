@@ -218,16 +218,7 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """A collective in the steps of all ranks.
-
-    Attributes:
-      num_bytes: of its whole arrays on one rank, or None.
-      algorithm: see `jdp.collectives`, or empty.
-      runs: mean number in a step.
-      took_ns: mean of ranks and steps.
-      longest_rank: the rank that was longest in it.
-      shortest_rank: the rank that the others waited for.
-    """
+    """A collective in all ranks' steps, with mean times; the others wait for `shortest_rank`."""
 
     name: str
     num_bytes: int | None

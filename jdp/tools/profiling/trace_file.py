@@ -107,8 +107,7 @@ def found_in(folder: Path) -> dict[int, Path]:
 
 
 def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> None:
-    """Write traces of processes into one file, whole or not at all; profiles begin at `begins`, in
-    ns."""
+    """Write traces of processes into one file, whole or not at all; `begins` are in ns."""
     events = []
     for trace, begin in zip(traces, begins, strict=True):
         events += _events(trace, begin)
