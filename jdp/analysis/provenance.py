@@ -238,7 +238,7 @@ class Report:
       unknown: primitives without a rule, with the author's line.
       num_inputs: of the body, captured arrays first.
       refs: position and final class of each input `jax.Ref`.
-      back: the backward slice for axes, of varying, "undivided" or "duplicated" values.
+      back: the backward slice of varying, "undivided" or "duplicated" values.
     """
 
     outputs: tuple[AbstractValue, ...]

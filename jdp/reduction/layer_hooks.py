@@ -110,8 +110,8 @@ class Hooks:
     """Identities around each layer and around the scan, for their backward passes.
 
     The scan carries a *slot* of one layer's gradient. In the backward pass it holds this rank's
-    gradient of the layer before. Each layer returns the mean of the slot as its gradient, and
-    stores its own there. So the means are shifted by one layer: the first is zero, and the last is
+    gradient of the layer before. Each layer returns the mean of the slot, and stores its own
+    gradient there. So the means are shifted by one layer: the first is zero, and the last is
     computed after the loop.
     """
 

@@ -395,9 +395,9 @@ def scan_sharded(
 ) -> tuple[Any, Any]:
     """Run `lax.scan` over stacked parameters of which this rank has shards.
 
-    Each round computes one layer, and gathers the next meanwhile. The backward loop recomputes each
-    layer, and scatters the gradient of the layer after it meanwhile. At most two layers are whole
-    at once. The forward pass keeps only the carries, as under `jax.checkpoint`.
+    Each round computes one layer, and gathers the next. The backward loop recomputes each layer,
+    and scatters the gradient of the layer after it. At most two layers are whole at once. The
+    forward pass keeps only the carries, as under `jax.checkpoint`.
 
     Source: Rajbhandari et al. 2020, ZeRO stage 3, https://arxiv.org/abs/1910.02054.
     """
@@ -482,10 +482,7 @@ def scan_whole(
     """Run `lax.scan` over whole stacked parameters with sharded gradients.
 
     Each round of the backward loop scatters the gradient of the layer before, so at most two
-    layers' gradients are whole at once.
-
-    Args:
-      parts: the shard of each leaf of `params`, None for local gradients.
+    layers' gradients are whole at once. `parts` has None for local gradients.
     """
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     is_split = [part is not None for part in parts]

@@ -243,15 +243,12 @@ def value_and_grad(
     with DDP's `no_sync`. On CPUs one `lax.scan` runs all micro-batches; elsewhere the last one
     follows the scan, so that its backward pass can hide the reduction.
 
-    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory: fewer ranks
-    then use more micro-batches, not more memory.
-
     With `jdp.sharded(stage=2)` and `stage=3` it scatters complete gradients at once, and adds up
     shards over micro-batches. Gradients of the state's trained parameters are then already means
     over the ranks, except under your own `vmap`, `scan` or `jit`. Stage 3 gathers a parameter where
     the loss uses it, and again in the backward pass.
 
-    In your own `shard_map` with check_vma=True it keeps loss and gradient local, where
+    In your own `shard_map` with check_vma=True loss and gradient stay local, where
     `jax.value_and_grad` lets JAX sum the gradient; average both with `mean_over_ranks` and
     `sync_gradients`.
 
@@ -260,9 +257,9 @@ def value_and_grad(
         `has_aux` `-> (loss, aux)`. `loss_fn(params)` with captured rows has no micro-batches.
       accumulate: number k of micro-batches, >= 1, a divisor of this rank's rows. Give this or
         `micro_batch_rows`; default: one.
-      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as
-        possible, and only the last may be smaller: 17 rows by at most 8 are 6, 6 and 5, weighted by
-        rows, and the loss is traced twice.
+      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1, so that fewer ranks use
+        more micro-batches, not more memory. Only the last may be smaller: 17 rows by at most 8 are
+        6, 6 and 5, weighted by rows, and the loss is traced twice.
       has_aux: also return `aux`: float leaves averaged like the loss, `jdp.rows` joined.
       weight: `weight(batch)` of a micro-batch. Default: that of the step
         (`train_step(weight=...)`), else its rows. With another weight than the step's, a mean or
@@ -270,8 +267,8 @@ def value_and_grad(
       allow_int: allow integer parameters, with float0 zeros as gradients.
       reductions: key in `params` -> "max", "min" or "sum": gradients of the leaves below it are
         statistics from a `jax.custom_vjp`, combined by that operation over micro-batches and ranks,
-        without weights. Keep them from the optimizer. Flax's `_overwrite_with_gradient` is "max"
-        without an entry.
+        without weights. Keep them from the optimizer. Default: "max" for Flax's
+        `_overwrite_with_gradient`.
       axis_name: the data axis.
 
     Returns:
@@ -279,12 +276,12 @@ def value_and_grad(
       `rest` are split over the micro-batches; each gets everything else unchanged.
 
     Raises:
-      ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
-        than the first; if both `accumulate` and `micro_batch_rows` are given; if `reductions` has
-        another operation, or a key that is not in `params`.
+      ValueError: if the rows do not divide by `accumulate`; if leaves of the batch have different
+        rows; if both `accumulate` and `micro_batch_rows` are given; if `reductions` has another
+        operation, or a key that is not in `params`.
       TypeError: if `aux` has a leaf without a mean; if a parameter is not a float, without
-        `allow_int`; if the loss draws from a raw `jax.random.PRNGKey` of `rest`; if a number of
-        micro-batches or rows is not an integer; or if there are several without a batch.
+        `allow_int`; if the loss draws from a raw `jax.random.PRNGKey` of `rest`; if a number is not
+        an integer; or if there are several micro-batches without a batch.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)

@@ -29,7 +29,6 @@ class Choices(NamedTuple):
       late: for a proof for another platform or more ranks: whether `scan_layers` reduces late by
         default; None in a program that runs.
       beside_xla: whether collectives of XLA may run beside its native calls.
-      in_place: whether new parameters overwrite the old ones.
     """
 
     why_xla: str | None = None
@@ -65,7 +64,6 @@ class Scope:
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
       why_no_gradient: why a sum over ranks of different weights has no transpose, or empty.
       weighed: names of the jdp functions that weight ranks.
-      batch_trace: None without a tracer.
       integer_sums: whether an integer sum over ranks overflowed, and the author's line.
       split: paths of the gradients of `collectives.split`.
       marked: paths of the gradients marked for reduction.
@@ -80,7 +78,6 @@ class Scope:
       groups: bytes of parameters gathered together.
       loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer.
       reduce_dtype: of the sent gradients; None: their own.
-      updated: the loss dtypes of updated parameters.
       reverse_only: jdp functions traced without a forward-mode derivative.
     """
 

@@ -56,12 +56,8 @@ def _rounded(x: float) -> float:
 class Slowness:
     """Times of operations in training steps, as multiples of those by themselves.
 
-    Attributes:
-      matmul: relative to large matmuls.
-      elementwise: of operations that read arrays in order, relative to a loop over an array.
-      strided: of operations across the rows of an array, relative to the same.
-      start: relative to a tiny operation that follows another.
-      largest_error: the largest |predicted / measured - 1|.
+    They relate to large matmuls, a loop over an array (also for `strided` operations, across its
+    rows), and a tiny operation that follows another. `largest_error` is that of the fitted steps.
     """
 
     matmul: float

@@ -312,7 +312,7 @@ class _Unmatched:
 
         Leaves sent by the same line come first, because BatchNorm statistics meet parameters of
         their size. XLA unrolls loops, and never creates them, so collectives of an unrolled loop
-        share a leaf. `own` are leaves that the collective already took.
+        share a leaf. `own` leaves were taken by the collective.
         """
         left = _in_loops([leaf for key in keys for leaf in self._left[key]], num_loops)
         taken = _in_loops([leaf for key in keys for leaf in self._taken[key]], num_loops)

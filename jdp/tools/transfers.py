@@ -72,15 +72,13 @@ class SentArrays:
       instruction: the one that starts it.
       algorithm: `native`, `split` (the ring between GPUs), or `xla`; `triton one-shot` and
         `triton two-shot` for XLA's kernels that sum a few MiB between GPUs without NCCL.
-      number: of a native call, see `call_order.next_number`; None for XLA's.
+      number: of a native call; None for XLA's.
       arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
       groups: the devices of each group; empty if all meet, or if unknown.
-      exposed_s: for which computation waited.
       hidden_runs: runs beside a matmul.
       ends_s: end of the first run, when its result is used.
-      meanwhile: names and seconds of operations during the first run.
-      after_last_matmul: whether no matmul follows the last run.
+      meanwhile: seconds of operations during the first run.
     """
 
     instruction: Instruction

@@ -406,10 +406,10 @@ def partitioned(
 ) -> Partitioned:
     """Run a function of whole arrays on the slices of each rank, with the same result.
 
-    The function is traced for whole arrays. Arrays needed whole are gathered once and reported;
-    other changes of the sliced dim are all-to-alls. Matrices multiplied in the same way are
-    computed by one rank each if that is estimated to be faster. The method is that of GSPMD (Xu et
-    al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives are lost.
+    Arrays needed whole are gathered once and reported; other changes of the sliced dim are
+    all-to-alls. Matrices multiplied in the same way are computed by one rank each if that is
+    estimated to be faster. The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one
+    sliced dim of each array. Custom derivatives are lost.
     """
     size = axis.size(axes)
     if size > 1 and axis.is_typed(axes):

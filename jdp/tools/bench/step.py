@@ -180,8 +180,8 @@ def _tolerance(right: np.ndarray) -> float:
 def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
     """Keep every rank's own gradients; the false mark makes jdp accept the step.
 
-    XLA would fuse gradients with updates, and copy parameters that are still read, so a barrier
-    replaces the call. The step may take longer than with a reduction. JAX 0.10 drops it first.
+    A barrier replaces the call: XLA would fuse gradients with updates, and copy parameters that are
+    still read. The step may take longer than with a reduction. JAX 0.10 drops the barrier first.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]

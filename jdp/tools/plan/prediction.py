@@ -94,8 +94,7 @@ class Stragglers(NamedTuple):
         """Return samples of the factor of the slowest rank.
 
         The largest of n has the n-th power of one rank's distribution, so a sample takes one random
-        number. Each of `num_samples` equal parts of [0, 1] gives one, for a small error of the
-        mean.
+        number. Each of `num_samples` equal parts of [0, 1] gives one, for a small error.
         """
         if self.kind == NONE or self.scale == 0:
             return [1.0]
@@ -161,12 +160,10 @@ class PlanOptions(NamedTuple):
       per_host: GPUs of a host.
       gather_bytes: of a gathered parameter.
       reduce_bytes: of a reduced gradient.
-      bucket_bytes: capacity of a bucket.
       straggler: kind of distribution, see `Stragglers`.
       activation_bytes: of a rank beside its state.
       commit_every: steps between commits; 0: as many as lose least.
       degraded_s: seconds with a missing host after each failure.
-      overlaps: whether links send while a GPU computes.
     """
 
     model: Model
@@ -194,11 +191,9 @@ class Row(NamedTuple):
       high_s: at the worst.
       efficiency: time of a step on one GPU that holds everything, over `step_s`.
       efficiency_low: the lowest of three: this one; with fast computation, slow links and many
-        stragglers; and the reverse. The order depends on whether links cost more than a split
-        update saves.
+        stragglers; and the reverse.
       efficiency_high: the highest of them.
       memory_bytes: of a rank: state, gradients, groups, and `activation_bytes`.
-      fits: whether that is less than a GPU has.
       ettr: share of time in steps that count.
       ettr_low: at the worst of all assumed rates.
       ettr_high: at the best.

@@ -1,10 +1,10 @@
 """Simulates one step of one rank: computation, and transfers over each link.
 
 1. A rank has three lanes: it computes, it sends within its host ("link") and between hosts
-   ("network"). A lane runs one task at a time, in program order, as XLA and NCCL do. A task begins
-   when its predecessor in the lane and all its inputs have ended, so no event queue is needed.
+   ("network"). A lane runs one task at a time, in program order, as XLA and NCCL do. So no event
+   queue is needed.
 2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
-   slow or fast for a whole step, so the slowest rank's schedule is that of the step.
+   slow for a whole step, so the slowest rank's schedule is that of the step.
 3. Transfers do not slow computation. On CPUs the ranks themselves send and add, so all tasks
    share one lane.
 """
