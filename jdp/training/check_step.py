@@ -1,4 +1,4 @@
-"""`check_step`: the same step on one rank and on all, leaf by leaf, and why it may differ."""
+"""`check_step`: the same step on one rank and on all, compared leaf by leaf."""
 
 import contextlib
 import re
@@ -24,15 +24,15 @@ from jdp.validation import int_at_least
 
 @dataclass(frozen=True)
 class LeafDifference:
-    """How far one leaf is apart after steps on one rank and on n.
+    """The difference of one leaf between one rank and n.
 
     Attributes:
-      path: where it is, as in `state.params['w']` or `metrics['loss']`.
+      path: such as `state.params['w']` or `metrics['loss']`.
       difference: largest absolute difference between one rank and any of n.
       allowed: largest difference that rounding explains.
-      change_one: largest absolute change that the steps on one rank made; of a metric its value.
-      change_all: the same on n ranks, on the rank that is furthest apart.
-      rank: the rank of n that is furthest apart; None if all n hold the same.
+      change_one: largest absolute change by the steps on one rank; of a metric its value.
+      change_all: the same on n ranks, on the most different rank.
+      rank: the most different rank of n; None if all n agree.
     """
 
     path: str
@@ -49,12 +49,12 @@ class StepDifference:
 
     Attributes:
       leaves: of the state.
-      cause: the likely cause, None if nothing differs.
+      cause: the likely cause, or None.
       num_ranks: of all ranks.
       metrics: leaves of the metrics, the worst first.
-      num_steps: after how many steps this is.
-      gathers: what the update of an optimizer in `jdp.sharded` gathers whole, a text each.
-      owned: which matrices that update computes on one rank each, a text for each kind.
+      num_steps: number of steps run.
+      gathers: arrays that the update of a `jdp.sharded` optimizer gathers whole, as strings.
+      owned: matrices that the update computes on one rank each, a string for each kind.
     """
 
     leaves: list[LeafDifference]
@@ -105,7 +105,7 @@ def compare(
         copies = _copies(other)
         allowed = num_steps * tolerance * (1 + largest)
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not _differ(copies):
-            # The leaf may have few digits. That is not a reason for ranks to differ.
+            # Few digits explain a difference from one rank, but not between ranks.
             eps = 2 * max(digits, float(jnp.finfo(leaf.dtype).eps))
             by_digits = eps * (1 + largest) if start is None else num_steps * eps * largest
             by_change = 2 * num_steps * digits_of_change * _largest(np.abs(a - old))
@@ -128,14 +128,14 @@ def compare(
 
 
 def digits_of(state: Any) -> float:
-    """Return the relative rounding of the leaves of 16 bits in a state; 0 if there are none."""
+    """Return the relative rounding of a state's 16-bit leaves, or 0."""
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(state)}
     infos = [jnp.finfo(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     return max((float(info.eps) for info in infos if info.bits == 16), default=0.0)
 
 
 def digits_of_wire(state: Any) -> float:
-    """Return the relative rounding of what optimizers gather and reduce; 0 if it is their own."""
+    """Return the relative rounding of what optimizers gather and reduce, or 0."""
     nodes = jax.tree.leaves(state, is_leaf=has_optimizer)
     found = [node.tx for node in nodes if has_optimizer(node)]
     dtypes = [tx.reduce_dtype for tx in found]
@@ -144,7 +144,7 @@ def digits_of_wire(state: Any) -> float:
 
 
 def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
-    """Return the part of an array that each device holds, and its position."""
+    """Return each device's shard of an array, and its index."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     by_device = {shard.device: shard for shard in leaf.addressable_shards}
@@ -153,7 +153,7 @@ def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
     difference = np.abs(a - b)
-    equal = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))  # also infinities
     return float(np.where(equal, 0, np.nan_to_num(difference, nan=np.inf)).max(initial=0))
 
 
@@ -170,7 +170,7 @@ def _largest(change: np.ndarray) -> float:
 
 
 def beyond(leaves: list[LeafDifference]) -> list[LeafDifference]:
-    """Return the leaves that are further apart than rounding explains."""
+    """Return the leaves that differ by more than rounding explains."""
     return [leaf for leaf in leaves if not leaf.difference <= leaf.allowed]
 
 
@@ -203,8 +203,7 @@ class _Evidence:
     """The evidence for a cause.
 
     Attributes:
-      found: all differences.
-      wrong: the leaves of the state that are too far apart, at least one; or one metric.
+      wrong: the leaves of the state that differ too much, at least one; or one metric.
       program, named, equal_draws, warned: see `likely_cause`.
     """
 
@@ -216,7 +215,7 @@ class _Evidence:
     warned: Collection[str]
 
     def worst_if(self, applies: bool) -> LeafDifference | None:
-        """Return the leaf that is furthest apart, if the cause applies."""
+        """Return the most different leaf, if the cause applies."""
         return self.wrong[0] if applies else None
 
 
@@ -261,7 +260,7 @@ def _reduced_statistics(evidence: _Evidence) -> LeafDifference | None:
 
 
 def _are_scaled_by_size(evidence: _Evidence) -> LeafDifference | None:
-    """Find parameters of an optimizer like Adam, whose gradients agree."""
+    """Find parameters of an optimizer like Adam whose gradients agree."""
     scales = re.search(r"stablehlo\.(r?sqrt|sign)\b", evidence.program)
     are_params = all("params" in leaf.path for leaf in evidence.wrong)
     kept = [leaf for leaf in evidence.found.leaves if "opt_state" in leaf.path]
@@ -302,7 +301,7 @@ _RANDOM = (
     "which one rank cannot repeat. Compare with them off, or with state.shared_key."
 )
 
-# Each with the function that returns the leaf to name where the cause applies. The first counts.
+# (finder of the leaf to name, cause); the first that applies counts.
 _Causes = list[tuple[Callable[[_Evidence], LeafDifference | None], str]]
 _CAUSES: _Causes = [
     (
@@ -391,33 +390,32 @@ _CHANGING = (
 def check_step(
     step: Step, /, *args: Any, tolerance: float = 1e-5, num_steps: int = 2, **keywords: Any
 ) -> StepDifference:
-    """Run steps on one rank with the whole batch, and on all ranks, and compare what comes out.
+    """Run steps on one rank with the whole batch, and on all ranks, and compare the results.
 
     The uniformity analysis cannot see a wrong scale: a loss that is summed instead of averaged,
     batch statistics of a rank's own rows, a local masked mean, a norm of local gradients among the
-    metrics. It shows here, where every leaf of the state on every rank, and every metric, is
-    compared with that of one rank. Use plain SGD: Adam hides a wrong scale. None of the arguments
-    is changed.
+    metrics. This function compares every leaf of the state on every rank, and every metric, with
+    that of one rank. Use plain SGD: Adam hides a wrong scale. The arguments stay unchanged.
 
     Args:
       step: a function decorated with `jdp.train_step`.
-      *args: what a call of the step takes: the state to start from, whose mesh gives the ranks, a
-        global batch, and further arguments.
-      tolerance: largest difference after one step, relative to 1 + the largest value of the leaf,
-        > 0; k times as much after k steps, and what the digits of a leaf of 16 bits explain, or
-        those of `gather_dtype` and `reduce_dtype`.
-      num_steps: how many steps, all with this batch, at least 1.
-      **keywords: arguments of that call by keyword. One of the name `tolerance` or `num_steps` goes
-        by position, or into a `functools.partial`.
+      *args: the arguments of a call of the step: the state to start from, whose mesh gives the
+        ranks, a global batch, and further arguments.
+      tolerance: largest difference after one step, > 0, relative to 1 + the largest value of the
+        leaf. It grows k times after k steps, and by the rounding of 16-bit leaves,
+        `gather_dtype` and `reduce_dtype`.
+      num_steps: number of steps, all with this batch, >= 1.
+      **keywords: arguments of that call by keyword. Pass one named `tolerance` or `num_steps` by
+        position, or in a `functools.partial`.
 
     Returns:
       The differences after the last step, which are also printed.
 
     Raises:
-      ValueError: if a leaf or a metric is further apart than `tolerance`; names the worst and the
-        likely cause. Also if several processes share the mesh, it has one rank, or an argument was
+      ValueError: a leaf or a metric differs by more than `tolerance` (the error names the worst and
+        the likely cause); several processes share the mesh; it has one rank; or an argument was
         donated.
-      TypeError: if `num_steps` is not an integer.
+      TypeError: `num_steps` is not an integer.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -492,7 +490,7 @@ def _require_alive(given: dict[str, Any]) -> None:
 
 
 def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
-    """Return how many ranks a mesh has; a ValueError if they cannot be compared with one."""
+    """Return the number of ranks of a mesh, at least two in one process."""
     if jax.process_count() > 1:
         raise ValueError(
             f"check_step needs all ranks in one process, and {jax.process_count()} share this "
@@ -522,7 +520,7 @@ def _explained(
 
 
 def _require_equal(step: Step, found: StepDifference) -> None:
-    """Raise a ValueError with the worst difference if a cause for one was found."""
+    """Raise a ValueError with the worst difference if there is a cause."""
     if found.cause is None:
         return
     worst = (beyond(found.leaves) or beyond(found.metrics))[0]

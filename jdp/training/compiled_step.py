@@ -1,4 +1,4 @@
-"""`CompiledStep`: one step on one mesh, probed and built for each set of shapes, then run."""
+"""`CompiledStep`: one step on one mesh, traced and proved for each set of shapes, then run."""
 
 import functools
 import logging
@@ -29,7 +29,7 @@ from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 from jdp.worker.build_info import version
 
-# JAX writes no program that compiles faster than this.
+# JAX caches no program that compiles faster than this.
 _OPTION = "jax_persistent_cache_min_compile_time_secs"
 _NEVER = float("inf")
 
@@ -60,7 +60,7 @@ _cache = _Cache()
 
 
 def begin_uncached() -> None:
-    """Keep JAX from writing compiled programs, in any thread, until `end` is called as often."""
+    """Keep JAX from writing compiled programs, in any thread, until as many `end_uncached`."""
     _cache.hold()
 
 
@@ -80,8 +80,8 @@ def program_facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
     ]
 
 
-# Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
-# weighs once more when it reduces it. Around the step nothing does.
+# A weighted mean is transposed for the gradient of a loss inside a step, which the step then weighs
+# in its reduction; around the step no reduction does.
 _NO_GRADIENT = (
     "jax.grad, jax.vjp or jax.jacrev goes through the whole of `{}`, which has a weight=: that "
     "gradient would be wrong where ranks weigh differently. Take the gradient inside the step, or "
@@ -105,10 +105,10 @@ def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
 
 
 def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
-    """Return a new state whose arrays are split as those of the old one are.
+    """Return a new state with the shardings of the old one.
 
-    On a mesh with further axes the compiler chooses how the new state is split over them. If that
-    were not as the old state is split, the next call would compile again.
+    On a mesh with further axes the compiler chooses the new state's sharding; another one would
+    make the next call compile again.
     """
     old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
     if len(mesh.axis_names) == len(spec.axis_name) or tree != old_tree:
@@ -123,7 +123,7 @@ def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
 
 _log = logging.getLogger("jdp")
 
-# A step has one for each set of shapes.
+# One for each set of shapes.
 _MAX_JAXPRS = 8
 
 
@@ -131,15 +131,13 @@ class CompiledStep:
     """A step over `mesh`, which runs only what `step_refusals` has accepted.
 
     Args:
-      spec: the step.
-      mesh: where it runs.
       floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
-      is_part: whether it is traced into a larger program of the author's; that one is not
-        compared between processes.
+      is_part: whether it is traced into a larger program of the author's, which processes do not
+        compare.
 
     Attributes:
-      jaxprs: the latest programs that were traced, each with the names of its inputs.
-      returns_rows: whether metrics that a program returns hold `jdp.rows`.
+      jaxprs: the latest traced programs, with the names of their inputs.
+      returns_rows: whether a program's metrics hold `jdp.rows`.
       called: what calls keep of it.
       hits: runs an executable on arguments that need no preparation, or raises `CacheMiss`; None
         between processes, which compare each call, and where JAX has no such function.
@@ -173,8 +171,8 @@ class CompiledStep:
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
-        # While a step is called or traced: its arguments as the caller gave them, not tracers, and
-        # the program that JAX traces next.
+        # During a call or trace: the caller's arguments, not tracers, and the program that JAX
+        # traces next.
         self._args: tuple = ()
         self._built: passes.Pass | None = None
         self._is_new = True
@@ -198,7 +196,7 @@ class CompiledStep:
             self._end_call(has_compiled=not self._is_part)
 
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
-        """Trace for the shapes of `args` and prove that every rank ends with the same state."""
+        """Trace for the shapes of `args`, and prove that every rank ends with the same state."""
         self._begin_call(args)
         given = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
@@ -226,7 +224,7 @@ class CompiledStep:
 
     def _begin_call(self, args: tuple) -> None:
         self._args = args
-        if self._is_uncached:  # found in an earlier trace, which JAX may use again
+        if self._is_uncached:  # found in an earlier trace, which JAX may reuse
             self._hold_cache()
 
     def _hold_cache(self) -> None:
@@ -248,8 +246,8 @@ class CompiledStep:
     def _build_first(self, args: tuple) -> None:
         """Build the first program, for the trace of `on_mesh` that follows.
 
-        JAX records the whole Python stack for each operation that it traces: each frame is about a
-        hundredth of the time. Here the author's function is not below the frames of that trace.
+        JAX records the Python stack of each operation, and each frame costs about a hundredth of
+        the time. Here the author's function is not below the frames of that trace.
         """
         self._begin_compiling()
         probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
@@ -265,7 +263,7 @@ class CompiledStep:
 
     def _build(self, probed: passes.Pass) -> passes.Pass:
         if self.spec.returns_state:
-            # These hold the program alone, and none of the arguments.
+            # These hold the program, but not the arguments.
             types = probed.jaxpr.in_avals[-len(probed.inputs.names) :]  # without captured arrays
             facts_of = functools.partial(program_facts, types, self.mesh, self._is_part)
             lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
@@ -306,7 +304,7 @@ class CompiledStep:
                 self._first_runs.on_trace()
             built, self._built = self._built, None
             if built is None:
-                # The error of a proof ends this trace: JAX caches no program that was refused.
+                # The error of a proof ends this trace: JAX caches no refused program.
                 self._begin_compiling()
                 probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
                 built = self._build(probed)
@@ -324,7 +322,7 @@ class CompiledStep:
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
 
-    # XLA itself may add collectives where the mesh has other axes.
+    # XLA itself may add collectives if the mesh has other axes.
     def _has_other_axes(self) -> bool:
         return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
 
@@ -337,9 +335,9 @@ class CompiledStep:
         return self._has_other_axes() or hazards.loses_order(jaxpr)
 
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
-        """Compile the program that is being traced without JAX's cache."""
+        """Compile the program being traced without JAX's cache."""
         self._hold_cache()
-        # The cache may have the program of an older jdp. This operation makes it another program.
+        # Another program than an older jdp's, which the cache may have.
         weight = jax.lax.optimization_barrier(leaving.uniform.weight)
         return leaving._replace(uniform=leaving.uniform._replace(weight=weight))
 

@@ -1,4 +1,4 @@
-"""Sentences about what to write, for errors that JAX raises while it traces or lowers a step."""
+"""Hints for errors that JAX raises while it traces or lowers a step."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from jdp.reduction import scanned_layers
 from jdp.reduction.step_context import Scope
 from jdp.step_spec import StepSpec
 
-# JAX names the arguments of the function that it traces, which is one of jdp's.
+# JAX names the arguments of the traced function, which is jdp's.
 _ASKED = re.compile(
     r"the function (?:_on_rank|reading|recording) at .* depends on the values? of the "
     r"arguments? (.*)\.$",
@@ -26,7 +26,7 @@ _SEPARATORS = re.compile(r", and |, | and ")
 def explained_value(
     error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Return the error to raise in place of JAX's; None if that is not about a value."""
+    """Return the error to raise in place of JAX's, or None if that is not about a value."""
     asked = _ASKED.search(str(error))
     if asked is None:
         return None
@@ -80,9 +80,9 @@ def _named(name: str, spec: StepSpec, paths: Mapping[str, Sequence[str]]) -> str
 
 @contextlib.contextmanager
 def refused_derivative(name: str, scope: Scope) -> Iterator[None]:
-    """Raise an error of jdp's where JAX cannot differentiate what the author's function does.
+    """Raise jdp's error if JAX cannot differentiate the author's layers.
 
-    JAX finds that before the program is there to be proved, and does not name the layers.
+    JAX fails before the program can be proved, and does not name the layers.
     """
     try:
         yield
@@ -98,13 +98,13 @@ _UNBOUND = re.compile(r"unbound axis name: (\w+)")
 _CONSTRAINT = re.compile(
     r"manual axes .*with_sharding_constraint|with_sharding_constraint .*Auto axes"
     r"|with_sharding_constraint requires a non-empty mesh"
-    r"|Mesh for all inputs should be equal"  # of a constraint with a mesh of its own
+    r"|Mesh for all inputs should be equal"  # of a constraint with its own mesh
 )
 _SHAPES = re.compile(
     r"incompatible shapes|dot_general requires|Incompatible shapes|to generate shape"
 )
 
-# What a table has, and the dict of its columns lacks.
+# Attributes of a table that the dict of its columns lacks.
 _OF_DICT = re.compile(
     r"'dict' object has no attribute|builtin_function_or_method|: 'dict' and|and 'dict'"
     r"|^unhashable type: 'slice'|^slice\("
@@ -119,7 +119,7 @@ def add_hint(
     num_ranks: int,
     state: Any = None,
 ) -> None:
-    """Add a sentence to an error if a usual mistake with steps explains it."""
+    """Add a hint to an error of a common mistake in a step."""
     text = str(error)
     hint = None
     if isinstance(error, NameError):
@@ -149,7 +149,7 @@ def add_hint(
 
 
 def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
-    """Add a sentence to an error that JAX raises when it maps or lowers a traced step."""
+    """Add a hint to an error that JAX raises when it maps or lowers a traced step."""
     text = str(error)
     hint = None
     if _CONSTRAINT.search(text):
@@ -228,7 +228,7 @@ def _of_integers(spec: StepSpec, state: Any) -> str:
 
 
 def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) -> str | None:
-    """Return a hint if a further argument has as many rows as the batch of all ranks."""
+    """Return a hint if a further argument has as many rows as the global batch, or None."""
     leaves = jax.tree.leaves(batch)
     if num_ranks == 1 or not leaves or not jnp.shape(leaves[0]):
         return None
@@ -247,7 +247,7 @@ def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) ->
 
 
 def _of_devices(spec: StepSpec, batch: Any) -> str | None:
-    """Return a hint if a batch may have the dim for the devices that a pmap takes."""
+    """Return a hint if a batch may have pmap's dim for the devices, or None."""
     shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(batch)}
     if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[0] != 1:
         return None
@@ -259,7 +259,7 @@ def _of_devices(spec: StepSpec, batch: Any) -> str | None:
 
 
 def _of_keys(spec: StepSpec, rest: Sequence[Any], num_ranks: int) -> str | None:
-    """Return a hint if a further argument has a key for each device, as a pmap takes them."""
+    """Return a hint if a further argument has a key for each device, as for pmap, or None."""
     for i, arg in enumerate(rest, 2):
         if any(jnp.shape(leaf)[:1] == (num_ranks,) for leaf in jax.tree.leaves(arg)):
             key, rank = spec.argument(i), f"jax.lax.axis_index({spec.axis_name[0]!r})"

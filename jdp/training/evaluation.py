@@ -1,4 +1,4 @@
-"""Metrics over a whole set of rows, exact on any number of ranks."""
+"""`evaluate`: metrics over a whole set of rows, exact on any number of ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,30 +18,30 @@ from jdp.worker import progress
 
 
 def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywords: Any) -> Any:
-    """Run an `eval_step` over all batches, and join what it reports.
+    """Run an `eval_step` over all batches, and combine its metrics.
 
-    Every row counts once: not the mean of batch means, and the rows that pad the last batch
-    not at all, if the step is `eval_step(weight=lambda batch: batch["mask"].sum())`.
+    Every row counts once: the result is not the mean of batch means, and padding rows of the last
+    batch do not count, if the step is `eval_step(weight=lambda batch: batch["mask"].sum())`.
 
     Args:
       step: a function decorated with `jdp.eval_step`.
       state: its first argument.
-      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, which is
-        gone through from its first row on, or any iterable of global batches.
+      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, read from its first row,
+        or any iterable of global batches.
       *rest: its further arguments.
-      **keywords: those that it takes by keyword. One of the name `step` or `batches` goes by
-        position, or into a `functools.partial`.
+      **keywords: its keyword arguments. Pass one named `step` or `batches` by position, or in a
+        `functools.partial`.
 
     Returns:
       The metrics of the step, as numpy: floats averaged by weight over all batches (in float64,
       complex ones in complex128), also those of `jdp.sum_over_ranks` and `jdp.max_over_ranks`;
-      whole numbers and booleans summed; `jdp.rows` joined in the order of the batches, without
-      the rows that pad.
+      integers and booleans summed; `jdp.rows` concatenated in the order of the batches, without
+      padding rows.
 
     Raises:
-      ValueError: if there are no batches.
-      TypeError: if `step` is not an `eval_step`, or takes other arguments; if `batches` is an array
-        or a dict.
+      ValueError: there are no batches.
+      TypeError: `step` is not an `eval_step`, or takes other arguments; or `batches` is an array or
+        a dict.
 
     >>> import numpy as np, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -77,7 +77,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
 
 def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
     fetched: list[tuple[Any, float]] = []
-    waiting: Any = None  # One batch behind, so that the devices never wait for us.
+    waiting: Any = None  # One batch behind, so that the devices never wait.
     for batch in batches:
         _, reported, weight = run(batch)
         if waiting is not None:
@@ -86,7 +86,7 @@ def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
     if waiting is None:
         raise ValueError("evaluate got no batches, and the mean over no rows is not defined.")
     fetched.append(_fetch(*waiting))
-    in_flight.drain()  # All have run: this only looks whether all processes gave them the same.
+    in_flight.drain()  # All have run: this only raises errors of different arguments.
     weights = [weight for _, weight in fetched]
     trees = [tree for tree, _ in fetched]
     return jax.tree.map(lambda *parts: _joined(parts, weights), *trees, is_leaf=metrics.is_rows)
@@ -113,13 +113,13 @@ def _whole(values: Any) -> np.ndarray:
 def _joined(parts: tuple, weights: list[float]) -> Any:
     if metrics.is_rows(parts[0]):
         return np.concatenate([part.values for part in parts])
-    if not jnp.issubdtype(parts[0].dtype, jnp.inexact):  # bfloat16 is one to jnp alone
-        # NumPy widens its own integers, and not those of fewer than 8 bits.
+    if not jnp.issubdtype(parts[0].dtype, jnp.inexact):  # only jnp knows bfloat16 as inexact
+        # NumPy widens its own integers, but none of fewer than 8 bits.
         dtype = np.int64 if parts[0].dtype.kind == "V" else None
         return np.sum(parts, axis=0, dtype=dtype)
     widest = np.complex128 if np.iscomplexobj(parts[0]) else np.float64
-    # A batch in which nothing counts may well report NaN.
+    # A batch of weight 0 may report NaN.
     weighed = [(part.astype(widest), w) for part, w in zip(parts, weights, strict=True) if w > 0]
     if not weighed:
-        return np.full_like(parts[0], np.nan, widest)  # the mean of nothing
+        return np.full_like(parts[0], np.nan, widest)  # a mean over no rows
     return sum(part * w for part, w in weighed) / sum(w for _, w in weighed)

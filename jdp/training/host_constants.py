@@ -148,7 +148,7 @@ def _draws(fn: Any, changed: Sequence[Any], seen: set[Any]) -> Iterator[tuple[st
 
 
 def _named(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """Yield the line and the value of each name, and of each attribute of a module, in a code."""
+    """Yield (line, value) of each name, and each attribute of a module, in a code."""
     value, line = None, code.co_firstlineno
     for each in dis.get_instructions(code):
         line = each.positions.lineno or line if each.positions else line
@@ -168,7 +168,7 @@ def _named(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[int, A
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is not set yet
+    except ValueError:  # not set yet
         return None
 
 

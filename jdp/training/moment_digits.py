@@ -1,7 +1,7 @@
-"""Whether the averages of an optimizer keep their digits in the dtype that they have.
+"""Checks that the averages of an optimizer keep their digits in their dtype.
 
-optax makes most of its state in the dtype of the parameters. In 16 bits that is enough for a mean
-of gradients, and too little for a slow mean of their squares.
+optax makes most of its state in the dtype of the parameters. 16 bits suffice for a mean of
+gradients, but not for a slow mean of their squares.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ class Decay(NamedTuple):
     """A number that a leaf is multiplied by.
 
     Attributes:
-      value: the number.
       is_rounded: whether it was computed from a number that the state holds in 16 bits.
       is_of_count: whether it was computed from the number of steps.
     """
@@ -31,12 +30,12 @@ class Decay(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A leaf to which something was added.
+    """A leaf plus a term.
 
     Attributes:
-      leaf: its position.
-      part: how much of squares, or of the leaf's difference from something, was added or
-        subtracted, 1 for all; None for what is neither.
+      leaf: its index.
+      part: the coefficient (1 for all) of squares, or of the leaf's difference from another value,
+        in the term; None for other terms.
       is_rounded: see `Decay`.
     """
 
@@ -46,17 +45,14 @@ class Sum(NamedTuple):
 
 
 class KnownValue(NamedTuple):
-    """The facts that are known about a value of the update.
+    """What is known about a value of the update.
 
     Attributes:
-      leaves: positions of leaves of the state; each of its elements is one of one of these, or of
-        `sums`.
-      sums: see `leaves`.
-      number: the one number that all of it is, None if that is not known.
-      is_rounded: see `Decay`.
-      is_of_count: see `Decay`.
+      leaves: indices of state leaves; each element of the value is from one of these, or of `sums`.
+      number: the number that all elements are, if known.
+      is_rounded, is_of_count: see `Decay`.
       factor: a number that it is a multiple of.
-      is_multiple: whether it is a multiple of squares, or of a difference of a leaf and a value.
+      is_multiple: of squares, or of a leaf's difference from a value.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -71,7 +67,7 @@ class KnownValue(NamedTuple):
 UNKNOWN = KnownValue()
 
 
-# Operations that keep the facts of their operand, or of one of their operands.
+# Operations that keep the facts of one operand.
 _SAME = frozenset(
     "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
     "squeeze".split()
@@ -80,11 +76,7 @@ _CHOOSING = frozenset("max min select_n".split())
 
 
 class DecayWalk:
-    """A pass over the program of an update.
-
-    Attributes:
-      decays: position of a leaf -> the value that it is multiplied by.
-    """
+    """A pass over an update; `decays` maps a leaf's index to its multipliers."""
 
     def __init__(self) -> None:
         self.decays: dict[int, set[Decay]] = {}
@@ -124,7 +116,7 @@ class DecayWalk:
         return [*_computed(eqn, ins, same)]
 
     def _product(self, eqn: Any, one: KnownValue, other: KnownValue) -> KnownValue:
-        """Return the facts about a product, and record it as a decay if it is one."""
+        """Return the facts about a product; record a decay."""
         if one.number is None:
             one, other = other, one
         if one.number is None:
@@ -156,7 +148,7 @@ def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
 def _computed(
     eqn: Any, ins: Sequence[KnownValue], same: Sequence[KnownValue]
 ) -> Sequence[KnownValue]:
-    """Return the facts about the results of an operation, with their numbers if it has them."""
+    """Return the facts about an operation's results, with their numbers if known."""
     are_numbers = all(value.number is not None for value in ins) and not jaxprs.acts(eqn)
     if not ins or not are_numbers or any(v.aval.shape != () for v in eqn.outvars):
         return same
@@ -178,7 +170,7 @@ def _chosen(values: Sequence[KnownValue]) -> KnownValue:
     return KnownValue(leaves, frozenset().union(*(value.sums for value in values)))
 
 
-# A schedule of decays has come to its end by then.
+# Schedules of decays have ended by then.
 MANY_STEPS = 10_000
 
 
@@ -186,9 +178,9 @@ class Change(NamedTuple):
     """The change of a leaf of the state in an update.
 
     Attributes:
-      decays: the value that it multiplies the leaf by.
-      adds_squares: whether it adds squares to the leaf as it is.
-      is_nothing: whether it returns the leaf as it was.
+      decays: its multipliers.
+      adds_squares: whether squares are added to the undecayed leaf.
+      is_nothing: whether the leaf is returned unchanged.
     """
 
     decays: frozenset[Decay] = frozenset()
@@ -197,14 +189,14 @@ class Change(NamedTuple):
 
 
 def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
-    """Return the changes of the leaves of an optimizer's state in an update, by position.
+    """Return the changes of an optimizer's state leaves in an update, by index.
 
-    It is traced in float32, where no decay is rounded to 1. Empty if the update cannot be traced.
+    It is traced in float32, where no decay rounds to 1; {} if that fails.
     """
     leaves, tree = jax.tree.flatten(opt_state)
 
     def update(grads: Any, leaves: Any, params: Any) -> Any:
-        # The further arguments that optax's transformations know; others ignore them.
+        # Further arguments that optax's transformations know; others ignore them.
         extra = {"value": jnp.float32(1), "grad": grads, "value_fn": lambda _: jnp.float32(1)}
         _, new = tx.update(grads, tree.unflatten(leaves), params, synced=True, **extra)
         return jax.tree.leaves(new)
@@ -222,16 +214,16 @@ def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
 
 
 def _change(i: int, new: KnownValue, decays: set[Decay]) -> Change:
-    """Return how leaf `i` changes, given its new value and the factor of the leaf."""
+    """Return the change of leaf `i`, given its new value and decays."""
     parts = [(x.part, x.is_rounded) for x in new.sums if x.leaf == i and x.part is not None]
-    # To add a part of a square takes away, or leaves room for, that part of the leaf.
+    # Adding a fraction of a square removes, or leaves room for, that fraction of the leaf.
     rests = {Decay(1 - part, is_rounded) for part, is_rounded in parts if part < 1}
     adds_squares = any(part >= 1 for part, _ in parts)
     return Change(frozenset(decays | rests), adds_squares, new.leaves == {i} and not new.sums)
 
 
 def is_short(leaf: Any) -> bool:
-    """Whether a leaf is an array of floats of 16 bits."""
+    """Whether a leaf is an array of 16-bit floats."""
     if not pytrees.is_array(leaf):
         return False
     dtype = jnp.result_type(leaf)
@@ -244,7 +236,7 @@ def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
-    """Return leaves in which scalars that are only traced are numbers, where `init` shows them."""
+    """Return leaves with numbers in place of traced scalars, where `init` shows them."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return list(leaves)
     program = jax.make_jaxpr(tx.init)(params)
@@ -257,7 +249,7 @@ def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
 
 
 def _entering(i: int, leaf: Any) -> KnownValue:
-    """Return the facts about a leaf of the state; a count has its value at a later step."""
+    """Return the facts about a leaf of the state; a count has a later step's value."""
     value = KnownValue(frozenset([i]))
     if isinstance(leaf, jax.core.Tracer) or jnp.ndim(leaf):
         return value
@@ -270,8 +262,8 @@ def _entering(i: int, leaf: Any) -> KnownValue:
     return value._replace(number=number, is_rounded=is_rounded)
 
 
-# Attributes of optax's states that hold squares of gradients, and sums of them over all steps. That
-# a leaf is such a sum also shows in the update, if it can be traced.
+# Attributes of optax's states with squares of gradients, and with their sums over all steps; a
+# traced update also shows such a sum.
 _SQUARES = frozenset("nu nu_max e_g e_x v_row v_col exp_avg_sq".split())
 _SUMS = frozenset("sum_of_squares grad_sum_of_squares grad_sum_sq".split())
 _ADVICE = (
@@ -303,7 +295,7 @@ def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
 
 
 def _why_not(dtype: np.dtype, names: set[str], change: Change) -> str:
-    """Return why a leaf loses the values that are added to it, empty if it does not."""
+    """Return why a leaf loses the values that are added to it, or ""."""
     if change.is_nothing:
         return ""
     below_1 = float(jnp.finfo(dtype).epsneg)

@@ -18,9 +18,8 @@ from jdp.step_spec import StepSpec
 def require_unshared(name: str, tree: Any) -> None:
     """Refuse a tree that holds one variable of nnx at two places.
 
-    JAX opens a state into its arrays, so that a step sees two variables. Its function may change
-    one and read the other. Random streams are left out: modules share them, and use them at
-    initialisation alone.
+    A step would see two variables, of which its function may change one and read the other. Random
+    streams are exempt: modules share them, and use them only at initialization.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -53,10 +52,7 @@ _PARTITION = (
 
 
 def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
-    """Refuse Python numbers that are attributes of modules, before they are made arrays.
-
-    If all parameters train, other Python floats are logged.
-    """
+    """Refuse Python numbers that are attributes of modules; log other floats if all train."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if type(leaf) in (bool, int, float, complex) and _is_of_module(params, path):
             raise TypeError(
@@ -70,9 +66,9 @@ def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
 
 
 def floats_of_equinox(state: Any) -> frozenset[str]:
-    """Return the paths of Python floats in a state that are attributes of Equinox's modules.
+    """Return the paths of Python floats in a state that are attributes of Equinox modules.
 
-    Equinox does not differentiate in them, but in a step they are arrays, as all numbers are.
+    Equinox does not differentiate them, but in a step they are arrays, as all numbers are.
     """
     if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(state)):
         return frozenset()
@@ -85,7 +81,7 @@ def floats_of_equinox(state: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def not_trained(floats: frozenset[str], gradients: Set[str], state: str) -> Iterator[None]:
-    """Refuse, in place of any error in the body, gradients of Python floats of modules."""
+    """Refuse gradients of Python floats of modules, in place of any error in the body."""
     try:
         yield
     finally:
@@ -107,14 +103,14 @@ def _is_of_equinox(tree: Any, path: tuple) -> bool:
 
 
 def _is_of_module(tree: Any, path: tuple) -> bool:
-    """Whether a leaf is an attribute, but not of a named tuple, whose fields are like a dict's."""
+    """Whether a leaf is an attribute, but not of a named tuple."""
     if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
         return False
     return not isinstance(_parent(tree, path), tuple)
 
 
 def _parent(tree: Any, path: tuple) -> Any:
-    """Return the node that holds a leaf, None if JAX opens a node above it in its own way."""
+    """Return a leaf's parent, or None below a node with its own flattening."""
     try:
         for key in path[:-1]:
             if isinstance(key, jax.tree_util.GetAttrKey):
@@ -148,21 +144,21 @@ def _log_floats(params: Any) -> None:
 
 
 def _of_list(path: tuple) -> tuple:
-    """Return the path of the outermost list or tuple that a leaf is in, through lists alone."""
+    """Return the path of the outermost list around a leaf, through lists alone."""
     while path and isinstance(path[-1], jax.tree_util.SequenceKey):
         path = path[:-1]
     return path
 
 
 def _num_listed(named: list[tuple[Any, Any]], path: tuple) -> int:
-    """Return how many floats are in the list of a leaf; 0 if it is in none, or one of others."""
+    """Return the number of floats in the list of a leaf; 0 without one."""
     outer = _of_list(path)
     inner = [leaf for each, leaf in named if each[: len(outer)] == outer]
     return len(inner) if outer != path and all(type(leaf) is float for leaf in inner) else 0
 
 
 def require_numbers(name: str, tree: Any) -> None:
-    """Refuse NumPy's arrays of Python objects in a tree called `name`."""
+    """Refuse NumPy arrays of Python objects in a tree called `name`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if getattr(getattr(leaf, "dtype", None), "hasobject", False):
             raise TypeError(
@@ -214,7 +210,7 @@ def _shown(named: list[tuple[Any, Any]]) -> str:
 
 
 def _spread(trainable: Any, params: Any) -> list[bool]:
-    """Return a flag for each leaf of the parameters, given a tree like them or a prefix of it."""
+    """Return a flag for each leaf of the parameters, given a prefix tree."""
     try:
         spread = jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params

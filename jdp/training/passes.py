@@ -1,4 +1,4 @@
-"""The two passes over a step: `probe` traces and proves it, `build` chooses the one that runs."""
+"""The two passes over a step: `probe` traces and proves it, `build` chooses what runs."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -24,10 +24,9 @@ class Inputs(NamedTuple):
 
     Attributes:
       args: of `RankProgram.mapped`.
-      layout: of the state.
-      shard_axes: names of the mesh axes that shards of the state are split over.
+      shard_axes: mesh axes of the state's shards.
       names: of the leaves of `args`, in order.
-      mask: position among `names` of the padding mask of the batch, or None.
+      mask: index in `names` of the batch's padding mask, or None.
     """
 
     args: tuple
@@ -41,12 +40,9 @@ class Pass(NamedTuple):
     """A program of a step, and its proof.
 
     Attributes:
-      inputs: its arguments.
       choices: how it differs from other programs of the step.
-      program: the function that was traced, see `RankProgram.mapped`.
-      jaxpr: of it.
+      program: the traced function, see `RankProgram.mapped`.
       traced: the names of its leaves, and the findings of its trace.
-      proved: the results of its proof.
     """
 
     inputs: Inputs
@@ -75,9 +71,9 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) 
 
 
 def build(rank_program: RankProgram, probed: Pass) -> Pass:
-    """Return the program that runs: that of the probe, unless another one does better.
+    """Return the program that runs: the probe's, or a better one.
 
-    Another one may send less, or in order, or keep XLA's collectives and native calls apart.
+    A better one sends less, or in order, or keeps XLA's collectives and native calls apart.
     """
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
@@ -90,7 +86,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     )
     program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     chosen, why_xla = _choose(choices, jaxpr)
-    if chosen != choices:  # the reductions that it leaves out had kept some calls in order
+    if chosen != choices:  # the omitted reductions had ordered some calls
         choices = chosen
         program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
         why_xla = _why_xla(jaxpr)
@@ -101,7 +97,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
 
 
 def _choose(choices: Choices, jaxpr: Any) -> tuple[Choices, str | None]:
-    """Return how the native calls of a program must run, and why it must not make any, or None.
+    """Return how a program's native calls must run, and why it must not make any, or None.
 
     Gathers overwrite no array that is read later.
     """
@@ -117,11 +113,11 @@ def _why_xla(jaxpr: Any) -> str | None:
 
 
 def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced) -> Proved:
-    """Check the program, and those of other platforms and of more ranks, for one verdict."""
+    """Check the program, and those of other platforms and more ranks, for one verdict."""
     choices = late_choices(jaxpr)
     if not choices:
         return step_refusals.check(jaxpr, traced)
-    # None: layers that reduce late on more ranks do not on this one, which proves nothing.
+    # None: layers that reduce late on more ranks do not on this one, which proves no case.
     here = None if None in choices else next(iter(choices))
     jaxprs = {here: jaxpr}
     proved = {}
@@ -143,7 +139,7 @@ def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
     masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
     names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
-    # A state has many arrays. JAX would also read the sharding and the layout of each.
+    # Types are enough: JAX would also read each array's sharding and layout.
     uniform, parts = jax.tree.map(jax.typeof, (uniform, parts))
     given_types = uniform, SplitInputs(traced_batch, parts), *rest
     return Inputs(given_types, layout, shard_axes, names, masks[0] if masks else None)
@@ -159,7 +155,7 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
 
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:
-    """Return the jaxpr of a program that was traced, and the names of its leaves."""
+    """Return the jaxpr of a traced program, and the names of its leaves."""
     leaving = traced.out_avals
     described = Traced(
         spec=rank_program.spec,

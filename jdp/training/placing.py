@@ -1,4 +1,4 @@
-"""Where the state and the further arguments of a step lie before it is called."""
+"""Places the state and the further arguments of a step before the call."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ _VIEWED = (
     "jdp: `%s` could not donate `%s`, because a NumPy view of it is alive: the step takes %.1f MB "
     "more. Write np.array(x) in place of np.asarray(x) and jax.device_get(x), or drop the view."
 )
-_LARGE_BYTES = 1 << 16  # less memory is not worth a line
+_LARGE_BYTES = 1 << 16  # less memory is not worth a log line
 _COPIED = (
     "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. If it stays as it is, copy it "
     "once, before the loop: "
@@ -32,7 +32,7 @@ _SLOW_BYTES = 1 << 20  # less is copied in less than a millisecond
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
-    """Place a state that no step returned, and copy what is aliased in it."""
+    """Place a state that no step returned, and copy aliased leaves."""
     state = placement.placed(
         state,
         spec.axis_name,
@@ -46,25 +46,21 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     seen: set[Any] = set()
     for i, leaf in enumerate(leaves):
         buffer = _buffer(leaf)
-        if buffer in seen:  # Donated twice it would crash JAX 0.10.
+        if buffer in seen:  # donated twice, it would crash JAX 0.10
             leaves[i] = jnp.copy(leaf)
         seen.add(buffer)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def require_usable(spec: StepSpec, state: Any) -> None:
-    """Refuse a state that holds a donated leaf, or one that a train step cannot return."""
+    """Refuse a state with a donated leaf, or one that a train step cannot return."""
     require_alive(spec, [state])
     if spec.returns_state:
         parameters.require_unshared(spec.argument(0), state)
 
 
 def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:
-    """Refuse a state, or the state of an optimizer, in the place of the batch.
-
-    Args:
-      batch: the second argument.
-    """
+    """Refuse a state, or an optimizer's, in place of the batch."""
     nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
     found = next(filter(_is_of_optimizer, nodes), None)
     if found is None:
@@ -89,10 +85,9 @@ def _is_of_optimizer(node: Any) -> bool:
 
 
 def place_rest(name: str, arg: Any, where: Mesh) -> Any:
-    """Place a further argument of a step, which is the same on every rank."""
+    """Place a further argument of a step, equal on every rank."""
 
-    # An array committed to one device would not go together with the mesh; JAX itself copies
-    # everything else to where it is needed.
+    # An array committed to one device cannot be used with the mesh; JAX copies all others.
     def place(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             return leaf.copy()  # the caller may write into it while the step runs
@@ -117,13 +112,9 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
 
 
 def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
-    """Copy the leaves of other arguments that are leaves of the state, which is donated.
-
-    Args:
-      donated: the leaves of the state.
-    """
+    """Copy leaves of other arguments that are leaves of the state, which is donated."""
     shared = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
-    # This runs in every call for every leaf, so avoid a Python loop.
+    # For every leaf in every call, so without a Python loop.
     if shared.isdisjoint(map(id, donated)):
         return args
     shared.intersection_update(map(id, donated))
@@ -133,19 +124,18 @@ def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
 def _buffer(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
         return id(leaf)
-    # JAX keeps what it returns with each array: 2 objects here, and 27 for the list of
-    # `addressable_shards` on 8 devices.
+    # JAX keeps what it returns with each array: 2 objects, against 27 of `addressable_shards`.
     first = pytrees.without_key(leaf).addressable_data(0)
     if next(iter(first.devices())).platform == "cpu":
-        # The address of values on a CPU waits for them, and keeps Python's lock meanwhile: a
-        # callback of a program that runs before would wait for the lock, without end.
+        # The address of a CPU array waits for its values and holds the GIL; a callback of an
+        # earlier program would wait for the GIL forever.
         with contextlib.suppress(RuntimeError):  # the next line raises it, too
             first.block_until_ready()
     return first.unsafe_buffer_pointer()
 
 
 def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
-    """Log, once for a step, a large leaf that it could not donate because of a view on a CPU."""
+    """Log once a large leaf that a step could not donate because of a view on a CPU."""
     if _VIEWED in spec.warned or where.devices.flat[0].platform != "cpu":
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -171,11 +161,7 @@ def copied_leaves(where: Mesh, rest: Sequence[Any]) -> list[Any]:
 
 
 def log_copies(spec: StepSpec, where: Mesh, rest: Sequence[Any], before: Sequence[Any]) -> None:
-    """Log, once for a step, a further argument that an earlier call had to copy, too.
-
-    Args:
-      before: large leaves that were copied in an earlier call.
-    """
+    """Log once a further argument that an earlier call copied, too."""
     known = {id(leaf) for leaf in before if leaf is not None}
     if _COPIED in spec.warned or known.isdisjoint(map(id, copied_leaves(where, rest))):
         return
@@ -189,25 +175,17 @@ def log_copies(spec: StepSpec, where: Mesh, rest: Sequence[Any], before: Sequenc
 
 
 def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:
-    """Refuse arguments that hold a donated leaf, unless JAX cannot sort keys of one.
-
-    Args:
-      args: its arguments, in order.
-    """
+    """Refuse donated leaves, unless JAX cannot sort the keys of an argument."""
     try:
         is_gone = pytrees.any_deleted(args)
-    except ValueError:  # of such keys, which have an error of their own
+    except ValueError:  # such keys have an error of their own
         return
     if is_gone:
         require_alive(spec, args)
 
 
 def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
-    """Refuse arguments of a step that hold a donated leaf.
-
-    Args:
-      args: its arguments, in order.
-    """
+    """Refuse arguments of a step, in order, with a donated leaf."""
     for i, arg in enumerate(args):
         pytrees.require_alive(
             spec.argument(i),

@@ -33,29 +33,29 @@ from jdp.training.shard_layout import StateLayout, parted
 
 
 class SplitInputs(NamedTuple):
-    """The arguments that are split over the ranks; JAX names them so in its errors."""
+    """The arguments that are sharded over the ranks; JAX names them so in its errors."""
 
     batch: Any
-    state: list[list[Any]]  # arrays of `per_rank`, and shards by the dim that is split
+    state: list[list[Any]]  # arrays of `per_rank`, and shards by dim
 
 
 class UniformOutputs(NamedTuple):
-    """Outputs of a step that are the same on every rank, as the analysis proves."""
+    """Outputs of a step that are equal on every rank, as the analysis proves."""
 
-    state: list[jax.Array]  # without arrays that are split over the ranks
-    metrics: Any  # averaged, and without their rows
+    state: list[jax.Array]  # without sharded arrays
+    metrics: Any  # averaged, without rows
     weight: jax.Array  # of the global batch
-    own_metrics: list[jax.Array]  # float scalars of this rank, before they were averaged
+    own_metrics: list[jax.Array]  # float scalars of this rank, before the average
     layout: StateLayout  # of the new state
     found: TraceFindings
 
 
 class SplitOutputs(NamedTuple):
-    """Outputs of a step that are split over the ranks."""
+    """Outputs of a step that are sharded over the ranks."""
 
     rows: list[jax.Array]
     reports: RankReports
-    state: list[list[jax.Array]]  # arrays of `per_rank`, and shards by the dim that is split
+    state: list[list[jax.Array]]  # arrays of `per_rank`, and shards by dim
 
 
 class RankOutputs(NamedTuple):
@@ -65,7 +65,7 @@ class RankOutputs(NamedTuple):
     split: Any  # SplitOutputs
 
     def state(self) -> Any:
-        """Return the new state, as `pytrees.hold` returns it."""
+        """Return the new state, as `pytrees.hold` does."""
         return self.uniform.layout.joined([self.uniform.state, *self.split.state])
 
 
@@ -74,10 +74,9 @@ class RankProgram:
     """The part of a step that runs on each rank of a mesh.
 
     Attributes:
-      spec: the step.
-      mesh: where it runs; further axes are left to the compiler.
-      checksum_spec: how the checksums of the arguments are split, which are then the last argument;
-        None where processes do not compare arguments.
+      mesh: further axes are left to the compiler.
+      checksum_spec: sharding of the last argument, the checksums of the arguments; None if
+        processes do not compare arguments.
       series: see `call_order.next_series`.
       floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
     """
@@ -91,10 +90,7 @@ class RankProgram:
     def mapped(
         self, layout: StateLayout, shard_axes: tuple[str, ...], num_args: int, choices: Choices
     ) -> Any:
-        """Return the program over the mesh.
-
-        It is `(uniform arrays of the state, SplitInputs, *rest) -> RankOutputs`.
-        """
+        """Return the program `(uniform arrays of the state, SplitInputs, *rest) -> RankOutputs`."""
         on_rank: Any = functools.partial(self._on_rank, layout, shard_axes, choices)
         if choices.ready:
             on_rank = wait_order.update_between(on_rank)
@@ -182,7 +178,7 @@ class RankProgram:
         return fsdp_schedule.call_gathering(measured, state, batch)
 
     def _weight(self, scope: Scope) -> jax.Array:
-        """Return the weight of the global batch: its rows where nothing weighs them."""
+        """Return the weight of the global batch: its rows without a weight function."""
         total = scope.total
         if total is None:
             total = jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
@@ -192,7 +188,7 @@ class RankProgram:
     def _explaining(
         self, layout: StateLayout, lists: Sequence[Sequence[Any]], batch: Any, rest: Sequence[Any]
     ) -> Iterator[None]:
-        """Raise an error of jdp's where the author's functions ask for a value; warn of draws."""
+        """Raise jdp's error if the author's functions need a value; warn of draws."""
         try:
             with host_constants.warned_of_draws(self.spec):
                 yield
@@ -235,7 +231,7 @@ class RankProgram:
 
 
 def _strong(leaf: Any) -> Any:
-    # A weak type that leaves where a strong one entered would compile the next call again.
+    # A weak type in place of a strong one would compile the next call again.
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf

@@ -1,4 +1,4 @@
-"""Which leaves of a state are split over the ranks, along which dim, and their shards in a step."""
+"""Which leaves of a state are sharded over the ranks, and their shards in a step."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +14,15 @@ from jdp.distributed.mesh import num_ranks
 from jdp.reduction import shard_registry
 from jdp.reduction.optimizer import Sharding, has_optimizer, sharding_of
 
-# Fields of a `TrainState`; a class that inherits from it may have more.
+# Of a `TrainState`; a subclass may have more.
 _FIELDS = ("step", "params", "opt_state", "model_state", "seed")
 
 
 def state_nodes(state: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the nodes of a state, in the order of its leaves, each with its optimizer or None.
 
-    A node is an optimizer with its state; a variable of nnx outside of these, whose optimizer is
-    the one that it matches the `wrt` of; or another leaf.
+    A node is an optimizer with its state; another variable of nnx, whose optimizer has a matching
+    `wrt`; or another leaf.
     """
     nnx = sys.modules.get("flax.nnx")
     variable = () if nnx is None else nnx.Variable
@@ -45,7 +45,7 @@ def state_nodes(state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _one(found: list[Any]) -> Any:
-    """Return the first of the optimizers of a variable if all reduce and split alike, else None."""
+    """Return the first of a variable's optimizers if all reduce and shard alike, else None."""
     ways = {(tx.axis_name, tx.reduce_dtype, sharding_of(tx)) for tx in found}
     return found[0] if len(ways) == 1 else None
 
@@ -58,12 +58,12 @@ def _name(key: Any) -> Any:
 
 
 def optimized_parameters(node: Any) -> Any:
-    """Return the parameters of a node that its optimizer updates; an empty tuple if it has none."""
+    """Return the parameters that a node's optimizer updates, or ()."""
     return getattr(node, "params", ()) if is_optimizer(node) else node
 
 
 def is_optimizer(node: Any) -> bool:
-    """Whether a node has an optimizer and its state: a `TrainState`, that of Flax, of nnx."""
+    """Whether a node has an optimizer and its state: a `TrainState` of jdp, Flax or nnx."""
     return has_optimizer(node) and hasattr(node, "opt_state")
 
 
@@ -72,16 +72,16 @@ def is_train_state(node: Any) -> bool:
     return all(hasattr(node, name) for name in ("tx", *_FIELDS))
 
 
-# A state is handed through `shard_map` in groups of leaves that are split alike.
+# `shard_map` gets the state in groups of leaves with one sharding.
 UNIFORM, OWN = 0, 1
 _FIRST_DIM = 2
 _NUM_DIMS = 8
 
 
 def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
-    """Return for each array of a state its group, and the mesh axes that shards are split over.
+    """Return the group of each array of a state, and the mesh axes of its shards.
 
-    Group 0 is the same on every rank, group 1 is `per_rank`, and group 2 + d is split along dim d.
+    Group 0 is equal on every rank, group 1 is `per_rank`, group 2 + d is sharded along dim d.
     """
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
@@ -96,7 +96,7 @@ def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
 
 
 def specs(axis_name: Sequence[str], shard_axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
-    """Return the partition of each group over the mesh, but for the uniform one."""
+    """Return the partition of each group over the mesh, except the uniform one."""
     dims = (PartitionSpec(*[None] * dim, tuple(shard_axes)) for dim in range(_NUM_DIMS))
     return (PartitionSpec(tuple(axis_name)), *dims)
 
@@ -105,9 +105,9 @@ NUM_GROUPS = _FIRST_DIM + _NUM_DIMS
 
 
 def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
-    """Return for each array of a state how it is split over the ranks, None where no rule says.
+    """Return the partition of each array of a state over the ranks, None without a rule.
 
-    A leaf that its optimizer leaves whole is whole, also if another optimizer had split it.
+    A leaf that its optimizer leaves whole is whole, even if another optimizer had sharded it.
     """
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
@@ -125,7 +125,7 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
 
 
 def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[PartitionSpec]:
-    """Return for each leaf of the state of an optimizer how it is split over the ranks."""
+    """Return the partition of each leaf of an optimizer's state over the ranks."""
     sharding = sharding_of(tx)
     if sharding is None:
         return [PartitionSpec()] * len(jax.tree.leaves(opt_state))
@@ -135,9 +135,9 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
 
 
 def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
-    """Return the parameters of a state whose gradients are split, which of them train, and `tx`.
+    """Return (parameters with sharded gradients, which of them train, `tx`) of a state.
 
-    Those of a `TrainState`, of jdp and of Flax, and the variables that an optimizer of nnx updates.
+    These are of a `TrainState` of jdp or Flax, or variables of an nnx optimizer.
     """
     found = []
     for node, tx in state_nodes(state):
@@ -151,7 +151,7 @@ def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
 
 
 def adds_whole_updates(state: Any) -> bool:
-    """Whether parameters of a state are split, and code other than jdp's adds updates to them."""
+    """Whether parameters are sharded, and code other than jdp's adds updates to them."""
     return any(
         sharding.stage == 3
         and bool(jax.tree.leaves(optimized_parameters(node)))
@@ -180,7 +180,7 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
         shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(optimized_parameters(node))}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
-            # Such an array in the shape of the parameters may be an average of them.
+            # An array of a parameter's shape may be its average.
             is_beside = is_at_3 and name not in ("step", "seed")
             has_dim = is_split.get(name, is_beside and jnp.shape(leaf) in shapes)
             dims.append(find(leaf) if has_dim else None)
@@ -193,7 +193,7 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
 
 
 def _axes(tx: Any, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes that an optimizer splits over, in the order of the mesh."""
+    """Return the mesh axes of an optimizer's shards, in mesh order."""
     names = tx.sharding.axes or axis.names(tx.axis_name)
     return tuple(sorted(names, key=mesh.axis_names.index))
 
@@ -211,12 +211,12 @@ def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state is put together from its arrays.
+    """How a state is assembled from its arrays.
 
     Attributes:
       treedef: of the state, as `pytrees.hold` returns it.
-      groups: for each array how it is split over the ranks, see `shard_layout`.
-      adds_whole_updates: see `shard_layout`.
+      groups: the group of each array.
+      adds_whole_updates: see the function of this name.
     """
 
     treedef: Any
@@ -224,7 +224,7 @@ class StateLayout:
     adds_whole_updates: bool
 
     def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
-        """Return the state whose leaves `parted` sorted into lists."""
+        """Invert `parted`: return the state with these leaves."""
         left = [iter(leaves) for leaves in lists]
         return self.treedef.unflatten([next(left[group]) for group in self.groups])
 
@@ -260,7 +260,7 @@ def whole_state(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[l
 
 
 def claim_update(state: Any, *, trains: bool = True) -> None:
-    """Record for parameters whose gradients are split which optimizer updates them."""
+    """Record which optimizer updates parameters with sharded gradients."""
     for params, flags, tx in with_split_gradients(state):
         shard_registry.claim(params, [flag and trains for flag in flags], tx)
 
@@ -268,7 +268,7 @@ def claim_update(state: Any, *, trains: bool = True) -> None:
 def state_parts(
     lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]
 ) -> list[list[jax.Array]]:
-    """Return the arrays of a new state as they leave the step, shards for those that are split."""
+    """Return the arrays of a new state as they leave the step, with shards of sharded ones."""
     uniform, own, *by_dim = lists
     shards = [
         [shard_registry.own(leaf, dim, axes) for leaf in leaves]

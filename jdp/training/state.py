@@ -26,7 +26,7 @@ from jdp.reduction.optimizer import Replicated, Sharded, sharding_of
 from jdp.training import moment_digits, parameters, shard_layout
 from jdp.validation import int_at_least
 
-# What the update itself computes, and what is no array.
+# Computed by the update itself, or not an array.
 _NOT_REPLACED = frozenset(("step", "params", "opt_state", "tx", "trainable"))
 
 
@@ -52,7 +52,7 @@ def split_keywords(
 def _read_by(tx: Replicated) -> set[str] | None:
     """Return the keywords that functions of the optimizer name; None if one may read any.
 
-    Optax's own functions hand `**extra_args` on to others, which their closures hold.
+    Optax's own functions pass `**extra_args` to others, which their closures hold.
     """
     names: set[str] = set()
     seen: set[int] = set()
@@ -74,7 +74,7 @@ def _read_by(tx: Replicated) -> set[str] | None:
 
 
 def _held_by(each: Any) -> list[Any]:
-    """Return the objects that may be functions, or hold some, in a function or a container."""
+    """Return the objects in a function or a container that may be or hold functions."""
     if inspect.isfunction(each):
         return [x for cell in each.__closure__ or () for x in _contents(cell)]
     if inspect.ismethod(each):
@@ -92,7 +92,7 @@ def _held_by(each: Any) -> list[Any]:
 def _contents(cell: Any) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # empty
+    except ValueError:
         return []
 
 
@@ -121,11 +121,7 @@ def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
 
 
 def placed(state: Any, *, copy: bool) -> Any:
-    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says.
-
-    Args:
-      copy: whether leaves that lie there already are copied, too.
-    """
+    """Place a `TrainState` on the mesh of `jdp.init()`; `copy` leaves that are already there."""
     axis_name = state.tx.axis_name
     if placement.is_shapes_only():
         return state
@@ -138,7 +134,7 @@ def placed(state: Any, *, copy: bool) -> Any:
 
 
 def optimizer_state(tx: Replicated, params: Any) -> Any:
-    """Return the first state of an optimizer, split over the ranks as it will be."""
+    """Return the first state of an optimizer, sharded as it will be."""
     data_axes = set(axis.names(tx.axis_name))
     meshes = {_mesh(x, data_axes) for x in jax.tree.leaves(params)}
     mesh = meshes.pop() if len(meshes) == 1 else None
@@ -147,12 +143,12 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
     _log_undivided(tx, params, mesh)
     try:
         like = jax.eval_shape(tx.init, params)
-    except Exception as error:  # of any kind: it reads values or returns what is not an array
-        state = tx.init(params)  # A mistake of the author's is raised here, too, without a trace.
+    except Exception as error:  # it reads values or returns what is not an array
+        state = tx.init(params)  # raises a mistake of the author's, too, without a trace
         _log_whole(tx, error)
         return state
-    # One program for all leaves: optax alone would run one for each shape, and replaced processes
-    # would start later. No split leaf ever exists as a whole.
+    # One program for all leaves: optax would run one for each shape, which delays replaced
+    # processes. No sharded leaf ever exists as a whole.
     return jax.jit(tx.init, out_shardings=_shardings(tx, like, mesh))(params)
 
 
@@ -173,7 +169,7 @@ def _log_whole(tx: Replicated, error: Exception) -> None:
 
 
 def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
-    """Log which parameters stay whole though they are large: no dim of theirs divides."""
+    """Log large parameters that stay whole, since the ranks divide none of their dims."""
     sharding = sharding_of(tx)
     if sharding is None:
         return
@@ -207,7 +203,7 @@ def _shardings(tx: Replicated, like: Any, mesh: Mesh) -> Any:
 
 
 def _mesh(x: Any, data_axes: set[str]) -> Mesh | None:
-    """Return the mesh of a parameter that is split along no further axis."""
+    """Return the mesh of a parameter that is sharded along no further axis, or None."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -220,7 +216,7 @@ _Result = TypeVar("_Result")
 
 
 def _without_apply_fn(create: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Refuse `apply_fn=`, which Flax's own state takes, before Python reads the arguments."""
+    """Refuse `apply_fn=`, which Flax's state takes, before Python reads the arguments."""
 
     @functools.wraps(create)
     def checked(*args: _Args.args, **options: _Args.kwargs) -> _Result:
@@ -244,9 +240,9 @@ class TrainState:
     Attributes:
       step: `[]` int32, optimizer steps done.
       params: the parameters, an ordinary tree of arrays, inside a step and outside.
-      opt_state: state of `tx`, of the parameters that train.
-      model_state: what the model carries beside parameters, such as batch statistics.
-      seed: `[]` uint32, what `key` and `shared_key` are made from.
+      opt_state: state of `tx`, for the parameters that train.
+      model_state: state of the model beside parameters, such as batch statistics.
+      seed: `[]` uint32, from which `key` and `shared_key` are made.
       tx: the optimizer, `jdp.replicated(...)` or `jdp.sharded(...)`. Not a leaf.
       trainable: for each leaf of `params` whether it trains. Not a leaf.
     """
@@ -290,27 +286,27 @@ class TrainState:
         """Make the state of step 0, on the mesh of `jdp.init()` if there is one.
 
         Args:
-          params: tree of arrays. Leaves that are not inexact (integers) never train;
-            differentiate with `jdp.value_and_grad(loss_fn, allow_int=True)` if there are any.
+          params: tree of arrays. Leaves that are not inexact (integers) never train; with any of
+            them, differentiate with `jdp.value_and_grad(loss_fn, allow_int=True)`.
           tx: the optimizer, `jdp.replicated(...)` or `jdp.sharded(...)` outermost.
-          model_state: tree of arrays that the step carries along, or None. What differs from rank
-            to rank is in a `jdp.per_rank(...)`.
+          model_state: tree of arrays that the step carries along, or None. Values that differ from
+            rank to rank are in a `jdp.per_rank(...)`.
           trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
             `(path, leaf) -> bool` with path as in `"['encoder']['kernel']"`. Default: all. The
             gradients of the others are never reduced, and the optimizer never sees them.
           seed: where `key` and `shared_key` start, 0 <= seed < 2**32.
-          broadcast: several processes: take the values of the first process of the mesh, which is
-            process 0 of most. Otherwise all its processes must give the same ones.
+          broadcast: take the values of the first process of the mesh, usually process 0. Otherwise
+            all its processes must give equal values.
 
         Returns:
-          The state. The arrays given are copied, never donated.
+          The state. The given arrays are copied, never donated.
 
         Raises:
-          TypeError: if `tx` is not wrapped.
-          ValueError: if processes give different values (naming the leaf), if nothing trains, if
-            `params` and `model_state` lie on different meshes, if a leaf was donated, or has fewer
-            bits than `gather_dtype`, if an average of the optimizer has too few bits to move, or if
-            a variable of nnx is at two places.
+          TypeError: `tx` is not wrapped.
+          ValueError: processes give different values (the error names the leaf); no parameter
+            trains; `params` and `model_state` are on different meshes; a leaf was donated, or has
+            fewer bits than `gather_dtype`; an average of the optimizer has too few bits to change;
+            or a variable of nnx is at two places.
 
         >>> import jax.numpy as jnp, optax, jdp
         >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.5)))
@@ -362,21 +358,21 @@ class TrainState:
         return placement.described(self, names, mesh, shard_layout.partition(self, mesh))
 
     def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
-        """Reduce the gradients over ranks, let the optimizer step, count the step.
+        """Reduce the gradients over ranks, update the parameters, and count the step.
 
         Args:
           grads: tree like `params`: this rank's own gradient of its mean loss.
-          synced: `grads` are means over ranks already, from `jdp.sync_gradients` or the
-            gradient of a `jdp.global_mean` loss.
-          **extra: new values of other fields of the state, such as `model_state=`; and what the
-            optimizer reads: `value=`, `value_fn=`, ...
+          synced: `grads` are means over ranks already, from `jdp.sync_gradients` or the gradient of
+            a `jdp.global_mean` loss.
+          **extra: new values of other fields of the state, such as `model_state=`; and keywords of
+            the optimizer: `value=`, `value_fn=`, ...
 
         Returns:
           The next state.
 
         Raises:
-          TypeError: if a keyword is no such field, and the optimizer does not read it.
-          ValueError: if `grads` is another tree than `params`, and the optimizer cannot use it.
+          TypeError: a keyword is no such field, and the optimizer does not read it.
+          ValueError: `grads` is another tree than `params`, and the optimizer cannot use it.
         """
         names = {field.name for field in dataclasses.fields(self)}
         extra, fields = split_keywords(self.tx, names, extra)
@@ -419,14 +415,14 @@ class TrainState:
 
     @property
     def shared_key(self) -> jax.Array:
-        """The random key of this step that is the same on every rank: a typed key, `[]`."""
+        """The random key of this step that is equal on every rank: a typed key, `[]`."""
         return jax.random.fold_in(self._step_key(), 0)
 
     def _step_key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.seed), self.step)
 
 
-# The fields of a state that hold many arrays.
+# Fields with many arrays.
 _TREES = ("params", "opt_state", "model_state")
 
 
@@ -443,7 +439,7 @@ def _sizes(tree: Any) -> str:
 
 
 def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
-    # A leaf that does not train becomes None, which is not a leaf: optax never sees it.
+    # A frozen leaf becomes None, which is not a leaf, so optax never sees it.
     if all(flags):
         return tree
     leaves, treedef = jax.tree.flatten(tree)

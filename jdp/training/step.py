@@ -1,6 +1,6 @@
 """`Step`: a decorated function, and the work around each call of it."""
 
-# `signal` itself makes enums of numbers, in more time than all else here takes.
+# `signal` makes enums of numbers, in more time than all else here takes.
 import _signal  # pyrefly: ignore[missing-import]
 import dataclasses
 import functools
@@ -41,8 +41,6 @@ class KnownState:
     and is prepared.
 
     Args:
-      state: the state.
-      mesh: where it is.
       is_callers: whether it is the caller's, who may donate it to another step.
 
     Attributes:
@@ -101,11 +99,11 @@ class KnownState:
 
 
 class LatestCall:
-    """A call of a step, whose arguments were taken as they were given. It holds none of them.
+    """A call of a step whose arguments needed no placing; it holds none of them.
 
     Args:
       program: its `CompiledStep`.
-      known: the state of the next call: the one that was returned, or that of an `eval_step`.
+      known: the state of the next call: the returned one, or an `eval_step`'s.
       rest: the other arguments.
     """
 
@@ -154,8 +152,8 @@ class LatestCall:
 def record_call(
     program: Any, given: tuple, taken: tuple, returned: Any, known: KnownState | None
 ) -> LatestCall | None:
-    """Return the record of a call, None if an argument had to be placed."""
-    placed = slice(0 if returned is None else 1, None)  # a returned state lies where it has to
+    """Return the record of a call, or None if an argument had to be placed."""
+    placed = slice(0 if returned is None else 1, None)  # a returned state is in place
     leaves = jax.tree.leaves(given[placed])
     if not _are_taken(leaves, jax.tree.leaves(taken[placed])):
         return None
@@ -186,7 +184,7 @@ def _place(array: Any) -> tuple:
     return type(array), array.shape, array.sharding, array.committed
 
 
-# By then the caller has stored the state that the step returned.
+# By then the caller has stored the returned state.
 _DELAY_S = 0.02
 _SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident or 0
@@ -194,10 +192,10 @@ _getsignal, _get_ident = _signal.getsignal, threading.get_ident
 
 
 class Shield:
-    """Puts off an interrupt from when the state of a step is donated until the step returns.
+    """Delays an interrupt from the donation of a step's state until the step has returned.
 
-    It comes soon after the call, or when the next one begins. Handlers of Python run, and raise,
-    in the main thread alone: a call in another thread needs no shield.
+    It is raised soon after the call, or when the next one begins. Python's handlers run only in the
+    main thread, so calls in other threads need no shield.
     """
 
     def __init__(self) -> None:
@@ -206,11 +204,11 @@ class Shield:
         self._is_due = False
         self._shielding = self._handle  # one object, so that `is` compares it
 
-    # Written so that an interrupt between any two lines leaves a handler that works.
+    # An interrupt between any two lines must leave a handler that works.
     def begin(self, shielded: list[Any]) -> None:
-        """Handle interrupts from here on, until `end` with the same list, which is empty."""
+        """Handle interrupts until `end` with the same empty list."""
         handler = _getsignal(_SIGINT)
-        # In the trace of another step; without a handler; in another thread.
+        # In the trace of another step, without a handler, or in another thread.
         if handler is self._shielding or not callable(handler) or _get_ident() != _MAIN:
             return
         if self._is_due:
@@ -228,7 +226,7 @@ class Shield:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 
     def donates(self, state: Any) -> None:
-        """Record the arrays that the call is about to donate, if an interrupt would lose them."""
+        """Record the arrays that the call will donate, if an interrupt would lose them."""
         if _get_ident() == _MAIN:
             self._donated = state
 
@@ -266,7 +264,7 @@ class Step:
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
-        self._returned: KnownState | None = None  # the state that was returned last
+        self._returned: KnownState | None = None  # the last returned state
         self._leaves: list[weakref.ref] = []  # its leaves, over several processes
         self._latest: LatestCall | None = None
         self._num_calls = 0
@@ -342,7 +340,7 @@ class Step:
     def _explain(
         self, error: Exception, compiled: CompiledStep, args: tuple, call: StepCall
     ) -> None:
-        """Raise an error of jdp's for one of JAX's that it explains."""
+        """Raise jdp's error for one of JAX's that it explains."""
         if "delete" in str(error):
             placing.require_alive(compiled.spec, args)
         if in_flight.is_failed_run(error):
@@ -356,7 +354,7 @@ class Step:
         state: Any,
         latest: LatestCall | None,
     ) -> None:
-        """Record how the call lay, for the next one. The arguments are those of `_run`."""
+        """Record a call for the next one; the arguments are those of `_run`."""
         known = None
         if self.spec.returns_state:
             if latest is not None:
@@ -384,11 +382,11 @@ class Step:
                 in_flight.drain()
 
     def __reduce__(self) -> tuple[type["Step"], tuple[StepSpec]]:
-        """Return its options alone: programs and devices are of this process."""
+        """Pickle its options alone: programs and devices are of this process."""
         return Step, (self.spec,)
 
     def without_donation(self) -> "Step":
-        """Return the same step, which does not donate the state that goes in."""
+        """Return the same step without donation."""
         return Step(dataclasses.replace(self.spec, donate=False))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -401,12 +399,12 @@ class Step:
         return self.trace_on(None, args, kwargs)
 
     def trace_on(self, where: Mesh | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Trace as `trace` does, on a mesh, which a state without arrays does not name."""
+        """Trace as `trace` does, on a mesh, which a state without arrays does not determine."""
         compiled, args, *_ = self._prepare(args, kwargs, where)
         return compiled.trace(*args, is_compiled=True)
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
-        """Return the findings of the trace of the step for these arguments."""
+        """Return the findings of the step's trace for these arguments."""
         compiled, args, *_ = self._prepare(args, kwargs)
         *_, found = compiled.trace(*args).out_info
         return found
@@ -416,8 +414,7 @@ class Step:
     ) -> tuple[CompiledStep, tuple, bool, bool]:
         """Return `(compiled, placed arguments, is_traced, is_returned)`.
 
-        `is_traced`: JAX traces this call. `is_returned`: the state is what the last call of this
-        step returned.
+        `is_traced`: JAX traces this call. `is_returned`: this step's last call returned the state.
         """
         is_traced = jax_compat.is_tracing()
         spec, (given, batch, *rest) = self.bound(args, kwargs)
@@ -444,7 +441,7 @@ class Step:
             placing.require_batch(spec, batch, len(rest))
             raise
         rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
-        # A batch that is split over several ranks is a copy already.
+        # A batch that is sharded over several ranks is a copy already.
         if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):
             batch, *rest = placing.copy_donated([batch, *rest], leaves)
         is_traced = is_traced or _holds_tracer((batch, rest))
@@ -473,7 +470,7 @@ class Step:
     def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
         """Return the arguments in order, keyword-only ones last.
 
-        An argument that is left out keeps its default, which is a constant of the program.
+        An omitted argument keeps its default, as a constant of the program.
         """
         spec = self.spec
         if not kwargs and len(args) in spec.num_positional:
@@ -494,15 +491,15 @@ class Step:
         return spec, (*bound.args, *(bound.kwargs[name] for name in names))
 
     def _order_between_processes(self, where: Mesh, is_returned: bool) -> None:
-        # Processes match their reductions by the order alone, and a CPU may run steps that do not
-        # depend on each other in another order in each process.
+        # Processes match their reductions only by order, and a CPU may run independent steps in
+        # another order in each process.
         if is_returned and in_flight.latest_spec() in (None, self.spec):
             return
         if where.devices.flat[0].platform == "cpu":
             in_flight.drain()
 
     def _unknown(self, state: Any, is_returned: bool) -> Sequence[int]:
-        """Return the positions of the leaves of a state that no step has returned."""
+        """Return the indices of a state's leaves that no step has returned."""
         state_check.keep_known(self._leaves)
         return (
             () if is_returned else state_check.unknown_leaves(jax.tree.leaves(state), self._leaves)
@@ -539,41 +536,39 @@ def train_step(
 ) -> Any:
     """Run a training step on every rank of the mesh, each on its own rows of the batch.
 
-    Inside, write plain JAX. Before a step runs for the first time, its traced program is
-    proved to leave the same state on every rank, with no gradient reduced twice and no rank
-    waiting for another; a program of which that is not true is refused. Several processes also
-    compare theirs, with the arrays that they capture and the arguments, before anything is sent or
-    donated, and in each later call `rest` and what was changed in the state since the last; a step
-    inside a `jax.jit` of your own is proved, and not compared.
+    Inside, write plain JAX. Before a step first runs, jdp proves that its traced program leaves the
+    same state on every rank, reduces no gradient twice, and lets no rank wait for another forever;
+    it refuses any other program. Several processes also compare their programs, captured arrays and
+    arguments before they communicate or donate, and in each later call `rest` and changed state. A
+    step inside your own `jax.jit` is proved, and not compared.
 
     Args:
       fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
-        rank. `batch`: a tree of arrays, split over ranks on their first dim. `rest`: the same on
-        every rank (a key, a temperature, a teacher's parameters), by position or keyword; one that
-        a call leaves out keeps its default, as a part of the program. `metrics`: a tree; float
-        scalars are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
+        rank. `batch`: a tree of arrays, sharded over ranks on their first dim. `rest`: the same on
+        every rank (a key, a temperature, a teacher's parameters), by position or keyword; an
+        omitted one keeps its default, as a part of the program. `metrics`: a tree; float scalars
+        are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
-      weight: `weight(batch) -> []`, how much this rank's rows count, for instance
-        `lambda batch: batch["mask"].sum()`. Gradients, accumulation, metrics and
-        `jdp.mean_over_ranks` are then sum(w * x) / sum(w); weight 0 contributes nothing, even NaN.
-        Finite and >= 0: a constant that is not is refused, other values are an error soon after.
-        A `lax.psum` or `lax.all_gather` that is differentiated is refused: JAX transposes it
-        without weights.
-      donate: reuse the memory of the state that goes in for the one that comes out. Ctrl-C is then
-        put off until the call has returned the new state.
+      weight: `weight(batch) -> []`, how much this rank's rows count, for instance `lambda batch:
+        batch["mask"].sum()`. Gradients, accumulation, metrics and `jdp.mean_over_ranks` are then
+        sum(w * x) / sum(w); weight 0 contributes 0, even with NaN. Finite and >= 0: an invalid
+        constant is refused, other invalid values are an error soon after. A differentiated
+        `lax.psum` or `lax.all_gather` is refused: JAX transposes it without weights.
+      donate: reuse the memory of the input state for the returned one. Ctrl-C is then delayed until
+        the call has returned the new state.
 
     Returns:
       `step(state, batch, *rest) -> (state, metrics)`, which takes global batches and returns
       without waiting for the devices. `step.lower(...)` gives the program.
 
     Raises:
-      ValueError: from the first call with new shapes, if the program is not the same training
-        on every rank, or another one on another process; if rows do not divide by the ranks; if a
-        buffer was donated before.
-      RuntimeError: if a step failed while it ran, an earlier one got another `rest` or changed
-        state on another process (on every process, naming the leaf), or a weight was negative, NaN
-        or infinite (naming the rank).
-      TypeError: if the value of an argument is asked for while the step is traced, as `if` does.
+      ValueError: from the first call with new shapes, if the program is not the same training on
+        every rank, or differs between processes; if rows do not divide by the ranks; if a buffer
+        was donated before.
+      RuntimeError: a step failed while it ran; an earlier one got other `rest` or changed state on
+        another process (on every process, naming the leaf); or a weight was negative, NaN or
+        infinite (naming the rank).
+      TypeError: the value of an argument is needed while the step is traced, as by `if`.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -599,7 +594,7 @@ def eval_step(
     """Run an evaluation step on every rank of the mesh, each on its own rows of the batch.
 
     Args:
-      fn: `fn(state, batch, *rest) -> metrics`, as for `train_step`; nothing is donated.
+      fn: `fn(state, batch, *rest) -> metrics`, as for `train_step`, without donation.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
       weight: `weight(batch) -> []`, how much this rank's rows count.
 
