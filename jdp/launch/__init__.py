@@ -1,1 +1,1 @@
-"""`jdp run`: starts, watches and replaces the processes of a run; never imports JAX."""
+"""`jdp run`: starts, watches and replaces processes; never imports JAX."""

@@ -1,8 +1,7 @@
 """Connections between launchers, and between a launcher and its processes.
 
 Both ends prove that they know the run's token without sending it: each sends a nonce, then an HMAC
-of both nonces under the token (challenge and response as in RFC 2195). A listener learns nothing
-that it could replay.
+of both nonces under the token (challenge and response as in RFC 2195), which cannot be replayed.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ def make_nonce() -> str:
 
 
 def token_proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
-    """Return a proof that its sender knows the token.
+    """Return a proof of the token.
 
     It contains the sender's part, "leader" or "host", so that neither can echo the other's proof.
     """
@@ -40,12 +39,11 @@ def is_token_proof(given: object, *expected: str) -> bool:
 # An end with this much unread data has stopped.
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
 
-# The reason of an orderly end.
 CLOSED = "connection closed"
 
 
 class Channel:
-    """One end of a connection on the running event loop; owns the socket.
+    """One end of a connection on the event loop; owns the socket.
 
     Args:
       received: called with kind and facts of each message.
@@ -81,7 +79,7 @@ class Channel:
             self._write()
 
     def read(self) -> None:
-        """Receive all messages that have arrived; the event loop also calls this."""
+        """Receive all arrived messages."""
         while self.is_open:
             try:
                 data = self._socket.recv(1 << 16)
@@ -148,14 +146,14 @@ def source_of(address: tuple[Any, ...]) -> str:
 
 
 def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task whose error reaches the event loop, as a callback's does."""
+    """Start a task whose error reaches the event loop."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: None if done.cancelled() else done.result())
     return task
 
 
 async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Return a connection to the first address of a name that answers."""
+    """Connect to the first address of a name that answers."""
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     whys = []
     for family, kind, number, _, where in found:
@@ -176,27 +174,27 @@ async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
     except BaseException:
         connection.close()
         raise
-    # Messages answer each other, so TCP must not wait for more data.
+    # Messages answer each other: TCP must not wait for more data.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-# The longest delay in seconds between the ends of the other connection and of the lifeline.
+# The longest delay between the ends of the other connection and of the lifeline.
 LIFELINE_S = 1.0
 
 
 class Lifeline:
     """One end of a connection that carries only a farewell, by a launcher that lives on.
 
-    The kernel of a dead launcher closes the connection in order, since no data waits there. A cut
-    network shows nothing, and a firewall's reset is not an orderly end. So an orderly end without a
+    A dead launcher's kernel closes the connection in order, since no data waits there; a cut
+    network shows nothing, and a firewall's reset is no orderly end. So an orderly end without a
     farewell means that the other launcher and its processes are dead. A proxy (service mesh, `ssh
     -L`) closes its connections in order when the network behind it is cut, so it shows no death.
 
     Args:
       channel: of an authenticated peer.
       died: called once if the other launcher has died.
-      is_direct: whether the ends are connected without a proxy.
+      is_direct: whether no proxy is between the ends.
     """
 
     def __init__(self, channel: Channel, died: Callable[[], None], is_direct: bool) -> None:
@@ -206,7 +204,7 @@ class Lifeline:
         channel.received, channel.closed = self._receive, self._closed
 
     def leave(self) -> None:
-        """Close it with a farewell, which shows that this launcher lives."""
+        """Close it with a farewell."""
         self._channel.send("farewell")
         self._channel.close_connection()
 

@@ -21,7 +21,7 @@ class Rendezvous:
 
     Attributes:
       addresses: of the hosts that may lead, best claim first.
-      own: index of this host; None if it may not lead.
+      own: index of this host, or None.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class Rendezvous:
         self._socket = held
         if held is not None:
             name, port = held.getsockname()[:2]
-            # Another name of an own address.
             addresses[own or 0] = ("127.0.0.1" if name == "0.0.0.0" else name), port
 
     @property
@@ -46,7 +45,7 @@ class Rendezvous:
         return self._socket.dup()
 
     def turn_away(self) -> None:
-        """Close each connection to the own address, so that hosts try another leader."""
+        """Close each connection to the own address: hosts then try another leader."""
         if self._socket is not None:
             asyncio.get_running_loop().add_reader(self._socket, self._turn_away)
 
@@ -67,7 +66,7 @@ class Rendezvous:
 
 
 def find(options: Options) -> Rendezvous:
-    """Return the rendezvous of this run, and hold the own address if there is one."""
+    """Return the rendezvous of this run; hold the own address, if any."""
     if not options.endpoints:
         return Rendezvous([("127.0.0.1", 0)], 0, _listening(("127.0.0.1", 0)))
     addresses = options.endpoints
@@ -81,7 +80,7 @@ def find(options: Options) -> Rendezvous:
         try:
             return Rendezvous(addresses, i, _listening(_address_here(*address)))
         except OSError as error:
-            # The address is another host's, or another launcher holds it.
+            # Another host's address, or held by another launcher.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise _cannot_listen(i, address, error) from error
     return Rendezvous(addresses)
@@ -96,8 +95,7 @@ def _hold_own(options: Options) -> socket.socket:
         raise _cannot_listen(rank, (name, port), error) from error
 
 
-# The scheduler says that others know this host by `name`, which may resolve to the address of a
-# Service, of a router, or of the pod that had this name before.
+# The scheduler's name of this host may resolve to a Service, a router, or an earlier pod.
 def _listening_as(name: str, port: int) -> socket.socket:
     address = _address_here(name, port)
     try:
@@ -122,7 +120,7 @@ def _cannot_listen(rank: int, address: Address, error: OSError) -> ValueError:
     return ValueError(with_code("JDP310", text))
 
 
-# A name that cannot be resolved may be another host's, not yet registered.
+# An unresolved name may be another host's, not yet registered.
 def _may_be_here(name: str) -> bool:
     own = socket.gethostname()
     if name.partition(".")[0].lower() == own.partition(".")[0].lower():
@@ -133,7 +131,7 @@ def _may_be_here(name: str) -> bool:
         return False
 
 
-# Many hosts resolve their own name to a loopback address, or not at all: then all addresses, "".
+# A host's own name may resolve to a loopback address, or not at all: then all addresses, "".
 def _address_here(name: str, port: int) -> Address:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -153,29 +151,22 @@ def _listening(address: Address) -> socket.socket:
 def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
     """Return the claim of a launcher; the smallest leads.
 
-    All launchers must agree on the order, or two would wait for each other: first the leader of a
-    running generation, then the latest known generation, then the order of `--rdzv-endpoint`. A
-    restarted launcher knows no generation.
-
-    >>> min(claim_of(False, -1, 0), claim_of(False, 7, 2), claim_of(False, 7, 1))
-    [1, -7, 1]
+    All launchers must agree on the order, or two would wait for each other: the leader of a running
+    generation, then the latest known generation (a restarted launcher knows none), then the order
+    of `--rdzv-endpoint`.
     """
     return [0 if has_generation else 1, -generation, listed]
 
 
 def read_claim(given: object) -> list[int] | None:
-    """Return a claim from an untrusted sender, or None.
-
-    >>> read_claim([1, 1, 0]), read_claim([1, "1", 0]), read_claim(None)
-    ([1, 1, 0], None, None)
-    """
+    """Return a claim from an untrusted sender, or None."""
     if isinstance(given, list) and len(given) == 3 and all(type(each) is int for each in given):
         return given
     return None
 
 
-# A leader that lost contact for the heartbeat timeout T kills its own processes after 1.5 T. So
-# this host may follow another leader after 2 T, whatever the network did.
+# A leader without contact for the heartbeat timeout T kills its processes after 1.5 T, so this host
+# may follow another after 2 T.
 WAIT = 2.0
 
 
@@ -185,10 +176,6 @@ class LeaderSearch:
     Args:
       generation: returns the last generation of this host; -1 for none.
       lead: makes this launcher lead.
-
-    Attributes:
-      leads: whether this launcher leads.
-      own: place of this host; None if it may not lead.
     """
 
     def __init__(
@@ -204,13 +191,13 @@ class LeaderSearch:
         self.own = rendezvous.own
         self._wait_s = WAIT * heartbeat_timeout_s
         self._generation, self._lead = generation, lead
-        self._joined: int | None = None  # place of the last leader that this host joined
+        self._joined: int | None = None  # index of the last joined leader
         self._wait_until = 0.0
         self._num_rounds = 0
 
     @classmethod
     def of_one(cls, address: Address) -> "LeaderSearch":
-        """Return the search for a leader at one address, outside this launcher."""
+        """Return the search for a leader at one address."""
         return cls(Rendezvous([address]), 0.0, lambda: -1, lambda: None)
 
     @property
@@ -220,7 +207,7 @@ class LeaderSearch:
 
     @property
     def leader(self) -> str:
-        """The address of the last joined leader, as text."""
+        """The address of the last joined leader."""
         name, port = self.addresses[self._joined or 0]
         return f"{name}:{port}"
 
@@ -230,7 +217,7 @@ class LeaderSearch:
             self._begin_to_lead()
 
     def resign(self) -> None:
-        """Stop leading, and follow a better leader at once."""
+        """Follow a better leader at once."""
         self.leads, self._wait_until = False, 0.0
 
     def _begin_to_lead(self) -> None:
@@ -238,11 +225,11 @@ class LeaderSearch:
         self._lead()
 
     def record_joined(self, place: int) -> None:
-        """Record that the leader at this place let this host join."""
+        """Record the index of the joined leader."""
         self._joined = place
 
     def begin(self, is_leader_dead: bool) -> None:
-        """Begin a search, perhaps after the loss of the leader."""
+        """Begin a search."""
         self._num_rounds = 0
         if self._joined is not None and self._joined != self.own and not is_leader_dead:
             self._wait_until = time.monotonic() + self._wait_s
@@ -258,7 +245,6 @@ class LeaderSearch:
         if self._joined is not None and time.monotonic() < self._wait_until:
             return [self._joined]
         others = [i for i in range(len(self.addresses)) if i != self.own or not self.is_elective]
-        # The lost one is probably still dead.
         return sorted(others, key=lambda i: (i == self._joined, i))
 
     def is_better(self, claim: object) -> bool:
@@ -269,11 +255,11 @@ class LeaderSearch:
         return given is not None and given < claim_of(False, self._generation(), self.own)
 
     def begins_to_lead(self) -> bool:
-        """Record a round without a leader, and return whether this launcher leads now."""
+        """Record a round without a leader; return whether this launcher leads now."""
         if self.leads or not self.is_elective or time.monotonic() < self._wait_until:
             return False
         self._num_rounds += 1
-        # A launcher without a generation must not lead, except at the start of the run.
+        # Without a generation a launcher must not lead, except at the start of the run.
         if self.own is None or not (self.own == 0 or self._generation() >= 0):
             return False
         # Each better claim gets one round first.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from jdp.worker.local_devices import num_cpus, num_gpus
 
-# Readers of values; each raises argparse.ArgumentTypeError with what to write instead.
+# Readers of values; they raise argparse.ArgumentTypeError with what to write instead.
 
 
 Range = tuple[int, int]  # (minimum, maximum)
@@ -18,12 +18,12 @@ DEFAULT_PORT = 29400  # torchrun's
 # Bits of --tee and --redirects.
 STDOUT, STDERR = 1, 2
 
-# torchrun's names in --rdzv-conf, and jdp's.
+# torchrun's names and jdp's.
 _CONF = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_timeout_s"}
 
 
 def spelled(at_least_and_most: Range) -> str:
-    """Write a range as the command line does.
+    """Format a range.
 
     >>> spelled((1, 4)), spelled((2, 2))
     ('1:4', '2')
@@ -33,7 +33,7 @@ def spelled(at_least_and_most: Range) -> str:
 
 
 def read_count(what: str, low: int) -> Callable[[str], int]:
-    """Return a reader of a whole number of `what`, at least `low`."""
+    """Return a reader of an integer, at least `low`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < low:
@@ -90,7 +90,7 @@ def read_range(what: str) -> Callable[[str], Range]:
 
 
 def read_processes(text: str) -> Range:
-    """Read a range of processes, or gpu, cpu, auto: one for each on this host."""
+    """Read a range of processes, or gpu, cpu, auto."""
     if text not in ("auto", "gpu", "cpu"):
         return read_range("processes")(text)
     gpus = num_gpus()
@@ -104,7 +104,7 @@ def read_processes(text: str) -> Range:
 
 
 def read_endpoint(text: str) -> str:
-    """Read host:port or host, with IPv6 addresses in brackets.
+    """Read host or host:port, IPv6 in brackets.
 
     >>> read_endpoint("[fe80::1]:7"), read_endpoint("host0")
     ('[fe80::1]:7', 'host0:29400')
@@ -118,7 +118,6 @@ def read_endpoint(text: str) -> str:
     return f"{match[1]}:{match[2] or DEFAULT_PORT}"
 
 
-# DNS needs parts of 1 to 63 characters.
 def _is_name(text: str) -> bool:
     try:
         return bool(text.encode("idna"))
@@ -127,11 +126,7 @@ def _is_name(text: str) -> bool:
 
 
 def read_endpoints(text: str) -> str:
-    """Read comma-separated addresses of hosts that may lead, best claim first.
-
-    >>> read_endpoints("host0,host1:7")
-    'host0:29400,host1:7'
-    """
+    """Read comma-separated addresses, best claim first."""
     endpoints = [read_endpoint(each) for each in text.split(",")]
     if len({*endpoints}) < len(endpoints):
         raise argparse.ArgumentTypeError(
@@ -141,7 +136,7 @@ def read_endpoints(text: str) -> str:
 
 
 def read_streams(text: str) -> dict[int, int]:
-    """Read torchrun's stream bits by local rank; -1 is all ranks.
+    """Read torchrun's stream bits by local rank; -1 is all.
 
     >>> read_streams("3"), read_streams("0:1,1:2")
     ({-1: 3}, {0: 1, 1: 2})
@@ -157,7 +152,7 @@ def read_streams(text: str) -> dict[int, int]:
 
 
 def read_ranks(text: str) -> frozenset[int]:
-    """Read local ranks; an empty set is all of them."""
+    """Read local ranks; empty for all."""
     if text.strip() in ("", "all"):
         return frozenset()
     if not re.fullmatch(r"\d+(,\d+)*", text):
@@ -166,11 +161,7 @@ def read_ranks(text: str) -> frozenset[int]:
 
 
 def read_conf(text: str) -> dict[str, float]:
-    """Read torchrun's --rdzv-conf as seconds by jdp's names.
-
-    >>> read_conf("join_timeout=60")
-    {'join_timeout_s': 60.0}
-    """
+    """Read torchrun's --rdzv-conf, as seconds by jdp's names."""
     conf = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -182,7 +173,7 @@ def read_conf(text: str) -> dict[str, float]:
     return conf
 
 
-# Accepted without effect, so that a command for torchrun runs unchanged.
+# Accepted without effect, as from a torchrun command.
 WITHOUT_MEANING = {
     "--monitor-interval": "a process that ends is noticed at once",
     "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, SIGINT for an end",
@@ -191,7 +182,7 @@ WITHOUT_MEANING = {
     "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
 }
 
-# Refused: without them the run would not be as intended.
+# Refused, since the run would differ from the intended one.
 REFUSED = {
     "--run-path": "it runs a script inside the launcher's own code. Leave it out.",
     "--virtual-local-rank": "each process is given its devices, and LOCAL_RANK stays its number. "
@@ -224,11 +215,7 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads flags up to the program; the rest are the program's.
-
-    Raises:
-      ValueError: for a bad command line, where argparse would exit.
-    """
+    """Reads flags up to the program; raises ValueError where argparse would exit."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -254,14 +241,14 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
     def spellings(self) -> list[str]:
-        """Return all spellings of the flags in the help."""
+        """Return all spellings of the listed flags."""
         listed = [flag for flag in self.flags if flag.help != argparse.SUPPRESS]
         return [spelling for flag in listed for spelling in flag.option_strings]
 
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
-        """Add a flag, and hidden from the help its spelling with underscores, as in torchrun.
+        """Add a flag, and hidden its spelling with underscores, as in torchrun.
 
-        The last of `names` names its value. A flag without `text` is hidden, too.
+        The last of `names` names its value. Without `text` the flag is hidden.
         """
         spellings = names.split()
         dest = dest_of(spellings[-1])
@@ -275,11 +262,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def dest_of(flag: str) -> str:
-    """Return the attribute of a flag's value.
-
-    >>> dest_of("--log-dir")
-    'log_dir'
-    """
+    """Return the attribute of a flag's value."""
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -316,7 +299,7 @@ def _add_faults(parser: Parser) -> None:
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
     parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")
     text = "seconds from a signal to SIGKILL, unless it is saving (default 30)"
-    # torchrun's name lacks the unit.
+    # torchrun lacks the unit.
     names = "--shutdown-timeout --shutdown-timeout-s"
     parser.flag(group, names, text, type=read_seconds, metavar="S")
 

@@ -20,11 +20,7 @@ _VARIABLES = {
 
 
 def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
-    """Return the value of the option `node_rank` by that name, or {}.
-
-    >>> node_rank({"SLURM_NODEID": "1"}, num_hosts=2)
-    {'node_rank': 1}
-    """
+    """Return the option `node_rank`, or {}."""
     if num_hosts == 1:
         return {}
     name = next((name for name in _VARIABLES if environment.get(name)), None)
@@ -77,11 +73,10 @@ def _number(name: str, environment: Mapping[str, str]) -> int:
 
 
 class Options(NamedTuple):
-    """Options of `jdp run`, described in `jdp run --help`.
+    """Options of `jdp run`, see `jdp run --help`.
 
     Ranges are (minimum, maximum). None means detected, generated or absent; for
-    `local_ranks_filter` all ranks. Streams are STDOUT | STDERR by local rank; -1 is all other
-    ranks.
+    `local_ranks_filter` all ranks. Streams are STDOUT | STDERR by local rank; -1 is all others.
     """
 
     command: tuple[str, ...]
@@ -114,14 +109,14 @@ class Options(NamedTuple):
 
     @property
     def num_standbys(self) -> int:
-        """Standbys on this host: by default one for each process, or none without restarts."""
+        """Standbys on this host."""
         if self.max_restarts == 0:
             return 0
         return self.nproc_per_node[1] if self.standbys is None else self.standbys
 
     @property
     def endpoints(self) -> list[tuple[str, int]]:
-        """The (host, port) of the hosts that may lead; [] for one host.
+        """The (host, port) of hosts that may lead; [] for one host.
 
         >>> Options((), (2, 2), rdzv_endpoint="host0:7,[fe80::1]:8").endpoints
         [('host0', 7), ('fe80::1', 8)]
@@ -132,17 +127,13 @@ class Options(NamedTuple):
         return [(name.strip("[]"), int(port)) for name, _, port in parts]
 
     def argv(self) -> list[str]:
-        """Return the command line of one process.
-
-        >>> Options(("train.py", "--lr", "3"), no_python=True).argv()
-        ['train.py', '--lr', '3']
-        """
+        """Return the command line of one process."""
         if self.no_python:
             return [*self.command]
         return [sys.executable, *(["-m"] if self.module else []), *self.command]
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Whether the console shows a process's `stream`, STDOUT or STDERR."""
+        """Whether the console shows a process's `stream`."""
         tee, redirects = self.tee or {}, self.redirects or {}
         if tee.get(local_rank, tee.get(-1, 0)) & stream:
             return True
@@ -152,12 +143,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Options:
-    """Return the options of a command line, else of JDP_<FLAG>, else of PET_<FLAG>.
-
-    >>> options = parse(["--nproc-per-node", "2", "train.py", "--lr", "3"], {})
-    >>> options.nproc_per_node, options.command
-    ((2, 2), ('train.py', '--lr', '3'))
-    """
+    """Return the options of a command line, else of JDP_<FLAG>, else of PET_<FLAG>."""
     parser = Parser()
     given = argparse.Namespace()
     for variable, flag in _from_environment(parser, environment):
@@ -267,7 +253,7 @@ def _read_token(file: Path) -> str:
     return token
 
 
-# Yield (variable, flag) for each flag in the environment; JDP_ comes last and wins.
+# JDP_ comes last and wins.
 def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for prefix in ("PET_", "JDP_"):
         for action in parser.flags:
@@ -282,7 +268,7 @@ def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterato
                 yield variable, flag
 
 
-# Flags that a training program hardly has itself.
+# Flags that a training program hardly has.
 _OF_THE_LAUNCHER = (
     "--nproc-per-node",
     "--nnodes",

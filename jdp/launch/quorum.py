@@ -34,7 +34,6 @@ class Electorate(NamedTuple):
     Attributes:
       groups: launcher ids, leader first, by group name "number-random"; each needs a quorum.
       superseded: highest superseded group number; -1 for none.
-      dead: ids of dead electors.
     """
 
     groups: dict[str, list[str]] = {}  # noqa: RUF012
@@ -52,7 +51,7 @@ class Electorate(NamedTuple):
         return surplus > 0 or (surplus == 0 and group[0] in present)
 
     def missing(self, present: Collection[str]) -> set[str]:
-        """Return the electors that are neither dead nor in `present`."""
+        """Return the electors neither dead nor in `present`."""
         return {each for group in self.groups.values() for each in group} - {*present, *self.dead}
 
     def with_dead(self, launcher: str) -> "Electorate":
@@ -74,9 +73,9 @@ class Electorate(NamedTuple):
         return self._replace(groups={**self.groups, f"{number}-{secrets.token_hex(4)}": group})
 
     def settled(self, group: list[str]) -> "Electorate":
-        """Return it once all electors of `group` know of it, so that it supersedes the others."""
+        """Return it once all electors of `group` know it: it supersedes the others."""
         latest = max(self.groups, key=_number, default="")
-        # Groups that became known since then have higher numbers.
+        # Groups known since then have higher numbers.
         if not latest or self.groups[latest] != group:
             return self.changed(group).settled(group)
         return self.merged(Electorate(superseded=_number(latest) - 1))
@@ -87,20 +86,20 @@ def _number(name: str) -> int:
 
 
 class Electors:
-    """The leader's part in the quorum rule; a single listed host may always form a generation."""
+    """The leader's part; a single listed host may always form a generation."""
 
     def __init__(self, num_listed: int) -> None:
         self._num_listed = num_listed
         self._electorate = Electorate()
-        self._group: list[str] = []  # electors of this leader's last generation
+        self._group: list[str] = []  # of the last generation formed here
 
     def record_join(self, known: dict[str, Any] | None) -> None:
-        """Record the electors that a joined host knows."""
+        """Record a joined host's electors."""
         if known is not None:
             self._electorate = self._electorate.merged(Electorate(**known))
 
     def record_death(self, remote: RemoteHost) -> None:
-        """Record the death of a host's launcher."""
+        """Record the death of a launcher."""
         self._electorate = self._electorate.with_dead(remote.id)
 
     def may_form(self, remotes: Iterable[RemoteHost]) -> bool:
@@ -114,12 +113,12 @@ class Electors:
         return are_all_listed or self._electorate.has_quorum({remote.id for remote in remotes})
 
     def may_still_come(self, remotes: Iterable[RemoteHost]) -> bool:
-        """Whether a host that is not among these may soon join."""
+        """Whether another elector may soon join."""
         known = self._electorate
         return not known.groups or bool(known.missing({remote.id for remote in remotes}))
 
     def form(self, remotes: Iterable[RemoteHost], home: str) -> dict[str, Any] | None:
-        """Record a generation of these hosts, led by the host `home`; return the facts for it."""
+        """Record a generation of these hosts, led by `home`; return its facts."""
         if self._num_listed == 1:
             return None
         group = sorted(_listed(remotes).values(), key=lambda launcher: launcher != home)
@@ -129,40 +128,39 @@ class Electors:
         return self._electorate._asdict()
 
     def settle(self) -> dict[str, Any] | None:
-        """Record that all hosts of the generation know its electors; return the facts."""
+        """Record that all hosts know the electors; return the facts."""
         if self._num_listed == 1:
             return None
         self._electorate = self._electorate.settled(self._group)
         return self._electorate._asdict()
 
 
-# Ids of the hosts that may lead, in the order of --rdzv-endpoint.
+# Launcher ids, in the order of --rdzv-endpoint.
 def _listed(remotes: Iterable[RemoteHost]) -> dict[int, str]:
     listed = {remote.listed: remote.id for remote in remotes if remote.listed is not None}
     return dict(sorted(listed.items()))
 
 
 class KnownElectors:
-    """The host's part in the quorum rule: the `Electorate` from leaders and lifelines."""
+    """The host's part: the `Electorate` from leaders and lifelines."""
 
     def __init__(self) -> None:
         self._electorate = Electorate()
         self._leader = ""  # of the last generation of this host
 
     def record(self, known: dict[str, Any] | None) -> None:
-        """Record what a leader knows; None if only one host may lead."""
+        """Record what a leader knows, if several hosts may lead."""
         if known is not None:
             self._electorate = self._electorate.merged(Electorate(**known))
 
     def record_generation(self, known: dict[str, Any] | None, leader: str) -> None:
-        """Record what a leader knows as this host joins its generation."""
+        """Record what a leader knows, as this host joins its generation."""
         self.record(known)
         self._leader = leader
 
     def facts(self, link: LeaderConnection) -> dict[str, Any]:
         """Return all known facts, with the last leader's death if it was seen."""
-        # Only the leader of this host's last generation: another one may have changed the electors,
-        # without this host, before it died.
+        # Another leader may have changed the electors, without this host, before it died.
         if link.has_leader_died and link.leader == self._leader:
             self._electorate = self._electorate.with_dead(link.leader)
         return self._electorate._asdict()

@@ -1,4 +1,4 @@
-"""`jdp run`: one launcher from its start to its exit code, and its leader while it leads."""
+"""`jdp run`: one launcher, and its leader while it leads."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,9 @@ _PEEK_S = 1.0
 
 
 class Candidacy:
-    """Leads when this host says so, and resigns for a launcher with a better claim.
+    """Leads when this host says so, and resigns for a better claim.
 
     Args:
-      say, show: of `Leader`.
       resigned: called when this launcher no longer leads.
     """
 
@@ -63,7 +62,7 @@ class Candidacy:
             self._looking = start_task(self._look_for_better())
 
     async def end(self, code: int, why: str) -> None:
-        """Report the end of the run to the hosts, if this launcher leads."""
+        """End the run on all hosts, if this launcher leads."""
         if self._looking is not None:
             self._looking.cancel()
         if self._leader is not None:
@@ -88,7 +87,7 @@ class Candidacy:
                     continue
                 claim = await _peek(address)
                 if claim and claim[2] != place:
-                    await asyncio.sleep(2 * RETRY_S)  # until the launcher there finds this one
+                    await asyncio.sleep(2 * RETRY_S)  # the launcher there finds this one
                     return self._leader.give_up(self._other_list(place, claim[2]))
                 if claim and claim < self._claim():
                     return self._resign()
@@ -115,7 +114,7 @@ class Candidacy:
             self._endpoint = None
 
 
-# Return the claim of the launcher that leads at an address, or None.
+# The claim of the launcher that leads at an address, or None.
 async def _peek(address: Address) -> list[int] | None:
     heard: asyncio.Future[list[int] | None] = asyncio.get_running_loop().create_future()
 
@@ -133,12 +132,12 @@ async def _peek(address: Address) -> list[int] | None:
     return None
 
 
-# The processes get SIGTERM in place of the last three, for which scripts have no handler.
+# Processes get SIGTERM in place of the last three, for which scripts have no handler.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(options: Options) -> int:
-    """Run a program on this host, together with other hosts if there are any."""
+    """Run a program on this host, perhaps with other hosts."""
     _open_standard_streams()
     try:
         meeting = election.find(options)
@@ -187,7 +186,7 @@ async def _run(options: Options, resources: HostResources, meeting: election.Ren
         await host.leave()
 
 
-# A daemon may have closed them; the next files would reuse descriptors of the processes' pipes.
+# A daemon may have closed them; files would get their numbers, which are the processes' pipes.
 def _open_standard_streams() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -196,7 +195,7 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-# Otherwise asyncio would only log a callback's error, and the run would never end.
+# asyncio would only log a callback's error, and the run would never end.
 def _record_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
     if not bug.done():
         bug.set_exception(context.get("exception") or RuntimeError(context["message"]))

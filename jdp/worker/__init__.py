@@ -1,4 +1,4 @@
 """Code shared by a training process and its launcher; needs no JAX."""
 
-# Environment variables: lower-case values that switch an option on.
+# Values of environment variables that switch an option on.
 SWITCHED_ON = frozenset(["1", "true", "yes", "on"])

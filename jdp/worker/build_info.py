@@ -1,4 +1,4 @@
-"""The version of jdp and digests of its sources, to detect another build."""
+"""The version of jdp and digests of its sources."""
 
 import ast
 import functools
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
-@functools.cache  # `sys.path` is searched, and each commit holds the version.
+@functools.cache  # each commit holds the version
 def version() -> str:
-    """Return the version of jdp; "0+unknown" if it is not installed."""
+    """Return the version of jdp; "0+unknown" if not installed."""
     from importlib import metadata  # slower than all of `import jdp`
 
     try:
         package = metadata.distribution("jdp")
     except metadata.PackageNotFoundError:
         return "0+unknown"
-    # METADATA of an installed package, PKG-INFO of built sources.
+    # PKG-INFO of built sources.
     found = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
     # `metadata.version` parses the whole description.
     match = re.search(r"^Version: (\S+)$", found.partition("\n\n")[0], re.M)
@@ -26,22 +26,19 @@ def version() -> str:
 
 
 PACKAGE = Path(__file__).parents[1]
-# Packages that a launcher and a process, or two launchers, must share.
+# Packages that launchers and processes must share.
 PROTOCOL = ("worker", "launch")
 
 
 @functools.cache
 def source_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
-    """Return 8 hexadecimal digits of all files in some packages of jdp."""
+    """Return 8 hexadecimal digits of all files in some packages."""
     return _digest(name.encode() + content for name, content in _files(rooms, package))
 
 
 @functools.cache
 def code_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
-    """Return 8 hexadecimal digits of the code in some packages, without comments and docstrings.
-
-    It takes about 2 ms a file: only for builds whose bytes differ.
-    """
+    """Return 8 hexadecimal digits of the code alone, at 2 ms a file."""
     return _digest(
         f"{name} {ast.dump(_without_docstrings(ast.parse(content)))}".encode()
         for name, content in _files(rooms, package)
@@ -49,7 +46,7 @@ def code_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
 
 
 def is_build_of(digest: str | None, package: str | None) -> bool:
-    """Whether another process of this host, with this digest and jdp folder, runs this build."""
+    """Whether another process of this host runs this build."""
     if digest == source_digest(PROTOCOL):
         return True
     try:
@@ -58,7 +55,7 @@ def is_build_of(digest: str | None, package: str | None) -> bool:
         return False
 
 
-# Runs at the start of every process: `pathlib` would take three times as long.
+# At the start of every process: `pathlib` takes three times as long.
 def _files(rooms: Sequence[str], package: Path) -> list[tuple[str, bytes]]:
     paths = sorted(
         os.path.join(folder, name)

@@ -1,4 +1,4 @@
-"""Imported modules without bytecode, which each process compiles at its start."""
+"""Imported modules without bytecode, which each process compiles anew."""
 
 import os
 import shlex
@@ -13,31 +13,25 @@ from importlib.util import MAGIC_NUMBER
 from types import ModuleType
 from typing import NamedTuple
 
-# CPU seconds of a slow start, and the least that compiling must take of them.
+# CPU seconds of a slow start, and of compiling in it.
 SLOW_START_S = 2.0
 LEAST_S = 1.0
-# Number of modules examined first, and seconds spent on compiling.
+# Modules examined first, and seconds of compiling.
 _SAMPLE = 40
 _BUDGET_S = 0.2
-# A folder is named if it holds this fraction of the modules.
+# Named folders hold this fraction of the modules.
 _LEAST_SHARE = 0.1
 
 
 class SourceFile(NamedTuple):
-    """An imported module that Python reads from a source file.
-
-    Attributes:
-      name: module name.
-      path: source path.
-      cached: where Python looks for its bytecode.
-    """
+    """An imported module, its source path, and where Python looks for bytecode."""
 
     name: str
     path: str
     cached: str
 
     def has_bytecode(self) -> bool:
-        """Whether the next process finds bytecode of this source."""
+        """Whether the next process finds its bytecode."""
         try:
             at = os.stat(self.path)
         except OSError:
@@ -52,11 +46,11 @@ class SourceFile(NamedTuple):
             os.close(file)
         if len(header) < 16 or header[:4] != MAGIC_NUMBER:
             return False
-        is_for_hash = header[4] & 1  # a hash of the source in place of time and size
+        is_for_hash = header[4] & 1  # in place of time and size
         return bool(is_for_hash) or header[8:] == _word(at.st_mtime) + _word(at.st_size)
 
     def folder(self) -> str:
-        """Return the folder to compile: site-packages if installed there, else its own."""
+        """Return the folder to compile: site-packages, or its own."""
         levels = self.name.count(".") + (os.path.basename(self.path) == "__init__.py")
         root = os.path.dirname(self.path)
         for _ in range(levels):
@@ -75,8 +69,8 @@ class Uncompiled(NamedTuple):
       modules: how many.
       s: CPU seconds to compile them.
       measured: how many were compiled to estimate `s`.
-      why: why Python keeps no bytecode; "" if unknown.
-      command: the command that writes it.
+      why: why Python keeps no bytecode, if known.
+      command: writes it.
     """
 
     modules: int
@@ -87,10 +81,7 @@ class Uncompiled(NamedTuple):
 
 
 def sources(step: int = 1) -> list[SourceFile]:
-    """Return the imported modules that Python's own loader read from a source file.
-
-    Frozen and extension modules, namespaces, archives and other loaders need no `.pyc`.
-    """
+    """Return the imported modules that Python's own loader read from a source file."""
     found = {}
     for module in [*sys.modules.values()][::step]:
         if isinstance(module, ModuleType):
@@ -103,7 +94,7 @@ def sources(step: int = 1) -> list[SourceFile]:
 
 
 def without_bytecode() -> list[SourceFile]:
-    """Return the imported modules that the next process would compile."""
+    """Return the modules that the next process would compile."""
     return [source for source in sources() if not source.has_bytecode()]
 
 
@@ -114,7 +105,7 @@ def examine(missing: Sequence[SourceFile], budget_s: float) -> Uncompiled:
 
 
 def slow_imports() -> Uncompiled | None:
-    """Return modules without bytecode if they made the start of this process slow."""
+    """Return the modules, if they made this process's start slow."""
     used_s = time.process_time()
     if used_s < SLOW_START_S:
         return None
@@ -130,7 +121,7 @@ def _word(number: float) -> bytes:
     return (int(number) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-# Estimate (CPU seconds for all modules, modules compiled).
+# (CPU seconds for all modules, modules compiled).
 def _compile_s(missing: Sequence[SourceFile], budget_s: float) -> tuple[float, int]:
     sizes = {source: _size(source.path) for source in missing}
     done, measured = 0, 0

@@ -1,30 +1,30 @@
-"""Exit codes of a run, process ends in words, and signal handlers in C."""
+"""Exit codes of a run, and signal handlers in C."""
 
 import ctypes
 import signal
 
-# At least the size of C's struct sigaction.
+# At least C's struct sigaction.
 _ACTION_BYTES = 512
 
 
 def catches_signal(pid: int | str, number: int) -> bool:
-    """Whether a process handles a signal, in Python or in C."""
+    """Whether a process handles a signal, in Python or C."""
     with open(f"/proc/{pid}/status") as file:
         masks = dict(line.split(":", 1) for line in file)
     return bool(int(masks["SigCgt"], 16) & 1 << number - 1)
 
 
 def use_handler_of(other: int, number: int) -> None:
-    """Let the C handler of signal `other` also handle signal `number`, on any thread."""
+    """Let the C handler of signal `other` also handle `number`, on any thread."""
     libc, action = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_ACTION_BYTES)
     for arguments in ((other, None, action), (number, action, None)):
         if libc.sigaction(*arguments):
             raise OSError(ctypes.get_errno(), f"sigaction of signal {number}")
 
 
-# The run saved after a signal; EX_TEMPFAIL, as in "run it again".
+# Saved after a signal; EX_TEMPFAIL: run again.
 SAVED = 75
-# No step finished for too long; the code of timeout(1).
+# As of timeout(1).
 STALLED = 124
 
 
@@ -35,8 +35,6 @@ def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
     ('was killed by SIGKILL (signal 9)', 'was killed by SIGKILL (signal 9): the OOM killer ...
     >>> in_words(-11)
     'was killed by SIGSEGV (signal 11): a crash in compiled code'
-    >>> in_words(3)
-    'ended with exit code 3'
     """
     why = {
         -signal.SIGSEGV: "a crash in compiled code",
@@ -59,9 +57,5 @@ def in_words(returncode: int, *, out_of_memory: bool = False) -> str:
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code of a run that ends with a process; 128 + n if signal n killed it.
-
-    >>> exit_code(-9), exit_code(3)
-    (137, 3)
-    """
+    """Return a run's exit code: 128 + n after signal n."""
     return 128 - returncode if returncode < 0 else returncode

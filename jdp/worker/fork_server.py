@@ -2,9 +2,8 @@
 
 A fork shares the script's imports and data within milliseconds. The launcher sends a request on a
 separate socket: the fork's slot and four descriptors (its two sockets, stdout and stderr). The
-process forks a child, which forks a grandchild and exits. The launcher is a subreaper, so it
-becomes the grandchild's parent and can wait for its exit code. Then the process answers with the
-grandchild's pid.
+process forks a child, which forks a grandchild and exits. The launcher, a subreaper, becomes the
+grandchild's parent and can wait for it. Then the process answers with the grandchild's pid.
 """
 
 import contextlib
@@ -28,12 +27,12 @@ from typing import Any
 
 from jdp.worker import source_files
 
-# Variables that `jdp.init()` sets; a script that reads them earlier must not be forked.
+# Set by `jdp.init()`; a script that reads them earlier must not be forked.
 _NUMBERS = re.compile(
     rb"[\"'](RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT))[\"']"
 )
 
-# True while a fork is made that will train: handlers of `os.register_at_fork` keep their state.
+# While a fork is made that will train: `os.register_at_fork` handlers keep their state.
 is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
 
 _PR_SET_PDEATHSIG = 1
@@ -46,15 +45,11 @@ _REMOVE_FOLDER = getattr(getattr(tempfile.TemporaryDirectory, "_cleanup", None),
 
 # Names of OpenBLAS functions by build.
 _OPENBLAS = [(prefix, suffix) for prefix in ("", "scipy_") for suffix in ("", "64_")]
-_OPENBLAS_HAS_OWN_THREADS = 1  # result of openblas_get_parallel; 2: OpenMP's threads
+_OPENBLAS_HAS_OWN_THREADS = 1  # 2: OpenMP's threads
 
 
 def why_not(own: Collection[int]) -> str | None:
-    """Return why this process must not be forked; None if it can be.
-
-    Args:
-      own: descriptors that every fork shares or replaces.
-    """
+    """Return why this process must not be forked, or None; forks share or replace `own` files."""
     if place := source_files.find_executed(_NUMBERS):
         return f"{place[0]} names {place[1]}, which jdp.init() sets"
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
@@ -68,23 +63,18 @@ def why_not(own: Collection[int]) -> str | None:
 
 
 class ForkServer:
-    """Forks this process while it waits.
-
-    Args:
-      requests: a packet socket to the launcher.
-      launcher: the launcher's pid.
-    """
+    """Forks this process while it waits, on packets of `requests`."""
 
     def __init__(self, requests: socket.socket, launcher: int) -> None:
         self.requests = requests
         self._launcher = launcher
 
     def serve(self) -> tuple[int, socket.socket] | None:
-        """Answer one request; return (slot, socket) in the fork, None in its parent."""
+        """Answer one request; return (slot, socket) in the fork, else None."""
         slot, descriptors = self._receive()
         connection, requests, out, err = descriptors
         _flush()
-        drawn = random.getstate()  # Python reseeds it in a fork
+        drawn = random.getstate()  # Python reseeds it
         ours, theirs = os.pipe()
         child = _fork()
         if child:
@@ -124,7 +114,7 @@ class ForkServer:
         return slot, descriptors
 
     def _end_with_launcher(self) -> None:
-        # The signal comes when the parent ends, so the launcher must already be the parent.
+        # The signal comes when the parent ends, so wait for the right parent.
         while os.getppid() != self._launcher:
             if not os.path.exists(f"/proc/{self._launcher}"):
                 os._exit(1)
@@ -150,15 +140,15 @@ def _why_not_processes() -> str | None:
 def _why_not_descriptors(own: Collection[int]) -> str | None:
     descriptors = _descriptors()
     ours = {target for number, target in descriptors if number in own}
-    # Log handlers append, so a shared position does no harm.
+    # Log handlers append, whatever the position.
     own = {*own, *(each.stream.fileno() for each in _file_handlers() if each.stream is not None)}
-    num_free = Counter(_mapped_files())  # descriptors that may be open for a mapped file
+    num_free = Counter(_mapped_files())  # descriptors of a mapped file
     for number, target in descriptors:
         if target.startswith(_GPUS):
             return "a GPU is in use before jdp.init()"
         if number in (1, 2) and not target.startswith("pipe:"):
             return f"its output goes to {target}, and that of forks to the launcher"
-        # Python keeps a descriptor of mapped memory and never moves its position.
+        # Python keeps a mapped file's descriptor, and never moves its position.
         num_free[target] -= 1
         is_shared = number <= 2 or number in own or target in _DEVICES or num_free[target] >= 0
         if not is_shared:
@@ -181,7 +171,6 @@ def _flush() -> None:
 
 
 def _file_handlers() -> list[logging.FileHandler]:
-    """Return the `logging` handlers that append to a file."""
     handlers = [reference() for reference in getattr(logging, "_handlerList", ())]
     return [each for each in handlers if isinstance(each, logging.FileHandler) and each.mode == "a"]
 
@@ -189,7 +178,7 @@ def _file_handlers() -> list[logging.FileHandler]:
 def _fork() -> int:
     token = is_forking.set(True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which `why_not` has checked
+        warnings.simplefilter("ignore")  # of threads, which `why_not` checks
         try:
             return os.fork()
         finally:
@@ -198,7 +187,7 @@ def _fork() -> int:
 
 @contextlib.contextmanager
 def _ends_at_error() -> Iterator[None]:
-    """Exit a fork at an error, so that it never continues the script beside its parent."""
+    """A failed fork must never continue the script beside its parent."""
     try:
         yield
     except BaseException:
@@ -206,10 +195,7 @@ def _ends_at_error() -> Iterator[None]:
 
 
 def _openblas_threads() -> list[int]:
-    """Return the number of threads of each loaded OpenBLAS.
-
-    OpenBLAS stops its threads before a fork and restarts them on demand.
-    """
+    """Return each OpenBLAS's threads, which stop before a fork and restart on demand."""
     found = []
     for path in {each for each in _mapped_files() if "openblas" in each}:
         library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -231,14 +217,13 @@ def _sums(numbers: Iterable[int]) -> set[int]:
 
 
 def _mapped_files(*permissions: str) -> list[str]:
-    """Return the files of all mappings with these permissions, with repeats."""
     with open("/proc/self/maps") as file:
         parts = [line.rstrip("\n").split(maxsplit=5) for line in file]
     return [each[5] for each in parts if len(each) == 6 and {*permissions} <= {*each[1]}]
 
 
 def children() -> set[int] | None:
-    """Return the pids of this process's children; None if this kernel does not list them."""
+    """Return this process's children, or None on kernels without the list."""
     found: set[int] = set()
     try:
         for thread in os.listdir("/proc/self/task"):

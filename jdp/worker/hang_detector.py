@@ -1,4 +1,4 @@
-"""Finds the processes that hold up a run, reports them, and decides when the run is over."""
+"""Finds the processes that hold up a run, and decides when it is over."""
 
 import faulthandler
 import math
@@ -31,11 +31,7 @@ from jdp.worker.progress_board import Slot
 def hang_report(
     now: float, verdict: str, statuses: Mapping[int, ProcessStatus], causes: list[int]
 ) -> str:
-    """Return the report of a run whose processes wait for `causes`.
-
-    Args:
-      now: monotonic time of the statuses, in seconds.
-    """
+    """Return the report of a run that waits for `causes`; `now` is monotonic."""
     advice = _advice([statuses[i] for i in causes], [*statuses.values()])
     return "\n".join([verdict, *_lines(now, statuses, causes), f"  {advice}"])
 
@@ -109,9 +105,9 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
     return "If it needs longer, write jdp.phase(name, timeout_s=...) or jdp.init(timeout_s=...)."
 
 
-# Seconds without progress until a report, if a step may take 600 s.
+# Until a report, if a step may take 600 s.
 _STALL_S = 30.0
-# `poll` is called every second; a longer gap means that the caller was stopped.
+# A longer gap between polls: the caller was stopped.
 _BLIND_S = 5.0
 
 
@@ -120,9 +116,9 @@ class Stall(NamedTuple):
 
     Attributes:
       report: lines for people.
-      processes: the processes that the others wait for, most likely cause first.
+      processes: those that the others wait for, most likely cause first.
       stalled_s: seconds for which these made no progress.
-      is_over: whether all of them exceeded the limits of their phases.
+      is_over: whether all exceeded the limits of their phases.
     """
 
     report: str
@@ -136,32 +132,28 @@ class HangDetector:
 
     The processes with the fewest steps hold up the others, so only their time counts: a process is
     not at fault while it waits for one that may still evaluate or save. A run is reported after a
-    twentieth of that time (30 s of 600 s), then each time the stall doubles. It is over when all
-    slowest processes have used their time.
+    twentieth of that time (30 s of 600 s), then each time the stall doubles. It is over when the
+    time is used up.
 
     Args:
-      timeout_s: seconds that a step may take, inf for no limit. It overrides the timeout of
-        `jdp.init`, longer or shorter; None: use that one.
+      timeout_s: seconds that a step may take, inf for no limit; None: that of each `jdp.init`.
       ends: whether the caller ends the run when it is over, as the report then says.
     """
 
     def __init__(self, timeout_s: float | None = None, *, ends: bool = True):
         self._timeout_s = timeout_s
         self._ends = ends
-        self._next = 1.0  # in units of the time until the first report
+        self._next = 1.0  # in units of the first report's time
         self._is_over = False
         self._last_look_s = math.inf
         self._blind_until_s = -math.inf
         self._stopped_s: dict[int, float] = {}  # since when
 
     def poll(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Return the stall to report now, or None.
+        """Return the stall to report at monotonic `now`, or None.
 
-        Call it a few times a second. A gap between calls does not count as a stall: a signal that
-        stopped the caller may have stopped the processes, too.
-
-        Args:
-          now: seconds, on the clock of `ProcessStatus`.
+        Call it a few times a second. A gap is no stall: a signal that stopped the caller may have
+        stopped the processes, too.
         """
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
         if all(it.phase in (BEFORE, STARTING) for it in begun.values()):
@@ -194,7 +186,7 @@ class HangDetector:
         return Stall(report, causes, stalled_s, is_over)
 
     def left_s(self, now: float, status: ProcessStatus) -> float:
-        """Return the seconds that a process may still spend without progress after `now`."""
+        """Return how long a process may still be without progress, in seconds."""
         if status.phase == STARTING:
             return math.inf
         return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))
@@ -210,7 +202,7 @@ class HangDetector:
     def _timeout_of(self, status: ProcessStatus) -> float:
         return status.timeout_s if self._timeout_s is None else self._timeout_s
 
-    # A waiting process inherits the limit of the processes it waits for.
+    # A waiting process has the limit of those it waits for.
     def _limits_s(self, begun: Mapping[int, ProcessStatus]) -> dict[int, float]:
         limits_s = {i: self._limit_s(it) for i, it in begun.items()}
         others = [limits_s[i] for i, it in begun.items() if it.phase not in (WAITING, ENDED)]
@@ -222,14 +214,14 @@ class HangDetector:
     def _limit_s(self, status: ProcessStatus) -> float:
         if status.state == "debugged":
             return math.inf
-        if status.state == "stopped":  # it does not use up its phase's time
+        if status.state == "stopped":  # not its phase's time
             return self._timeout_of(status)
-        # The limit is for the script's code, not for a step that its devices still run.
+        # The limit is for the script, not for a step on the devices.
         if status.limit_s and not (status.is_running and status.phase == BETWEEN):
             return status.limit_s
         return self._timeout_of(status) * (1 if status.phase in BRIEF else PATIENCE)
 
-    # The report threshold, scaled from timeout_s to this limit.
+    # Until a report, scaled to this limit.
     def _patience_s(self, limit_s: float, status: ProcessStatus) -> float:
         timeout_s = self._timeout_of(status)
         if math.isinf(timeout_s):
@@ -237,7 +229,7 @@ class HangDetector:
         return limit_s * min(_STALL_S, timeout_s / 2) / timeout_s
 
 
-# Return the processes that have not reached the step of the others.
+# The processes behind the step of the others.
 def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
     if not running:
@@ -245,16 +237,15 @@ def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     if stopped := [i for i in running if begun[i].state == "stopped"]:
         return stopped
     fewest = min(running.values())
-    # The others wait for a debugged process even if it is ahead.
+    # The others wait for a debugged process, even ahead.
     slowest = [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
-    # Without a launcher a waiting process does not see the others.
+    # Without a launcher it does not see the others.
     return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 
-# The causes, in order of precedence: scripts that ended before that step, since they will never
-# make it; stopped processes at any step, since dispatched steps may wait for them; the slowest
-# processes that do not wait; processes that wait outside the step of the slowest; processes that
-# entered the fewest all-reduces.
+# In order of precedence: scripts that ended before that step, and will never make it; stopped
+# processes at any step, since dispatched steps may wait for them; the slowest processes that do not
+# wait; processes that wait outside the step of the slowest; those in the fewest all-reduces.
 def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]
@@ -271,7 +262,7 @@ def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]
     return sorted(found, key=lambda i: (begun[i].steps, begun[i].progress_s, i))
 
 
-# Descriptor 2, since a hung thread may hold the lock of sys.stderr.
+# Not sys.stderr, whose lock a hung thread may hold.
 _STDERR = 2
 _TICK_S = 1.0
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
@@ -280,15 +271,14 @@ _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
 def show_stacks_when_asked() -> None:
     """Print the Python stacks at SIGQUIT, unless the script handles it."""
     if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
-        # In C: works in a process that never returns to Python.
+        # In C: works if the process never returns to Python.
         faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
 
 
 class SelfWatch:
-    """A thread that watches this process, with the timer of `faulthandler` for when it cannot run.
+    """A thread that watches this process, with a timer of `faulthandler` in case it cannot run.
 
     Args:
-      slot: of this process.
       timeout_s: seconds that a step may take; inf for no limit.
       process: its index.
       is_launched: whether a launcher watches it; then the thread only detects debuggers.
@@ -298,9 +288,9 @@ class SelfWatch:
     def __init__(
         self, slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool
     ):
-        # Never end an interactive session: its state would be lost.
+        # Never end an interactive session, with its state.
         self._ends = not (hasattr(sys, "ps1") or sys.flags.interactive)
-        # faulthandler has one timer, and pytest uses it.
+        # There is one timer, and pytest uses it.
         self._has_timer = not is_launched and "PYTEST_CURRENT_TEST" not in os.environ
         self._slot = slot
         self._process = process
@@ -313,7 +303,7 @@ class SelfWatch:
         self._thread = threading.Thread(target=self._run, name="jdp-watch", daemon=True)
 
     def start(self, num_running: Callable[[], int]) -> None:
-        """Start the thread; `num_running` returns the number of unfinished steps on the devices."""
+        """Start the thread; `num_running` returns the unfinished steps on the devices."""
         self._num_running = num_running
         self._arm(self._watch.left_s(time.monotonic(), self._slot.read()))
         self._thread.start()
@@ -329,7 +319,6 @@ class SelfWatch:
         before_s, num_before, num_reduced = -1.0, 0, 0
         while not self._stopped.wait(self._tick_s):
             where = self._slot.read()
-            # Query devices and debuggers only without progress.
             is_idle = where.progress_s == before_s
             num = self._num_running() if is_idle else 0
             if num < num_before or where.done != num_reduced:
@@ -348,8 +337,8 @@ class SelfWatch:
                 if stall.is_over and self._ends:
                     os._exit(STALLED)
 
-    # The timer fires if the GIL is held for so long that this thread cannot run. In a lone process
-    # that may be the author's own code, which has no limit.
+    # Fires if the GIL is held for so long that this thread cannot run; in a lone process that may
+    # be the author's code, which has no limit.
     def _arm(self, left_s: float) -> None:
         if not self._has_timer:
             return
@@ -366,7 +355,7 @@ class SelfWatch:
 
 
 def is_debugged() -> bool:
-    """Whether a Python debugger has stopped a thread; debuggers run in the thread they stop."""
+    """Whether a debugger has stopped a thread, in which it then runs."""
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID):
         return True

@@ -1,7 +1,4 @@
-"""The launcher, as a process of `jdp run` sees it.
-
-A script without `jdp.init()` reads RANK etc. from its environment instead, as under torchrun.
-"""
+"""The launcher, as a process of `jdp run` sees it; a script without `jdp.init()` reads RANK etc."""
 
 import atexit
 import functools
@@ -30,16 +27,14 @@ class Assignment(NamedTuple):
     """The place of a process in a generation.
 
     Args:
-      generation: 0 for the first; each recovery and each resize begins the next.
-      process_id: 0 to `num_processes` - 1.
+      generation: from 0; each recovery and resize begins the next.
       num_processes: on all hosts.
-      local_id: index among the processes of this host.
+      local_id: among the processes of this host.
       num_local: processes on this host.
       coordinator: "address:port" of process 0.
       resumes: whether a state to resume from may exist.
-      gpus: GPU indices of this process; None if the host has no GPU.
-      run_id: name of the run.
-      host_id: index of the host in this generation.
+      gpus: indices of this process's GPUs; None if the host has none.
+      host_id: in this generation.
     """
 
     generation: int
@@ -55,13 +50,7 @@ class Assignment(NamedTuple):
 
 
 def environment(assignment: Assignment) -> dict[str, str]:
-    """Return torchrun's variables for an assignment.
-
-    >>> a = Assignment(0, 2, 4, 0, 2, "10.0.0.1:4567", False, None, "a run", host_id=1)
-    >>> variables = environment(a)
-    >>> variables["RANK"], variables["LOCAL_RANK"], variables["MASTER_PORT"]
-    ('2', '0', '4567')
-    """
+    """Return torchrun's variables for an assignment."""
     address, _, port = assignment.coordinator.rpartition(":")
     return {
         "RANK": str(assignment.process_id),
@@ -81,14 +70,13 @@ class LauncherClient:
 
     Args:
       connection: a socket to the launcher.
-      board_file: descriptor of the host's progress board (shared memory).
-      slot: index of this process's slot on the board.
-      commit_file: descriptor of the host's commit memory, a memfd that outlives this process and is
-        empty until the first commit.
+      board_file: descriptor of the host's progress board.
+      slot: on the board.
+      commit_file: memfd of the host's commits, which outlives this process.
       forks: answers fork requests while this process waits, or None.
 
     Attributes:
-      forked: callbacks that a fork runs once it has its own slot.
+      forked: called in a fork once it has its own slot.
     """
 
     def __init__(
@@ -104,7 +92,7 @@ class LauncherClient:
         self.slot = slot
         self.commit_file = commit_file
         self.assignment: Assignment | None = None
-        self.woken = 0.0  # time.monotonic() at `go`
+        self.woken = 0.0  # monotonic, at `go`
         self._has_ended = self._is_fork = False
         self._pid = os.getpid()
         self._connection = connection
@@ -112,10 +100,7 @@ class LauncherClient:
         self._lock = threading.Lock()
 
     def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
-        """Wait for the assignment of this process, and set its environment.
-
-        A standby may wait as long as the launcher lives, and is forked on request.
-        """
+        """Wait for this process's assignment while the launcher lives, and set its environment."""
         if self.assignment is None:
             if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
                 prepare()
@@ -125,15 +110,15 @@ class LauncherClient:
                 line = lines.readline(MAX_LINE_BYTES)
             if not line:
                 if self._is_fork:
-                    os._exit(1)  # a late, unneeded fork: the script must not clean up
+                    os._exit(1)  # a late fork: the script must not clean up
                 raise SystemExit("jdp: the launcher has ended, and so does this process.")
             self.woken = time.monotonic()
             _, facts = decode(line)
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
             self._tell_slow_imports(self.assignment)
-            # JAX's exit handler waits for the other processes. If JAX was imported before, it runs
-            # after this one, so the launcher learns of the end first.
+            # JAX's exit handler waits for the other processes. Imported before, it runs after this
+            # one, so the launcher learns of the end first.
             atexit.register(self.tell_end)
         return self.assignment
 
@@ -145,7 +130,7 @@ class LauncherClient:
         self.tell("parked", pid=os.getpid(), cannot_fork=why)
 
     def _serve_forks(self) -> None:
-        """Fork on request until a message arrives; returns in the forks, too."""
+        """Fork on request until a message comes; returns in the forks, too."""
         while self._forks is not None:
             requests = self._forks.requests
             ready, _, _ = select.select([self._connection, requests], [], [])
@@ -169,7 +154,7 @@ class LauncherClient:
             call()
         self.tell("parked", pid=self._pid, cannot_fork=None)
 
-    # Once for each host, whose processes share one installation.
+    # Once a host: its processes share an installation.
     def _tell_slow_imports(self, assignment: Assignment) -> None:
         if assignment.generation == assignment.local_id == 0:
             found = bytecode.slow_imports()
@@ -177,21 +162,21 @@ class LauncherClient:
                 self.tell("compiled_imports", **found._asdict())
 
     def tell_end(self, **facts: Any) -> None:
-        """Report once to the launcher that the script has ended."""
+        """Report once that the script has ended."""
         if not self._has_ended:
             self._has_ended = True
             self.tell("ended", **facts)
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Send a message of `jdp.worker.messages` to the launcher, from any thread."""
+        """Send a message of `jdp.worker.messages`, from any thread."""
         if os.getpid() != self._pid:
-            return  # a forked child, such as a data loader
+            return  # a forked data loader
         data = encode(kind, facts)
         with self._lock:
             try:
                 self._connection.sendall(data)
             except OSError:
-                pass  # The launcher has ended, and the kernel is about to kill this process.
+                pass  # the kernel is about to kill this process
 
 
 _LOCAL_RANK = (
@@ -211,7 +196,7 @@ def _warn_of_local_rank(assignment: Assignment) -> None:
 
 
 def invitation(**where: int) -> dict[str, str]:
-    """Return the environment in which `current` finds its launcher."""
+    """Return the environment for `current`."""
     build = {
         "protocol": build_info.source_digest(build_info.PROTOCOL),
         "package": str(build_info.PACKAGE),
@@ -220,25 +205,25 @@ def invitation(**where: int) -> dict[str, str]:
 
 
 def is_asked_to_resume() -> bool:
-    """Whether JDP_RESUME asks for a resume, as `jdp run` reads it."""
+    """Whether JDP_RESUME asks for a resume."""
     return os.environ.get("JDP_RESUME", "").lower() in SWITCHED_ON
 
 
 @functools.cache
 def current() -> LauncherClient | None:
-    """Return this process's launcher; None if `jdp run` did not start it."""
+    """Return this process's launcher, or None."""
     description = os.environ.get(VARIABLE)
     if description is None:
         return None
     fds = json.loads(description)
     if not _is_socket(fds["socket"]):
-        return None  # inherited from a process of the run, without the descriptors
+        return None  # inherited, without the descriptors
     if not build_info.is_build_of(fds.get("protocol"), fds.get("package")):
         raise RuntimeError(
             f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
             "to each other. Start both from one environment: python -m jdp run ..."
         )
-    # Children of this process inherit neither variable nor descriptors.
+    # Children inherit neither.
     os.environ.pop(VARIABLE)
     for name in ("socket", "board", "commit", "requests"):
         if name in fds:

@@ -1,4 +1,4 @@
-"""A progress line below the output of a terminal, rendered by rich."""
+"""A progress line below a terminal's output."""
 
 import io
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ _ERASE, _UP = b"\x1b[K", b"\x1b[A"
 class LiveLine:
     r"""The bytes that draw and erase the line.
 
-    It sets no terminal mode and keeps the cursor visible, so a killed launcher leaves only the line
-    behind. It never fills its row, so it does not wrap.
+    It sets no terminal mode, so a killed launcher leaves only the line behind. It never fills its
+    row.
 
     >>> line = LiveLine()
     >>> line.set_text(["step 3", "ETTR 100.0 %"])
@@ -23,43 +23,43 @@ class LiveLine:
     def __init__(self) -> None:
         self._parts: Sequence[str] = ()
         self._is_drawn = False
-        self._is_behind_bar = False  # the output ends with a progress bar, without \n
+        self._is_behind_bar = False  # the output ends with a bar, without \n
 
     @property
     def is_due(self) -> bool:
-        """Whether it has a text and is not drawn."""
+        """Whether it has an undrawn text."""
         return bool(self._parts) and not self._is_drawn
 
     def set_text(self, parts: Sequence[str]) -> None:
-        """Set the text of the next draw."""
+        """Set the next text."""
         self._parts = parts
 
     def above(self, output: bytes) -> bytes:
-        """Return the bytes that replace the line by output that ends with \\n or \\r."""
+        """Return the bytes that replace it by output that ends with \\n or \\r."""
         erased = self.erase()
         self._is_behind_bar = output.endswith(b"\r")
         return erased + output
 
     def erase(self) -> bytes:
-        """Return the bytes that erase the line and put the cursor where output continues."""
+        """Return the bytes that erase it."""
         if not self._is_drawn:
             return b""
         self._is_drawn = False
         return b"\r" + _ERASE + (_UP if self._is_behind_bar else b"")
 
     def draw(self, columns: int) -> bytes:
-        """Return the bytes that redraw the line on a row of `columns`."""
+        """Return the bytes that redraw it."""
         erased = self.erase()
         self._is_drawn = True
         return erased + (b"\n" if self._is_behind_bar else b"") + self._rendered(columns)
 
     def end(self) -> bytes:
-        """Return the bytes that end the line and leave it in place."""
+        """Return the bytes that end it in place."""
         is_drawn, self._is_drawn, self._parts = self._is_drawn, False, ()
         return b"\n" if is_drawn else b""
 
     def _rendered(self, columns: int) -> bytes:
-        # Up to a second of imports, only if a line is drawn.
+        # Up to a second of imports.
         from rich.console import Console
         from rich.text import Text
 
@@ -81,5 +81,5 @@ class LiveLine:
         return captured.get().encode()
 
 
-# Prefixes of parts that are a name and a number.
+# Prefixes of a name and a number.
 _NAMED = ("step ", "loss ", "commit ", "checkpoint ")

@@ -5,11 +5,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# XLA starts three threads and keeps 0.3 MB for each CPU device; with some ten thousand the process
-# aborts.
+# Each CPU device costs XLA three threads and 0.3 MB; with some ten thousand the process aborts.
 MAX_CPU_RANKS = 1024
 
-# Values of JAX_PLATFORMS that allow a GPU.
+# JAX_PLATFORMS for a GPU.
 _OF_GPUS = {"gpu", "cuda", "rocm"}
 _MIG = "MIG-"
 
@@ -33,9 +32,9 @@ def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("
 
 
 def _num_listed(text: str, num_present: int | None) -> int:
-    """Return how many of the listed devices CUDA uses if `num_present` exist (None: unknown)."""
+    """Return how many listed devices CUDA uses; `num_present` may be unknown."""
     listed = text.split(",")
-    # Numbers, or names of one kind, such as GPU-8f2a or MIG-GPU-8f2a/1/0.
+    # Numbers, or names such as GPU-8f2a or MIG-GPU-8f2a/1/0.
     kind = next((kind for kind in ("GPU-", _MIG) if listed[0].startswith(kind)), "")
     found: list[str | int] = []
     for device in listed:
@@ -50,9 +49,9 @@ def _num_listed(text: str, num_present: int | None) -> int:
             # name after a blank.
             break
         if known in found:
-            return 0  # CUDA then uses none
+            return 0  # CUDA uses none
         found.append(known)
-    # A process can use at most one MIG slice.
+    # A process uses at most one MIG slice.
     return min(len(found), 1) if kind == _MIG else len(found)
 
 
@@ -73,5 +72,5 @@ starts threads for each and would abort. Write a smaller number; jdp plan predic
 
 
 def num_cpus() -> int:
-    """Count the CPU cores that this process may run on."""
+    """Count the CPU cores of this process."""
     return len(os.sched_getaffinity(0))

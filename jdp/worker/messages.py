@@ -52,7 +52,7 @@ From the leader to a host:
 import json
 from typing import Any
 
-# The longest message; output and tracebacks are cut to fit.
+# Output and tracebacks are cut to fit.
 MAX_LINE_BYTES = 1 << 20
 
 

@@ -1,21 +1,20 @@
-"""The status of a process in its slot: phase, steps, counts."""
+"""The status of a process: phase, steps, counts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 
 class RunCounts(NamedTuple):
-    """Counts of a process since it began; plain values, as in `ProcessStatus`.
+    """Counts of a process since it began; plain values.
 
     Attributes:
-      rows: rows of all ranks in the called steps, as far as jdp supplied the batches.
+      rows: of all ranks in the called steps, as far as jdp supplied the batches.
       data_s: seconds of waiting for data.
-      commit: step of its last commit; -1 for none.
-      checkpoint: step of its last checkpoint; -1 for none.
-      logged: last step with one of the following in `jdp.log`; -1 for none.
+      commit, checkpoint: step of the last; -1 for none.
+      logged: last step in `jdp.log` with one of the following; -1 for none.
       loss, learning_rate, gradient_norm: latest value, or None.
       target: step at which the loop over `jdp.batches` ends; -1 if unknown.
-      is_evaluating: whether `jdp.evaluate` runs, whose steps are phases of their own.
+      is_evaluating: whether `jdp.evaluate` runs.
     """
 
     rows: int = 0
@@ -30,7 +29,7 @@ class RunCounts(NamedTuple):
     is_evaluating: bool = False
 
 
-# Indices of 8-byte words. Steps are stored plus one, so that 0 means none.
+# Indices of 8-byte words. Steps are stored plus one; 0 means none.
 _ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED = range(5)
 _METRICS = ("loss", "learning_rate", "gradient_norm")
 _VALUES, _HAS = range(5, 8), 8  # one bit for each value
@@ -39,10 +38,7 @@ COUNTS_BYTES = 88
 
 
 class Counter:
-    """Writes the counts of this process into its slot, by word stores.
-
-    Args:
-      memory: COUNTS_BYTES of the slot.
+    """Writes the counts of this process into COUNTS_BYTES of its slot, by word stores.
 
     Attributes:
       next_rows: rows of the last batch, 0 once a step has counted them.
@@ -60,10 +56,10 @@ class Counter:
         self._memory[:] = bytes(COUNTS_BYTES)
 
     def count_rows(self, steps: int) -> None:
-        """Count the rows of the last batch for the called step number `steps`."""
+        """Count the last batch's rows for step `steps`."""
         if self.next_rows:
             self._words[_ROWS] += self.next_rows
-            # The target step, not the batches left, which a reader could see before the step.
+            # Not the batches left, which a reader could see before the step.
             self._words[_TARGET] = 1 + steps + self.num_left if self.num_left >= 0 else 0
             self.next_rows, self.num_left = 0, -1
 
@@ -84,7 +80,7 @@ class Counter:
         self._words[_EVALUATING] = is_evaluating
 
     def write_metrics(self, step: int, **metrics: float) -> None:
-        """Write the loss, learning_rate and gradient_norm of a step, whichever it has."""
+        """Write loss, learning_rate or gradient_norm of a step."""
         for i, name in enumerate(_METRICS):
             if name in metrics:
                 self._floats[_VALUES[i]] = metrics[name]
@@ -93,7 +89,7 @@ class Counter:
 
 
 def counts_in(memory: bytes) -> RunCounts:
-    """Return the counts in COUNTS_BYTES of a slot."""
+    """Return the counts in a slot's COUNTS_BYTES."""
     view = memoryview(memory)
     words, floats = view.cast("q"), view.cast("d")
     return RunCounts(
@@ -112,12 +108,11 @@ def counts_in(memory: bytes) -> RunCounts:
     )
 
 
-# The default of `jdp.init`, in seconds.
+# The default of `jdp.init`.
 TIMEOUT_S = 600.0
 
-# The launcher writes this phase for a process that has not reached `jdp.init()`.
+# Written by the launcher until `jdp.init()`.
 BEFORE = "before jdp.init()"
-# The last phase of a process that exits by itself.
 ENDED = "the script has ended"
 
 
@@ -126,20 +121,17 @@ class ProcessStatus(NamedTuple):
 
     Attributes:
       pid: 0 if the slot is free.
-      generation: of the process.
       steps: training steps called, a few of which may still run.
-      progress_s: time of its last progress, on the clock of `time.monotonic`.
+      progress_s: time.monotonic() of its last progress.
       phase: such as "compiling".
-      since_s: start of the phase, on the same clock.
-      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for the default
-        of its name.
-      timeout_s: the timeout passed to `jdp.init`.
-      entered: all-reduces of the native library that its ranks entered.
-      done: all-reduces that they left.
+      since_s: start of the phase, likewise.
+      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for its
+        default.
+      timeout_s: of `jdp.init`.
+      entered, done: all-reduces of the native library that its ranks entered, and left.
       bucket: of the last one entered.
       is_running: whether its devices still run its last step; valid without progress.
       state: "stopped" (by a signal), "debugged", "gone" or "".
-      counts: for people who watch the run.
     """
 
     pid: int
@@ -163,15 +155,15 @@ class ProcessStatus(NamedTuple):
         return cls(*values)._replace(counts=RunCounts(*values[-1]))
 
     def moved(self, seconds: float) -> "ProcessStatus":
-        """Return the status on the clock of another host, which is `seconds` ahead."""
+        """Return it on a clock that is `seconds` ahead."""
         return self._replace(progress_s=self.progress_s + seconds, since_s=self.since_s + seconds)
 
 
-# Phases that a healthy run leaves within `timeout_s`.
+# A healthy run leaves these within `timeout_s`.
 STEP, BETWEEN, DATA = "running a step", "between steps", "waiting for data"
 BRIEF = frozenset([STEP, BETWEEN, DATA])
-# Other phases may take PATIENCE times as long (an hour for 600 s): XLA compiles large programs for
-# tens of minutes, and data and checkpoints come over networks.
+# Other phases may take PATIENCE times as long: XLA compiles large programs for tens of minutes, and
+# data and checkpoints come over networks.
 PATIENCE = 6.0
 JOINING = "waiting in jdp.init() for the others"
 STARTING, FIRST = "starting", "waiting for the first step"
@@ -179,30 +171,23 @@ UNSTEPPED = "before the first step"
 WAITING = "waiting for the other processes"
 COMPILING, SAVING, RESTORING = "compiling", "saving", "restoring"
 EVALUATING = "evaluating"
-# Phases that other words of the report already tell.
+# Other words of the report tell these.
 QUIET = frozenset([STEP, BETWEEN, JOINING, STARTING, FIRST, UNSTEPPED, WAITING, BEFORE, ENDED, ""])
 _LONG_S = 2.0
 
-# In these a process waits for another process or for its devices.
+# Waits for another process or for devices.
 _WAITING = frozenset([JOINING, WAITING, STEP, FIRST])
 
 
 def waits(status: ProcessStatus) -> bool:
-    """Whether a process waits in a step for its devices, which may wait for others.
-
-    Its script may do something else meanwhile.
-    """
+    """Whether a process waits in a step, while its script may go on."""
     if status.phase == BETWEEN:
         return status.is_running or status.entered > status.done
     return status.phase in _WAITING
 
 
 def activity(now: float, statuses: Iterable[ProcessStatus]) -> str | None:
-    """Return the longest current phase of over two seconds.
-
-    >>> activity(107.0, [ProcessStatus(7, phase="compiling", since_s=100.0)])
-    'compiling for 7 s'
-    """
+    """Return the longest current phase of over two seconds."""
     since_s, phase = min(
         ((each.since_s, each.phase) for each in statuses if each.phase not in QUIET),
         default=(now, ""),

@@ -1,4 +1,4 @@
-"""The phases and steps of this process, written for its launcher or its own watch."""
+"""The phases and steps of this process."""
 
 import ctypes
 import math
@@ -13,16 +13,16 @@ from jdp.worker import fork_server, launcher_client, process_status
 from jdp.worker.hang_detector import SelfWatch
 from jdp.worker.progress_board import NATIVE, Board, Slot, StepRecord, record
 
-# Shorter steps share a record, so that a window spans more than a moment of a busy machine.
+# Shorter steps share a record: a window must span more than a moment.
 _LEAST_NS = 33_000_000
-# Waits kept for a step; further waits count as host time.
+# Further waits count as host time.
 _MOST_WAITS = 1000
 
 
 class DispatchedStep(NamedTuple):
     """A dispatched step and the waits before it."""
 
-    output: Any  # a jax.Array, ready when the step has run
+    output: Any  # ready when the step has run
     dispatched_ns: int
     waits: "HostWaits"
     is_counted: bool
@@ -30,12 +30,12 @@ class DispatchedStep(NamedTuple):
 
 
 class HostWaits(NamedTuple):
-    """What the training thread waited for between two dispatches, as (begin, end) in ns.
+    """Waits of the training thread between two dispatches, as (begin, end) in ns.
 
     Attributes:
       data: for batches.
       others: for other processes.
-      paused: other phases: saving, evaluating, committing, the author's own.
+      paused: saving, evaluating, committing, the author's phases.
     """
 
     data: list[tuple[int, int]]
@@ -43,7 +43,7 @@ class HostWaits(NamedTuple):
     paused: list[tuple[int, int]]
 
     def within(self, begin_ns: int, end_ns: int) -> tuple[int, int, int]:
-        """Return (data, others, paused) nanoseconds between two times; overlaps count once.
+        """Return (data, others, paused) ns between two times; overlaps count once.
 
         >>> HostWaits(data=[(0, 4)], others=[(3, 6)], paused=[(2, 9)]).within(1, 20)
         (3, 2, 3)
@@ -58,23 +58,20 @@ _NONE = HostWaits([], [], [])
 
 
 class CopiedState(NamedTuple):
-    """A copy of the state for a commit, which the devices make between two steps."""
+    """A copy of the state that the devices make between two steps."""
 
-    outputs: list[Any]  # jax.Arrays, ready when it is made
+    outputs: list[Any]  # ready when it is made
 
 
 class StepClock:
     """Records step times of this process in its slot, see `progress_board`.
 
-    A thread waits for each step to end; the training thread only queues it, without a sync.
-
-    Args:
-      slot: of this process.
+    A thread waits for each step to end; the training thread only queues it.
 
     Attributes:
       is_usual: whether only steps, batches and the author's code ran since the last step. An
-        unusual step, such as one after a save, counts only after another unusual step: then it is
-        what the loop always does.
+        unusual step, such as one after a save, counts only after another: then the loop always does
+        it.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -95,10 +92,10 @@ class StepClock:
         self._add(0, begin_ns, end_ns)
 
     def add_pause(self, begin_ns: int, end_ns: int, *, for_others: bool = False) -> None:
-        """Record that the training thread did other work, or waited for others."""
+        """Record other work of the training thread, or a wait for others."""
         self._add(1 if for_others else 2, begin_ns, end_ns)
 
-    # Bounded, since a loop without `train_step` never takes them.
+    # Bounded: a loop without `train_step` never takes them.
     def _add(self, kind: int, begin_ns: int, end_ns: int) -> None:
         if self._waits is _NONE:
             self._waits = HostWaits([], [], [])
@@ -107,7 +104,7 @@ class StepClock:
             waits.append((begin_ns, end_ns))
 
     def add_copy(self, outputs: list[Any]) -> None:
-        """Record that the devices copy the state of the last step until `outputs` are ready."""
+        """Record a copy of the state, which ends when `outputs` are ready."""
         self._calls.put(CopiedState(outputs))
 
     def begin_dispatch(self) -> None:
@@ -132,7 +129,7 @@ class StepClock:
             try:
                 for output in call.outputs if isinstance(call, CopiedState) else [call.output]:
                     output.block_until_ready()
-            except Exception:  # failed or deleted: the training thread deals with it
+            except Exception:  # the training thread deals with it
                 self._end_ns = 0
                 continue
             if isinstance(call, CopiedState):
@@ -141,16 +138,16 @@ class StepClock:
                 self.record_end(call, time.monotonic_ns(), self._slot.waited_ns())
 
     def record_copy(self, end_ns: int) -> None:
-        """Record the monotonic time at which the devices had copied the state."""
+        """Record when the devices had copied the state."""
         self._copied_ns = end_ns
 
     def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
-        """Record the end of a step; `waited_ns` is this process's total wait in collectives."""
+        """Record the end of a step, and the process's total wait in collectives."""
         last_ns, self._end_ns = self._end_ns, end_ns
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns
         if not last_ns or not call.is_counted:
             return
-        given_ns = max(call.dispatched_ns, last_ns)  # the devices were idle until then
+        given_ns = max(call.dispatched_ns, last_ns)  # idle until then
         data_ns, others_ns, paused_ns = call.waits.within(last_ns, given_ns)
         start_ns = min(max(given_ns, self._copied_ns), end_ns)
         self._sums = sums = StepRecord(
@@ -168,7 +165,6 @@ class StepClock:
 
 
 def _covered(intervals: list[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
-    """Return how much of [begin_ns, end_ns) the intervals cover."""
     covered, last = 0, begin_ns
     for begin, end in sorted(intervals):
         begin, end = max(begin, last), min(end, end_ns)
@@ -181,7 +177,6 @@ class OwnProgress:
     """The progress of this process, for all threads; `own` is the only instance.
 
     Attributes:
-      slot: where it is written.
       phases: (record, begin) of active phases; the last is shown, the first is the base phase.
       between: the base phase after the first step.
       between_own: the same in a loop whose steps only its `Checkpointer` sees.
@@ -190,16 +185,13 @@ class OwnProgress:
       num_counted: `num_steps` at the last call of `count_step`.
       num_own_steps: steps that were not calls of a train step.
       is_first_step: whether a process that is not alone has called no step yet.
-      compile_s: seconds of compiling.
       is_uncached: whether a program bypassed JAX's compilation cache.
       longest_wait_s: how long others may keep this process waiting; inf for no limit.
-      latest_kept: the newest step that this run could resume from, in words.
-      restored: what a Checkpointer restored, see `messages`; empty before.
+      latest_kept: the newest step to resume from, in words.
+      restored: what a Checkpointer restored, see `messages`.
       closed_steps: steps of closed Checkpointers, of models trained before.
-      line: the `ProgressLine` of this process, or None.
-      watch: the thread that watches this process.
-      step_clock: records step times; None without a launcher.
-      num_running: returns the number of unfinished steps on the devices.
+      step_clock: None without a launcher.
+      num_running: returns the unfinished steps on the devices.
     """
 
     def __init__(self) -> None:
@@ -226,13 +218,13 @@ class OwnProgress:
             self.step_clock.is_usual = False
 
     def record_pause(self, begin_ns: int, *, for_others: bool = False) -> None:
-        """Record that the training thread made no steps since `begin_ns`."""
+        """Record a time without steps, from `begin_ns` to now."""
         if self.step_clock is not None:
             self.step_clock.is_usual = False
             self.step_clock.add_pause(begin_ns, time.monotonic_ns(), for_others=for_others)
 
     def record_copy(self, outputs: list[Any]) -> None:
-        """Record that the devices copy the state of the last step until `outputs` are ready."""
+        """Record a copy of the state, which ends when `outputs` are ready."""
         if self.step_clock is not None:
             self.step_clock.add_copy(outputs)
 
@@ -240,7 +232,7 @@ class OwnProgress:
 def native_numbers() -> int:
     """Return the address of the native library's counters, valid forever."""
     numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
-    # Never freed: XLA's threads may write while the interpreter ends.
+    # XLA's threads may write while the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
     return ctypes.addressof(numbers)
 
@@ -263,7 +255,7 @@ if (_launcher := launcher_client.current()) is not None:
     _launcher.forked.append(_take_slot_of_fork)
 
 
-# A forked data loader must not write to the slot of this process.
+# A forked data loader must not write to this slot.
 def _forked() -> None:
     if fork_server.is_forking.get():
         return
@@ -298,11 +290,11 @@ class Phase:
 
 
 class TrainStep:
-    """The context of a call of a training step; its exit counts it, and devices may still run."""
+    """The context of a step's call, which its exit counts; devices may still run it."""
 
     __slots__ = ()
 
-    # Inlined, since every step pays for it.
+    # Inlined: every step pays for it.
     def __enter__(self) -> None:
         now = time.monotonic_ns()
         own.slot.write_phase(now, now, _STEP)
@@ -322,7 +314,7 @@ class TrainStep:
 
 
 class Data(Phase):
-    """The phase of a wait for a batch; the first one starts the watch."""
+    """A wait for a batch; the first starts the watch."""
 
     __slots__ = ()
 
@@ -340,7 +332,7 @@ class Data(Phase):
 
 
 def count_step() -> None:
-    """Count a step of the author's own loop, unless `train_step` has counted it."""
+    """Count a step of the author's loop, unless `train_step` has."""
     if own.num_steps == own.num_counted:
         own.phases[0] = own.between_own
         own.num_own_steps += 1
@@ -349,7 +341,7 @@ def count_step() -> None:
 
 
 def num_steps() -> tuple[int, int]:
-    """Return (own steps, calls of train steps) of this process."""
+    """Return (own steps, train step calls)."""
     return own.num_own_steps, own.num_steps - own.num_own_steps
 
 
@@ -364,10 +356,10 @@ def _record_step() -> None:
 
 
 def _leave_phase(phase: bytes) -> int:
-    """Leave a phase and return its monotonic begin."""
+    """Leave a phase, and return its begin."""
     if own.phases[-1][0] is phase:
         return own.phases.pop()[1]
-    # A phase of another thread began later and is still active.
+    # Another thread's phase began later.
     left = next(it for it in reversed(own.phases) if it[0] is phase)
     own.phases.remove(left)
     return left[1]

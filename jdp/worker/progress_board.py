@@ -1,6 +1,6 @@
-"""The status of each process in shared memory, which processes write and the launcher reads.
+"""The status of each process in shared memory, which the launcher reads.
 
-Each process alone writes its slot, by word stores without locks, so its last status stays readable
+A process alone writes its slot, by word stores without locks, so its last status stays readable
 however it hangs or ends.
 """
 
@@ -21,21 +21,20 @@ from jdp.worker.process_status import (
     counts_in,
 )
 
-# The times of the latest training steps of a process. The time from the end of a step on the
-# devices to the end of the next has five parts:
+# The time from the end of a step on the devices to the end of the next has five parts:
 #
 #   data     the devices were idle, and the process waited for a batch
 #   paused   the devices were idle while the process saved, evaluated or was in a phase of the
 #            author's; or they copied the state for a commit
 #   host     the devices were idle for another reason: code between steps, dispatch
-#   waited   the process waited for others, in a collective of jdp's library or between steps; a
-#            wait in XLA's collectives is unknown and counts as computation
+#   waited   for others, in a collective of jdp's library or between steps; a wait in XLA's
+#            collectives is unknown and counts as computation
 #   compute  the rest
 
 
-# Records that a decision needs, see `Window`.
+# For a decision, see `Window`.
 NUM_RECORDS = 25
-# One slot is always being written, and a reader may lag by another.
+# One is always being written, and a reader may lag by another.
 _NUM_SLOTS = NUM_RECORDS + 2
 _RECORD = struct.Struct("7q")
 _BEGIN = 64
@@ -43,10 +42,7 @@ TIMES_BYTES = 64 * -(-(_BEGIN + _NUM_SLOTS * _RECORD.size) // 64)
 
 
 class StepRecord(NamedTuple):
-    """Consecutive steps and the nanoseconds that they took together.
-
-    `num_in_xla` of them also ran XLA's collectives, whose waits are unknown.
-    """
+    """Consecutive steps and their ns; `num_in_xla` ran XLA's collectives, with unknown waits."""
 
     num_steps: int
     step_ns: int
@@ -58,14 +54,7 @@ class StepRecord(NamedTuple):
 
 
 class StepTimes:
-    """The latest records of a process, which it alone writes, without a lock.
-
-    >>> times = StepTimes(memoryview(bytearray(TIMES_BYTES)))
-    >>> times.write(StepRecord(num_steps=1, step_ns=20_000_000, waited_ns=4_000_000))
-    >>> times.latest()
-    [StepRecord(num_steps=1, step_ns=20000000, data_ns=0, host_ns=0, waited_ns=4000000, \
-paused_ns=0, num_in_xla=0)]
-    """
+    """The latest records of a process, which alone writes them, without a lock."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -73,7 +62,7 @@ paused_ns=0, num_in_xla=0)]
 
     @property
     def num_written(self) -> int:
-        """The number of records since the process began."""
+        """Records since the process began."""
         return self._num_written[0]
 
     def clear(self) -> None:
@@ -87,11 +76,11 @@ paused_ns=0, num_in_xla=0)]
         self._num_written[0] = number + 1
 
     def latest(self) -> list[StepRecord]:
-        """Return the latest records, at most NUM_RECORDS, oldest first."""
+        """Return the latest records, oldest first."""
         end = self._num_written[0]
         numbers = range(max(0, end - NUM_RECORDS), end)
         records = [StepRecord(*_RECORD.unpack_from(self._memory, _place(i))) for i in numbers]
-        # The writer may have overwritten the oldest meanwhile.
+        # The writer may have overwritten the oldest.
         num_lost = max(0, self._num_written[0] + 1 - _NUM_SLOTS - numbers.start)
         return records[num_lost:]
 
@@ -101,15 +90,15 @@ def _place(number: int) -> int:
 
 
 class Window(NamedTuple):
-    """Step times over the latest records of a process, in whole microseconds.
+    """Step times over the latest records of a process, in us.
 
     Attributes:
-      num_written: records that the process has written.
+      num_written: records of the process.
       num_records: records in this window.
       step, data, host, paused, compute, waited: medians.
       waited_low, waited_high: the 10 % and 90 % quantiles of `waited`.
       idle, idle_low, idle_high: likewise of `data` + `host` + `paused`.
-      knows_waits: 1 if all waits are known, 0 if a step had collectives of XLA.
+      knows_waits: 0 if a step had collectives of XLA, else 1.
     """
 
     num_written: int
@@ -167,15 +156,15 @@ SLOT_BYTES = 320
 _STRIDE = SLOT_BYTES + TIMES_BYTES
 _NAME_BYTES = 64
 
-# Indices of 8-byte words, in the host's byte order.
+# Indices of 8-byte words.
 _PID, _GENERATION, _TIMEOUT, _STEPS, _PROGRESS, _SINCE = range(6)
-# The limit and the name of the phase, written together.
+# Written together.
 _LIMIT, _NAME = 6, slice(56, 56 + _NAME_BYTES)
 _PIECE = f"{8 + _NAME_BYTES}s"
 _write_step = struct.Struct(f"qqq{_PIECE}").pack_into
 _write_phase = struct.Struct(f"qq{_PIECE}").pack_into
-# Written by the native library's threads, on a separate cache line: all-reduces that ranks of this
-# process entered and left, the bucket of the last one entered, and nanoseconds of waiting in them.
+# Written by the native library's threads, on their own cache line: all-reduces entered and left,
+# the last bucket entered, ns of waiting.
 NATIVE = slice(128, 160)
 _ENTERED, _DONE, _BUCKET, _WAITED = range(16, 20)
 # Written by the watchdog's thread.
@@ -184,15 +173,7 @@ _COUNTS = slice(SLOT_BYTES - COUNTS_BYTES, SLOT_BYTES)
 
 
 class Board:
-    """Slots of the processes of one host.
-
-    >>> board = Board.create(num_slots=2)
-    >>> slot = board.slot(1)
-    >>> slot.claim(generation=3, timeout_s=600.0)
-    >>> since_ns = slot.enter(record("waiting for data"))
-    >>> board.slot(1).read().phase, board.slot(0).read().pid
-    ('waiting for data', 0)
-    """
+    """Slots of the processes of one host."""
 
     def __init__(self, memory: mmap.mmap, fd: int = -1):
         self.fd = fd
@@ -201,7 +182,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
-        """Return a new board of at least one slot, which other processes attach by its `fd`."""
+        """Return a new board, which other processes attach by its `fd`."""
         size = num_slots * _STRIDE
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))
@@ -225,14 +206,13 @@ class Board:
 class Slot:
     """The part of a board that belongs to one process; a write takes less than a microsecond.
 
-    The progress time is written before the progress. A reader in between, or after a kill there,
-    sees a process as busier than it is, never as stalled.
+    The progress time is written before the progress: a reader in between sees a process as busier
+    than it is, never as stalled.
 
     Attributes:
       counter: writes its counts.
       write_phase: `write_phase(progress_ns, since_ns, phase)`, one C call; `phase` is a `record`.
       write_step: `write_step(steps, progress_ns, since_ns, phase)`, likewise.
-      times: of its latest steps.
     """
 
     def __init__(self, memory: memoryview, times: StepTimes):
@@ -244,12 +224,12 @@ class Slot:
         self.write_step = functools.partial(_write_step, memory, 8 * _STEPS)
 
     def expect(self, pid: int, generation: int) -> None:
-        """Reserve the slot for a process that has not reached `jdp.init()`."""
+        """Reserve the slot for a process before `jdp.init()`."""
         self._reset(pid, generation, TIMEOUT_S)
         self.enter(record(BEFORE))
 
     def claim(self, generation: int, timeout_s: float) -> None:
-        """Claim the slot for this process; `timeout_s` is inf for no limit."""
+        """Claim the slot for this process; `timeout_s` may be inf."""
         self._reset(os.getpid(), generation, timeout_s)
 
     def _reset(self, pid: int, generation: int, timeout_s: float) -> None:
@@ -268,7 +248,7 @@ class Slot:
         self.times.clear()
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
-        """Write a phase that began at monotonic `since_ns` (0: now), and return its begin."""
+        """Write a phase that began at `since_ns` (0: now); return its begin."""
         now = time.monotonic_ns()
         since_ns = since_ns or now
         self.write_phase(now, since_ns, phase)
@@ -279,25 +259,24 @@ class Slot:
         self._words[_PROGRESS] = time.monotonic_ns()
 
     def write_seen(self, is_running: bool, is_debugged: bool) -> None:
-        """Write facts that no other process can see."""
+        """Write what no other process can see."""
         self._words[_RUNNING] = is_running
         self._words[_DEBUGGED] = is_debugged
 
     def waited_ns(self) -> int:
-        """Return the total wait in collectives of the library."""
+        """Return the total wait in the library's collectives."""
         return self._words[_WAITED]
 
     def read(self) -> ProcessStatus:
-        """Return the status of the process, with its state in the system."""
-        # Two equal reads in a row mean that no write is in progress.
+        """Return the status, with the process's state in the system."""
+        # Two equal reads: no write is in progress.
         seen, again = bytes(self.memory), bytes(self.memory)
         while seen != again:
             seen, again = again, bytes(self.memory)
         view = memoryview(seen)
         words, floats = view.cast("q"), view.cast("d")
         pid = words[_PID]
-        # struct clears its target before it writes, the time first: a process stopped there has no
-        # phase.
+        # struct clears its target before it writes: a process stopped there has no phase.
         name = seen[_NAME] if words[_PROGRESS] else b""
         return ProcessStatus(
             pid=pid,
@@ -318,16 +297,12 @@ class Slot:
 
 
 def record(name: str, limit_s: float = 0.0) -> bytes:
-    """Return a phase as a slot holds it: `limit_s`, and the first 64 bytes of its name."""
+    """Return a phase as a slot holds it; names have 64 bytes."""
     return struct.pack(f"d{_NAME_BYTES}s", limit_s, name.encode())
 
 
 def phase_name(phase: bytes) -> str:
-    """Return the name of a `record`.
-
-    >>> phase_name(record("saving"))
-    'saving'
-    """
+    """Return the name of a `record`."""
     return phase[8:].rstrip(b"\0").decode(errors="ignore")
 
 

@@ -1,4 +1,4 @@
-"""Shows the progress of a script without a launcher: on a terminal, in a notebook, as lines."""
+"""Shows the progress of a script without a launcher."""
 
 import builtins
 import contextlib
@@ -17,16 +17,16 @@ from jdp.worker.progress import own
 from jdp.worker.progress_board import phase_name
 from jdp.worker.run_progress import RunProgress, RunSummary
 
-# Seconds between lines without a terminal, as in `jdp run`.
+# As in `jdp run`.
 PLAIN_S = 30.0
 _TICK_S = 0.5
-# Seconds between redraws, so that a script that writes often does not pay for them.
+# A script that writes often must not pay for redraws.
 _REDRAW_S = 0.05
-# Seconds before anything is shown, so that short runs stay quiet.
+# Short runs stay quiet.
 _QUIET_S = 2.0
-# After output that moves the cursor, the script owns the terminal for this long.
+# The script owns the terminal this long after it moved the cursor.
 _OWN_BAR_S = 5.0
-# A carriage return that restarts a row, or a sequence that moves the cursor or erases.
+# A carriage return that restarts a row, or an escape sequence.
 _MOVES_CURSOR = re.compile(r"\r(?!\n)|\x1b\[[\d;?]*[A-HJKSTfsu]|\x1b[78M]")
 
 
@@ -41,11 +41,7 @@ class Display(Protocol):
 
 
 class ProgressLine:
-    """A thread that shows the progress of this process while it trains.
-
-    Args:
-      is_plain: whether it writes lines also on terminals.
-    """
+    """A thread that shows the progress, with `is_plain` as lines also on terminals."""
 
     def __init__(self, *, is_plain: bool = False) -> None:
         self._is_plain = is_plain
@@ -74,14 +70,14 @@ class ProgressLine:
             self._display = None
 
     def _run(self) -> None:
-        # A closed output, as under `| head`, or a stream without these methods ends only the line.
+        # A closed output, as under `| head`, ends only the line.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             while not self._stopped.wait(_TICK_S):
                 self._update(time.monotonic())
 
     def _update(self, now: float) -> None:
         status = own.slot.read()
-        for phase, since_ns in [*own.phases]:  # an evaluation calls steps, which are phases, too
+        for phase, since_ns in [*own.phases]:  # an evaluation's steps are phases, too
             if (name := phase_name(phase)) not in process_status.QUIET:
                 status = status._replace(phase=name, since_s=since_ns / 1e9)
                 break
@@ -105,11 +101,11 @@ def _display() -> Display:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):
         return Notebook(shell)
-    # rich takes these for terminals of 80 columns without sequences.
+    # rich takes these for 80-column terminals without sequences.
     knows_sequences = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
     is_prompt = shell is not None or hasattr(sys, "ps1") or sys.flags.interactive
     if knows_sequences and not is_prompt:
-        # A custom stream may lack any method.
+        # A custom stream may lack methods.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             if sys.stderr.isatty():
                 return TerminalLine()
@@ -145,7 +141,7 @@ class Notebook:
         self._cell, self._handle = -1, None
 
     def show(self, summary: RunSummary) -> None:
-        """Update the text, or begin another in a new cell."""
+        """Update the text, or begin one in a new cell."""
         data = {"text/plain": str(summary)}
         if self._handle is None or self._cell != self._shell.execution_count:
             self._cell, self._handle = self._shell.execution_count, self._new()
@@ -158,17 +154,17 @@ class Notebook:
 
 
 class TerminalLine:
-    """A line below what the script writes to the terminal by `sys.stdout` and `sys.stderr`.
+    """A line below the script's output to the terminal.
 
-    It replaces `write` of these streams and `input`, which debuggers call, too; both erase the line
-    first.
+    It replaces `write` of sys.stdout and sys.stderr, and `input`, which debuggers call; both erase
+    the line first.
     """
 
     def __init__(self) -> None:
         self._line = LiveLine()
         self._lock = threading.RLock()
-        self._is_at_start = True  # the output ends with a whole row
-        self._is_shown = False  # redrawn after output of the script
+        self._is_at_start = True  # of a row
+        self._is_shown = False  # redrawn after output
         self._is_asking = False
         self._own_bar_until = self._drawn_at = 0.0
         self._taken: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, ours
@@ -190,7 +186,7 @@ class TerminalLine:
             self._draw()
 
     def close(self) -> None:
-        """Leave the line below the output, and restore the streams."""
+        """Leave the line, and restore the streams."""
         with self._lock:
             self._draw()
             self._put(self._line.end())
@@ -199,7 +195,7 @@ class TerminalLine:
             self._terminal = -1
 
     def _take_over(self, owner: Any, name: str, ours: Any) -> None:
-        with contextlib.suppress(AttributeError):  # a stream with read-only methods
+        with contextlib.suppress(AttributeError):  # read-only methods
             before = vars(owner).get(name)
             setattr(owner, name, ours)
             self._taken.append((owner, name, before, ours))
@@ -244,7 +240,7 @@ class TerminalLine:
             return
         with contextlib.suppress(OSError):
             if os.tcgetpgrp(self._terminal) != os.getpgrp():
-                return  # another program owns the terminal, as after `python train.py &`
+                return  # another program's terminal, as after `python train.py &`
         try:
             columns = os.get_terminal_size(self._terminal).columns
         except OSError:
@@ -259,7 +255,7 @@ class TerminalLine:
                     data = data[os.write(self._terminal, data) :]
 
     def _give_back(self) -> None:
-        """Restore what others have not replaced since."""
+        """Restore what others have not replaced."""
         taken, self._taken = self._taken, []
         for owner, name, before, ours in taken:
             if vars(owner).get(name) is not ours:
@@ -270,6 +266,6 @@ class TerminalLine:
                 setattr(owner, name, before)
 
     def _forked(self) -> None:
-        self._lock = threading.RLock()  # another thread may have held it
+        self._lock = threading.RLock()  # perhaps held by another thread
         self._terminal = -1  # it is the parent's
         self._give_back()

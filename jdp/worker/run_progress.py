@@ -1,4 +1,4 @@
-"""The progress of a run over all processes and generations, and its words."""
+"""The progress of a run over all processes and generations."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -9,16 +9,13 @@ from jdp.worker.process_status import ProcessStatus, RunCounts
 
 
 class RunHistory(NamedTuple):
-    """Failures and lost time of a run, in seconds of `time.monotonic`.
+    """Failures and lost time of a run, in monotonic seconds.
 
     Attributes:
       failures: (time, step or None, error) of each failure in the restart budget.
       began: when all processes had made the first step, or None.
       lost_s: seconds since then without new progress.
       recoveries: how many, by the error code of the first failure of each.
-
-    >>> RunHistory([(90.0, 7, "")], began=10.0).moved(-100.0).facts()
-    {'failures': [[-10.0, 7, '']], 'began': -90.0, 'lost_s': 0.0, 'recoveries': {}}
     """
 
     failures: list[tuple[float, int | None, str]] = []  # noqa: RUF012
@@ -38,7 +35,7 @@ class RunHistory(NamedTuple):
         return self._replace(failures=failures, began=began)
 
     def facts(self) -> dict[str, Any]:
-        """Return it as JSON; `RunHistory(**facts)` reads it."""
+        """Return it as JSON, for `RunHistory(**facts)`."""
         return self._asdict() | {"failures": [[*each] for each in self.failures]}
 
 
@@ -46,10 +43,9 @@ class LeaderLoss(NamedTuple):
     """The loss of a leader, as a follower saw it.
 
     Attributes:
-      why: in words.
       at: time.monotonic() when it was noticed.
       silent_s: seconds of silence before that.
-      step: the last that all processes of this host called; None if unknown.
+      step: the last that all processes of this host called, or None.
     """
 
     why: str
@@ -63,21 +59,21 @@ class LeaderLoss(NamedTuple):
 
 
 class RunSummary(NamedTuple):
-    """The progress of a run, as the leader sees it; unknown values are None.
+    """The progress of a run; unknown values are None.
 
     Attributes:
-      step: the last step that all processes called, counted over all lives of the run.
+      step: the last that all processes called, counted over all lives of the run.
       loss: the last in `jdp.log`.
       steps_per_s: lately, from two steps on.
-      rows_per_s: examples in these steps; None if jdp did not supply the batches.
+      rows_per_s: examples in these steps, if jdp supplied the batches.
       data_share: fraction of that time in which the slowest loader's process waits for data.
       commit: step of the last commit that all hosts have.
       checkpoint: step of the last checkpoint.
       recoveries: from failures.
       ettr: effective training time ratio: the fraction of the time since the first step with new
-        progress. Recoveries and repeated steps do not count. None without a launcher.
-      learning_rate, gradient_norm: likewise the last in `jdp.log`.
-      activity: a phase of over two seconds, such as "compiling for 7 s"; None while it trains.
+        progress, without recoveries and repeated steps. None without a launcher.
+      learning_rate, gradient_norm: the last in `jdp.log`.
+      activity: a phase of over two seconds, such as "compiling for 7 s".
       target: step at which the loop over `jdp.batches` ends.
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
@@ -134,13 +130,11 @@ def _rate(value: float | None) -> str | None:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Rates cover these last seconds, or the last two steps if these took longer.
+# Seconds of a rate, or the last two steps if these took longer.
 WINDOW_S = 30.0
 
 
 class _Sample(NamedTuple):
-    """The processes at the time of a new step."""
-
     at: float
     step: int
     rows: int
@@ -148,24 +142,20 @@ class _Sample(NamedTuple):
 
 
 class RunProgress:
-    """Adds up the progress of a run, in seconds of `time.monotonic`.
-
-    Args:
-      has_launcher: whether processes are replaced, so that time may be lost.
-    """
+    """Adds up the progress of a run; without a launcher no time is lost."""
 
     def __init__(self, *, has_launcher: bool = True) -> None:
         self._has_launcher = has_launcher
         self._began: float | None = None  # when all processes had made a step
-        self._size = 0  # of the training generation; 0 while none trains
+        self._size = 0  # 0 while no generation trains
         self._restored: dict[int, int] = {}  # step at which each process began
         self._statuses: dict[int, ProcessStatus] = {}
-        self._ended: dict[int, ProcessStatus] = {}  # last statuses of ended processes
+        self._ended: dict[int, ProcessStatus] = {}  # last statuses
         self._step = self._furthest = 0
         self._outage: float | None = None  # since when the run makes no new progress
         self._lost_s = 0.0
         self._recoveries: Counter[str] = Counter()  # by the code of the first failure
-        self._cause = ""  # that of the outage, after a failure
+        self._cause = ""  # of the outage
         self._samples: deque[_Sample] = deque()
         self._logged = RunCounts()  # of the process that logged last
         self._activity: str | None = None
@@ -186,7 +176,7 @@ class RunProgress:
     def begin_generation(
         self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
     ) -> None:
-        """Record that all processes of a generation made their first step."""
+        """Record the first step of all processes of a generation."""
         self._began = now if self._began is None else self._began
         self._size, self._statuses, self._ended = size, {}, {}
         self._restored = {i: facts["base"] for i, facts in restored.items()}
@@ -213,12 +203,12 @@ class RunProgress:
         self._cause = self._cause or error_code
 
     def record_end(self, now: float, process_id: int, status: ProcessStatus) -> None:
-        """Record the last status of a process that ended."""
+        """Record an ended process's last status."""
         self._ended[process_id] = status
         self.record(now, {})
 
     def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
-        """Record statuses of some or all processes of the generation."""
+        """Record statuses of processes."""
         self._activity = process_status.activity(
             now, self._with_evaluations(now, statuses.values())
         )
@@ -245,7 +235,7 @@ class RunProgress:
     def _with_evaluations(
         self, now: float, statuses: Iterable[ProcessStatus]
     ) -> list[ProcessStatus]:
-        """Return the statuses, with an evaluation's phase in place of its steps'."""
+        """Replace the phase of an evaluation's steps."""
         statuses = [*statuses]
         if not any(it.counts.is_evaluating for it in statuses):
             self._evaluates_since = None
@@ -285,7 +275,7 @@ class RunProgress:
     def _all_lost_s(self, now: float) -> float:
         return self._lost_s + (0.0 if self._outage is None else now - self._outage)
 
-    # A commit counts once all its writers have it: hosts, or the processes of a split state.
+    # A commit counts once all its writers have it.
     def _record_kept(self, counts: list[RunCounts]) -> None:
         self._commit = min((it.commit for it in counts if it.commit >= 0), default=self._commit)
         saved = (it.checkpoint for it in counts if it.checkpoint >= 0)
@@ -294,14 +284,14 @@ class RunProgress:
         if latest.logged >= 0:
             self._logged = latest
 
-    # Steps and rows a second, and the fraction of time waiting for data.
+    # Steps and rows a second, fraction of waiting for data.
     def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
         if not self._samples or self._samples[0].at == self._samples[-1].at:
             return None, None, None
         first, last = self._samples[0], self._samples[-1]
         times = [it.at for it in self._samples]
         longest = max(b - a for a, b in zip(times, times[1:], strict=False))
-        # A running step counts once it takes longer than those before.
+        # A running step counts once it is the longest.
         seconds = (last.at if now - last.at <= longest else now) - first.at
         if not last.rows:
             return (last.step - first.step) / seconds, None, None
@@ -311,6 +301,6 @@ class RunProgress:
 
 
 def _waited_s(now: float, status: ProcessStatus) -> float:
-    """Return the seconds that a process has waited for data, including a current wait."""
+    """With a current wait."""
     lasting_s = max(0.0, now - status.since_s) if status.phase == process_status.DATA else 0.0
     return status.counts.data_s + lasting_s

@@ -1,4 +1,4 @@
-"""The author's source files as this process read them, to find edits between lives of a run."""
+"""The author's source files as this process read them, to find edits."""
 
 import hashlib
 import re
@@ -10,23 +10,22 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-# Lines of the files read, by path relative to the script's folder.
+# By path relative to the script's folder.
 _lines: dict[str, list[bytes]] = {}
-# Names of examined modules: a recovery has no time to examine all again.
+# A recovery has no time to examine all modules again.
 _seen: set[str] = set()
 
 
 def record() -> None:
-    """Read the script and the imported modules below its folder that are new since the last call.
+    """Read the script and modules below its folder that are new since the last call.
 
-    Call it soon after the imports, before an edit can change the files: a standby imports long
-    before it trains.
+    Call it soon after the imports, before an edit: a standby imports long before it trains.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not Path(script).is_file():  # a notebook
         return
     root = Path(script).resolve().parent
-    while (root / "__init__.py").exists():  # of `python -m package.train`
+    while (root / "__init__.py").exists():  # `python -m package.train`
         root = root.parent
     prefix = f"{root}/"
     for name, module in [item for item in [*sys.modules.items()] if item[0] not in _seen]:
@@ -37,22 +36,19 @@ def record() -> None:
             file = Path(path or script).resolve()
             try:
                 _lines.setdefault(str(file.relative_to(root)), file.read_bytes().splitlines())
-            except (OSError, ValueError):  # removed since, or a link to another folder
+            except (OSError, ValueError):  # removed, or a link to another folder
                 continue
 
 
 def digests() -> dict[str, list[str]]:
-    """Return for each file `[digest, 4 hexadecimal digits for each line]`."""
+    """Return for each file `[digest, 4 hexadecimal digits a line]`."""
     return {
         name: [_digest(lines), "".join(map(_line_sum, lines))] for name, lines in _lines.items()
     }
 
 
 def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first line in which a file differs from `digests` of another life, or None.
-
-    Files that only one of the two imported are not compared.
-    """
+    """Return the first edited line of a file that both lives imported, or None."""
     for name, lines in _lines.items():
         digest, sums = saved.get(name, (None, ""))
         if digest is None or digest == _digest(lines):
@@ -69,8 +65,8 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
 def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
     """Return the first match as ("file:line", first group).
 
-    It searches all modules that are not installed, and the script up to the running statement,
-    except comments on their own lines.
+    It searches modules that are not installed, and the script up to the running statement, without
+    comment lines.
     """
     last = _last_lines()
     for path in {*last, *_authors_files()}:
@@ -91,10 +87,10 @@ def _authors_files() -> Iterator[Path]:
 
 
 def _last_lines() -> dict[Path, int]:
-    """Return the last line of the running statement, by script file."""
+    """Return the running statement's last line, by script file."""
     found, frame = {}, sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "__main__":  # also that of a profiler's script
+        if frame.f_globals.get("__name__") == "__main__":  # also a profiler's script
             code = frame.f_code
             _, end, _, _ = next(islice(code.co_positions(), frame.f_lasti // 2, None))
             found[Path(code.co_filename).resolve()] = max(frame.f_lineno, end or 0)

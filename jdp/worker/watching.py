@@ -1,4 +1,4 @@
-"""The watch over this process, by its launcher or by itself, from `init` to its exit."""
+"""The watch over this process, from `init` to its exit."""
 
 import atexit
 import math
@@ -16,14 +16,14 @@ from jdp.worker.progress_line import ProgressLine
 
 
 def record_joining() -> None:
-    """Record that this process waits for the others, until `begin_watching`."""
+    """Record that this process waits for the others."""
     own.phases[0] = record(process_status.JOINING), time.monotonic_ns()
     own.slot.enter(*own.phases[-1])
     show_stacks_when_asked()
 
 
 def require_limit(timeout_s: Any) -> None:
-    """Refuse a limit that is not a positive number or None."""
+    """Refuse a limit that is not positive or None."""
     if timeout_s is None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
@@ -31,7 +31,7 @@ def require_limit(timeout_s: Any) -> None:
             f"timeout_s={timeout_s!r} is not a number of seconds. Write timeout_s=600, or None "
             "for no limit."
         )
-    if not float(timeout_s) > 0:  # also false for NaN
+    if not float(timeout_s) > 0:  # false for NaN
         raise ValueError(
             f"timeout_s={timeout_s} would end the run before its first step. Write more seconds "
             "than the longest step can take, such as 600, or None for no limit."
@@ -52,10 +52,10 @@ def begin_watching(
     own.longest_wait_s = limit_s * process_status.PATIENCE
     launcher = launcher_client.current()
     is_alone = launcher is None and num_processes == 1
-    # User code of a lone process may take days.
+    # A lone process's code may take days.
     own_limit_s = math.inf if is_alone else 0.0
     own.between = record(process_status.BETWEEN, own_limit_s), 0
-    # The entire step is user code here and may include compilation.
+    # The step is user code here, and may compile.
     own.between_own = record(process_status.BETWEEN, own_limit_s or own.longest_wait_s), 0
     own.unstepped = record(process_status.UNSTEPPED, own_limit_s), 0
     own.phases[0] = STARTING, time.monotonic_ns()
@@ -65,8 +65,7 @@ def begin_watching(
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])
-    # Handlers run last in, first out. With several processes JAX's handler, which waits for the
-    # others, is registered by now.
+    # Last in, first out: JAX's handler, which waits for the others, is registered by now.
     atexit.unregister(_end)
     atexit.register(_end)
     if not is_alone:
@@ -82,7 +81,7 @@ def begin_watching(
 
 
 def record_end() -> None:
-    """Record that the script has ended, before the process waits for others in its exit."""
+    """Record the script's end, before the process waits for others."""
     own.slot.enter(record(ENDED))
     launcher = launcher_client.current()
     if launcher is not None:

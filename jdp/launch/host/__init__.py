@@ -1,1 +1,1 @@
-"""The launcher of one host: its processes, standbys and their output."""
+"""The launcher of one host."""

@@ -54,15 +54,15 @@ class KnownRun:
         self.generation = -1
         self.step: int | None = None
         self._options, self._run_id = options, options.rdzv_id
-        self._has_stepped = False  # whether a generation has made a step
+        self._has_stepped = False
         self._electors = KnownElectors()
         self._history = RunHistory()
-        self._loss: LeaderLoss | None = None  # of the leader of the last generation
+        self._loss: LeaderLoss | None = None  # of the last generation
 
     def record_generation(
         self, number: int, run_id: str, known: dict[str, Any], leader: str
     ) -> None:
-        """Record a generation in which this host takes part."""
+        """Record a generation of this host."""
         self.generation, self._run_id = number, run_id
         self.step, self._loss = None, None
         self._record_history(known["history"])
@@ -74,12 +74,12 @@ class KnownRun:
         self._electors.record(known["electorate"])
 
     def record_step(self, known: dict[str, Any]) -> None:
-        """Record that all processes of a generation made a step."""
+        """Record that all processes have made a step."""
         self._has_stepped = True
         self.record_past(known)
 
     def record_loss(self, leader: str, why: str, silent_s: float) -> None:
-        """Record the loss of the leader at an address, after `silent_s` of silence."""
+        """Record the loss of a leader after `silent_s` of silence."""
         text = f"the leader at {leader} was lost: {why}"
         self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
 
@@ -87,7 +87,7 @@ class KnownRun:
         self._history = RunHistory(**facts).moved(time.monotonic())
 
     def introduce(self, link: LeaderConnection, port: int, listed: int | None) -> dict[str, Any]:
-        """Return the facts of `join`, apart from the proof."""
+        """Return the facts of `join`, without the proof."""
         now, loss = time.monotonic(), self._loss
         return {
             "history": self._history.moved(-now).facts(),
@@ -109,7 +109,7 @@ class KnownRun:
 
 
 async def save_commit(resources: HostResources) -> dict[str, Any]:
-    """Return the answer of `jdp/checkpoint/last_commit.py`; {} if there never was a commit."""
+    """Return the answer of `jdp/checkpoint/last_commit.py`; {} without a commit."""
     if not os.fstat(resources.commit_file).st_size:
         return {}
     resources.say("the latest commit goes to the checkpoint directory now. Ctrl-C skips that.")
@@ -129,7 +129,7 @@ async def save_commit(resources: HostResources) -> dict[str, Any]:
 
 
 class CoordinatorPort:
-    """A reserved port, which no other program can get."""
+    """A reserved port."""
 
     def __init__(self) -> None:
         self._socket = _bound()
@@ -161,17 +161,16 @@ def _bound() -> socket.socket:
     return reserved
 
 
-# Seconds between beats, or a fifth of `heartbeat_timeout_s` if that is less.
+# Seconds between beats, at most.
 BEAT_S = 0.2
 
 
-# Seconds for the first process to reach `jdp.init()`. A script that never calls it may wait for the
-# others meanwhile.
+# Seconds for the first process to reach `jdp.init()`; a script without it may wait for the others.
 _FIRST_S = 10.0
 
 
 class Outcome(NamedTuple):
-    """How a run ended: exit code, and reason for people."""
+    """How a run ended."""
 
     code: int
     why: str
@@ -182,17 +181,16 @@ class _First(NamedTuple):
 
     process: Process
     rest: tuple[Assignment, ...]
-    later: asyncio.TimerHandle  # starts the rest without it
+    later: asyncio.TimerHandle
 
 
 class Agent:
     """This host's part in a run.
 
     Args:
-      lead: called with the id of this launcher when it is to lead.
+      lead: called with this launcher's id when it is to lead.
 
     Attributes:
-      search: where this host looks for its leader.
       over: done when the run is over for this host.
     """
 
@@ -208,7 +206,7 @@ class Agent:
         self._options, self._resources = options, resources
         self._port = CoordinatorPort()
         self._run = KnownRun(options)
-        self._generation: LocalGeneration | None = None  # the one with processes here
+        self._generation: LocalGeneration | None = None  # with processes here
         self._standbys = Standbys(
             options.num_standbys,
             start=lambda local_id, parent: self._start(local_id, None, parent),
@@ -216,11 +214,11 @@ class Agent:
             ready=self._tell_ready,
             say=resources.say,
         )
-        self._first: _First | None = None  # while the rest of a generation waits for it
-        self._has_stepped = False  # whether each process of the generation finished a step
+        self._first: _First | None = None  # while the rest waits for it
+        self._has_stepped = False  # whether each process finished a step
         self._signal: int | None = None
-        self._was_signalled = False  # this launcher; `_signal` may come from another host
-        self._uses_jdp = False  # whether a process called jdp.init()
+        self._was_signalled = False  # `_signal` may come from another host
+        self._uses_jdp = False
         self._changed = asyncio.Event()
         self.search = LeaderSearch(
             *(rendezvous, options.heartbeat_timeout_s),
@@ -241,8 +239,8 @@ class Agent:
         self._saver: asyncio.Task[None] | None = None
 
     def stop(self, number: int) -> None:
-        """End the run at a signal; an interrupt after that kills at once."""
-        # A scheduler signals all hosts: another host's signal is not the first of two.
+        """End the run at a signal; a second interrupt kills at once."""
+        # A scheduler signals all hosts, which is one signal.
         at_once = number == signal.SIGINT and self._was_signalled
         self._was_signalled = True
         if not self._link.is_joined and self._generation is None:
@@ -253,12 +251,12 @@ class Agent:
             self._generation.kill_processes()
 
     def show_stacks(self) -> None:
-        """Print the stacks of all processes of this host."""
+        """Print the stacks of this host's processes."""
         if self._generation is not None:
             self._generation.show_stacks([*self._generation.statuses()])
 
     async def leave(self, timeout_s: float = 5.0) -> None:
-        """Leave the run once all processes have ended, within `timeout_s`."""
+        """Leave the run once all processes have ended."""
         self._finish(1, "")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -277,7 +275,7 @@ class Agent:
         if is_running:
             self._standbys.fill()
 
-    # A change of the run would interrupt the first step, which may compile for long.
+    # A change would interrupt the first step, which may compile for long.
     def _tell_ready(self) -> None:
         if self._has_stepped:
             self._link.send("ready", generation=self._run.generation)
@@ -358,7 +356,6 @@ class Agent:
             self._start_rest(assignments, None)
 
     def _start_first(self, assignment: Assignment, *rest: Assignment) -> None:
-        """Start one process, and the rest as its forks once it waits in `jdp.init()`."""
         assert self._generation is not None
         process = self._start(assignment.local_id, assignment)
         self._generation.processes.append(process)
@@ -366,7 +363,7 @@ class Agent:
         self._first = _First(process, rest, later)
 
     def _end_first(self) -> None:
-        """Start the rest of the generation and the standbys, and let the first process continue."""
+        """Start the rest and the standbys, and let the first process continue."""
         assert self._first is not None
         (process, rest, later), self._first = self._first, None
         later.cancel()

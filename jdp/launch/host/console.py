@@ -1,4 +1,4 @@
-"""The console of a launcher: lines of processes, and below them the progress."""
+"""The console of a launcher: output lines, and below them the progress."""
 
 import os
 import select
@@ -16,11 +16,7 @@ PLAIN_S = 30.0
 
 
 class Console:
-    """The standard output and error of a launcher, written by the thread of `OutputMux` alone.
-
-    Args:
-      out, err: None: those of the launcher.
-    """
+    """The stdout and stderr of a launcher, written by the thread of `OutputMux` alone."""
 
     def __init__(
         self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
@@ -30,10 +26,10 @@ class Console:
         self._is_alone = options.nnodes[1] * options.nproc_per_node[1] == 1
         self._wanted = options.progress
         self._live: LiveLine | None = None
-        self._on_its_terminal: set[int] = set()  # streams to the terminal of the line
-        self._plain_at: float | None = None  # when a plain line is due
+        self._on_its_terminal: set[int] = set()  # on the line's terminal
+        self._plain_at: float | None = None  # when the next plain line is due
         self._has_plain = False
-        self._last = ""  # the last plain line, or the summary of the next one
+        self._last = ""
 
     def write(self, stream: int, line: bytes) -> None:
         """Write a line above the live line."""
@@ -47,7 +43,7 @@ class Console:
         self.write(STDERR, f"jdp run: {text}\n".encode(errors="backslashreplace"))
 
     def prefix(self, name: str, number: int) -> bytes:
-        """Return the prefix of a process's lines; empty for a single process."""
+        """Return the prefix of a process's lines; b"" for a single process."""
         if self._is_alone:
             return b""
         if os.environ.get("NO_COLOR") or not _is_terminal(self.streams[STDOUT]):
@@ -55,7 +51,7 @@ class Console:
         return f"\x1b[{36 - number % 6}m[{name}]\x1b[0m ".encode()
 
     def show_summary(self, summary: RunSummary) -> None:
-        """Show the progress: at once on a terminal, else every PLAIN_S."""
+        """Show the progress, without a terminal every PLAIN_S."""
         if self._wanted == "off":
             return
         now = time.monotonic()
@@ -76,7 +72,7 @@ class Console:
             self._draw()
 
     def end(self) -> None:
-        """End the live line, or show the last summary after plain lines."""
+        """End the live line, or show the last summary."""
         if self._live is not None:
             self.refresh()  # the last output may have erased it
             self._put(STDERR, self._live.end())
@@ -115,7 +111,7 @@ class Console:
 
 
 def write_all(stream: IO[bytes], data: bytes) -> None:
-    """Write and flush, also to a stream that another program made non-blocking."""
+    """Write and flush, also to a non-blocking stream."""
     while True:
         try:
             data = data[stream.write(data) or 0 :]  # a full raw stream returns None
@@ -128,7 +124,7 @@ def write_all(stream: IO[bytes], data: bytes) -> None:
 
 
 def _is_terminal(stream: IO[bytes]) -> bool:
-    # rich takes both for terminals of 80 columns without sequences.
+    # rich takes both for 80-column terminals without sequences.
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 

@@ -1,4 +1,4 @@
-"""A host's connection to the leader: join, proof, heartbeat, rejoin, lifeline."""
+"""A host's connection to the leader."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ from jdp.launch.election import LeaderSearch
 from jdp.launch.options import Options
 from jdp.worker import build_info
 
-# Seconds to open it; a busy leader may be slow.
+# Seconds; a busy leader may be slow.
 _OPEN_S = 10.0
 _RETRY_S = 0.5
 
 
 class LeaderLifeline:
-    """A `Lifeline` to the leader, opened in the background; `launcher` is this one's id."""
+    """A `Lifeline` to the leader, opened in the background."""
 
     def __init__(self, token: str, address: tuple[str, int], launcher: str) -> None:
         self._token, self._address, self._launcher = token, address, launcher
@@ -27,8 +27,8 @@ class LeaderLifeline:
         self._opening = start_task(self._open())
 
     async def shows_death(self) -> bool:
-        """Whether the leader has died; call it after the end of the other connection."""
-        # The kernel of its host may close this connection later.
+        """Whether the leader has died, after the end of the other connection."""
+        # Its kernel may close this connection later.
         for _ in range(20):
             if self._lifeline is None or self._lifeline.has_died:
                 break
@@ -73,8 +73,7 @@ class LeaderLifeline:
                 await ended.wait()
             finally:
                 if self._lifeline is None:
-                    # The leader may already use it as a lifeline, and would take its end for a
-                    # death.
+                    # The leader may already use it, and would take its end for a death.
                     channel.send("farewell")
                     channel.close_connection()
 
@@ -86,15 +85,15 @@ class LeaderConnection:
     """Joins the run, and detects the loss of the leader.
 
     Args:
-      introduce: returns the facts of `join`, apart from the proof.
-      joined: called when this host has joined, with whether a generation runs.
+      introduce: returns the facts of `join`, without the proof.
+      joined: called after the join, with whether a generation runs.
       received: called with kind and facts of each later message.
       lost: called with the reason when the leader is lost.
       gave_up: called with the reason when this host cannot join.
 
     Attributes:
       leader: id of the last leader's launcher.
-      has_leader_died: whether that launcher is known to be dead.
+      has_leader_died: whether that death was seen.
     """
 
     def __init__(
@@ -114,9 +113,9 @@ class LeaderConnection:
         self._introduce, self._joined = introduce, joined
         self._received, self._lost, self._gave_up = received, lost, gave_up
         self._channel: Channel | None = None
-        self._nonces = "", ""  # of the leader, of this host
-        self._answer: asyncio.Future[str] | None = None  # "" or why this host may not join now
-        self._lease_s = 0.0  # time.monotonic() at which the leader counts as lost
+        self._nonces = "", ""  # leader's, host's
+        self._answer: asyncio.Future[str] | None = None  # "" or why not
+        self._lease_s = 0.0  # monotonic end of the leader's lease
         self._lifeline: LeaderLifeline | None = None
         self._task = start_task(self._join())
 
@@ -131,7 +130,7 @@ class LeaderConnection:
             self._channel.send(kind, **facts)
 
     def beat(self, **facts: Any) -> None:
-        """Send a beat, and drop a leader that has been silent too long."""
+        """Send a beat; drop a silent leader."""
         self.send("beat", at=time.monotonic(), **facts)
         if self.is_joined and not self._search.leads and time.monotonic() > self._lease_s:
             self._end_lifeline()
@@ -143,7 +142,7 @@ class LeaderConnection:
         self._task = start_task(self._join_again())
 
     def follow_another(self) -> None:
-        """Search for another leader, since this one resigned."""
+        """Search for another leader."""
         self.leave()
         self._search.end_wait()
         self._task = start_task(self._join())
@@ -196,9 +195,9 @@ class LeaderConnection:
             return error.strerror or (why if isinstance(error, TimeoutError) else str(error))
         self._channel = Channel(connection, self._receive, self._disconnected)
         try:
-            # An answer at the deadline counts: this host has joined.
+            # An answer at the deadline counts.
             done, _ = await asyncio.wait([self._answer], timeout=give_up - time.monotonic())
-        finally:  # also on cancellation: a late answer is not for the next attempt
+        finally:  # also on cancellation, or a late answer would reach the next attempt
             if not self.is_joined:
                 self._close_channel()
         if done and not (why := self._answer.result()):
@@ -217,7 +216,7 @@ class LeaderConnection:
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         match kind:
-            # Only the first three kinds may come from an unauthenticated peer.
+            # An unauthenticated peer may send only the first three.
             case "challenge":
                 given = (facts.get(name) for name in ("protocol", "code", "claim"))
                 self._prove(str(facts.get("nonce")), *given)

@@ -31,7 +31,7 @@ from jdp.worker.progress_board import window_of
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return the number of OOM kills in this process's cgroup, or None."""
+    """Return the OOM kills in this process's cgroup, or None."""
     for file in _of_cgroup(root):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
@@ -42,7 +42,7 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroup(root: Path) -> list[Path]:
-    """Return the files that may hold the count, of cgroup v2 and v1."""
+    """Return the files with the count, of cgroup v2 and v1."""
     files, mounted = [], root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -57,25 +57,23 @@ def _of_cgroup(root: Path) -> list[Path]:
     return files
 
 
-# NCCL's RAS service (NCCL 2.24 or later) tells which ranks of a GPU job hang. Each process with a
-# communicator has a thread that answers for the whole job, in lines of text as NVIDIA's client
-# `ncclras` reads them. Tried with NCCL 2.32.
+# NCCL's RAS service (since 2.24) tells which ranks of a GPU job hang. A thread of each process with
+# a communicator answers for the whole job, in lines as `ncclras` reads them. Tried with NCCL 2.32.
 
 
 _DEFAULT = "localhost:28028"
-# NCCL waits this long for other processes, then as long again.
+# NCCL waits this long for other processes, twice.
 _LEG_S = 5
 _REPORT_S = 2 * _LEG_S + 2.0
-# A stopped process accepts connections without an answer; the next try may reach another.
+# A stopped process accepts and does not answer; the next try may reach another.
 _GREETING_S = 1.0
 _NUM_TRIES = 5
 
-# A longer report is cut.
 _MAX_BYTES = 1 << 16
 
 
 async def ask() -> str:
-    """Return NCCL's report, or a line that says why there is none."""
+    """Return NCCL's report, or why there is none."""
     address = os.environ.get("NCCL_RAS_ADDR") or _DEFAULT
     try:
         report = await _asked(address)
@@ -148,10 +146,8 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, li
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
-# Seconds between checks whether a process still saves.
 _LOOK_S = 0.2
 
-# `news` of a host without processes.
 NO_NEWS: dict[str, dict[int, Any]] = {"statuses": {}, "windows": {}}
 
 
@@ -164,8 +160,8 @@ class LocalGeneration:
       stuck: called with the reason when killed processes do not end.
 
     Attributes:
-      processes: those not yet waited for.
-      step: the last step that all of them called.
+      processes: not yet waited for.
+      step: the last that all of them called.
       saved: whether a process has saved and ended.
     """
 
@@ -185,20 +181,20 @@ class LocalGeneration:
         self._say = say
         self._num_oom_kills = num_oom_kills()
         self._state = State.RUNNING
-        self._watch = HangDetector(options.timeout_s)  # knows how long a process may save
-        self._num_sent: dict[int, int] = {}  # records of steps, by process
-        self._asking: asyncio.Task[None] | None = None  # held, or it may be collected
+        self._watch = HangDetector(options.timeout_s)
+        self._num_sent: dict[int, int] = {}  # step records by process
+        self._asking: asyncio.Task[None] | None = None  # held against garbage collection
         self._deadline: asyncio.TimerHandle | None = None
-        self._saving_s = -math.inf  # when one was last seen saving
+        self._saving_s = -math.inf  # when one was last saving
 
     @property
     def is_running(self) -> bool:
-        """Whether its processes were neither asked to end nor killed."""
+        """Whether its processes may run on."""
         return self._state is State.RUNNING
 
     @property
     def is_stopping(self) -> bool:
-        """Whether its processes were asked to end, within the timeout."""
+        """Whether its processes were asked to end."""
         return self._state is State.STOPPING
 
     def statuses(self) -> dict[int, ProcessStatus]:
@@ -206,7 +202,7 @@ class LocalGeneration:
         return {process.process_id: process.slot.read() for process in self.processes}
 
     def news(self) -> dict[str, dict[int, Any]]:
-        """Return the statuses, and the windows of processes with new steps."""
+        """Return statuses, and windows of processes with new steps."""
         windows = {}
         for process in self.processes:
             times, i = process.slot.times, process.process_id
@@ -218,8 +214,8 @@ class LocalGeneration:
     def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         """Record a message of a process."""
         if kind == "failed":
-            # It will exit, and the others need not wait; a lone process may clean up first. If
-            # another process is dying, this error may be a consequence.
+            # The others need not wait for its exit; a lone process may clean up first. If another
+            # is dying, this error may be a consequence.
             assert process.assignment is not None
             is_alone = process.assignment.num_processes == 1
             if not is_alone and not any(other.is_dying() for other in self.processes):
@@ -231,8 +227,8 @@ class LocalGeneration:
             self._send("told", **who, what=kind, facts=facts)
 
     def record_exit(self, process: Process) -> None:
-        """Record that a process has ended and was waited for."""
-        # Read pending messages of the others first: this exit may end them.
+        """Record a process that was waited for."""
+        # Pending messages first: this exit may end the others.
         for other in [*self.processes]:
             other.read()
         self._record_step(process)
@@ -240,7 +236,7 @@ class LocalGeneration:
         code = process.popen.returncode
         if code == SAVED:
             self.saved = True
-            # The others will save and end, so later exit codes are not failures.
+            # Later exit codes are no failures: the others will save and end.
             self.stop(None)
         if self.is_stopping or code in (0, SAVED) or process.died_first:
             self._tell_exit(process, code)
@@ -275,17 +271,17 @@ class LocalGeneration:
         self.step = step if self.step is None else min(self.step, step)
 
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, with a signal if given, and kill them after the timeout."""
+        """Ask its processes to end, with a signal if given; kill them after the timeout."""
         if self._state is State.RUNNING:
             self._state = State.STOPPING
             self._set_deadline(self._end_unless_saving)
         if self.is_stopping and number is not None:
             for process in self.processes:
-                if not process.has_ended:  # it may have no handler any more
+                if not process.has_ended:  # it may have no handler
                     process.signal(number if number == signal.SIGINT else signal.SIGTERM)
 
     def kill_processes(self) -> None:
-        """Kill its processes; one that was already dying counts as ended by itself."""
+        """Kill its processes; a dying one counts as ended by itself."""
         if self._state is State.ENDING:
             return
         for process in self.processes:
@@ -294,7 +290,7 @@ class LocalGeneration:
         self._set_deadline(self._still_alive)
 
     def kill_now(self) -> None:
-        """Kill its processes, and wait for them without a limit."""
+        """Kill its processes, without a deadline."""
         self._state = State.ENDING
         self._set_deadline(None)
         for process in self.processes:
@@ -302,21 +298,20 @@ class LocalGeneration:
             process.kill()
 
     def show_stacks(self, process_ids: list[int], *, asks_nccl: bool = False) -> None:
-        """Print the stacks of these processes; `asks_nccl`: also send NCCL's report."""
+        """Print the stacks of these processes; `asks_nccl`: send NCCL's report."""
         if asks_nccl and any(it.assignment and it.assignment.gpus for it in self.processes):
             self._asking = start_task(self._ask_nccl())
         for process in self.processes:
             if process.process_id in process_ids:
                 process.reveal()
-            # The handler is in C and needs no GIL. A process without it, before `jdp.init()` or
-            # after its interpreter ended, would be killed.
+            # A process without the C handler, before `jdp.init()` or at its end, would be killed.
             if catches_signal(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 
     async def _ask_nccl(self) -> None:
         self._send("nccl", report=await ask())
 
-    # A saving process may overrun the timeout, then gets a grace period to exit.
+    # A saving process may overrun the timeout.
     def _end_unless_saving(self) -> None:
         now, statuses = time.monotonic(), self.statuses()
         if any(it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in statuses.values()):

@@ -1,7 +1,7 @@
 """The output of this host's processes: on the console and in files.
 
-One thread reads all of it, so that a stopped console blocks the processes, as without a launcher,
-but never the launcher. That thread alone touches a `WorkerOutput`.
+One thread reads all of it, so that a stopped console blocks the processes, but never the launcher.
+That thread alone touches a `WorkerOutput`.
 """
 
 import os
@@ -27,11 +27,7 @@ class AppendFile:
     """A file for appending; the first error is reported and ends it.
 
     Args:
-      path: None for no file; missing folders are made.
-      say: prints a line for people.
-
-    Attributes:
-      path: None once it is not written.
+      path: None for no file.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
@@ -40,13 +36,13 @@ class AppendFile:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered: keeps the lines of a killed run.
+                # Unbuffered, for a killed run.
                 self._file = path.open("ab", buffering=0)
             except OSError as error:
                 self._fail(error)
 
     def write(self, data: bytes) -> None:
-        """Append to the file, unless a write failed before."""
+        """Append, unless a write failed before."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -54,7 +50,7 @@ class AppendFile:
                 self._fail(error)
 
     def append_contents(self, path: Path) -> None:
-        """Append the text of another file, and remove that file."""
+        """Append another file's text, and remove that file."""
         if self._file is not None:
             try:
                 self.write(path.read_bytes())
@@ -74,29 +70,20 @@ class AppendFile:
         self.path = None
 
 
-# A longer line is shown in parts.
 MAX_LINE_BYTES = 2**20
 
-# Progress bars end lines with a carriage return and are shown while they move. A final one may be
-# half of \r\n, so it waits for the next bytes.
+# A progress bar ends lines with a carriage return. A final one may be half of \r\n, so it waits.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class LineSplitter:
-    r"""Splits a stream into lines; `rest` is the unfinished one.
-
-    >>> splitter = LineSplitter()
-    >>> splitter.split(b"10%\r20%\r\n3"), splitter.rest
-    ([b'10%\r', b'20%\r\n'], b'3')
-    >>> splitter.split(b"")
-    [b'3\n']
-    """
+    r"""Splits a stream into lines; `rest` is the unfinished one."""
 
     def __init__(self) -> None:
         self.rest = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the lines that end in the next bytes; b"" ends the stream."""
+        """Return the completed lines; b"" ends the stream."""
         text, end, lines = self.rest + data, 0, []
         for found in _END_OF_LINE.finditer(text) if data else ():
             lines.append(text[end : found.end()])
@@ -108,15 +95,15 @@ class LineSplitter:
         return lines
 
 
-# Last lines kept for each process, and the length each is cut to.
+# Kept lines of a process, and their length.
 TAIL_LINES = 50
 TAIL_LINE_CHARS = 1000
 
-# Lines kept of a waiting standby; most write none.
+# Kept lines of a waiting standby.
 _HELD_LINES = 1000
 
-# JAX's CPU collectives print this for each rank. It goes to the files only, unless the script wrote
-# to the same line.
+# JAX's CPU collectives print this for each rank: to the files only, unless a script's text is
+# beside.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+\s*"
@@ -124,31 +111,31 @@ _GLOO = re.compile(
 
 
 class OutputReader(Protocol):
-    """Reads the pipes of all processes in one thread: `OutputMux`."""
+    """The part of `OutputMux` that outputs use."""
 
     def prefix(self, name: str, number: int) -> bytes:
         """Return the prefix of a process's lines."""
         ...
 
     def post(self, call: Callable[[], None]) -> None:
-        """Call this in the thread, after all earlier calls."""
+        """Call this in the thread."""
         ...
 
     def drain(self, output: "WorkerOutput") -> None:
-        """Read the pipes of a process until they are empty."""
+        """Read a process's pipes until they are empty."""
         ...
 
     def show(self, output: "WorkerOutput", stream: int, line: bytes) -> None:
-        """Write a line to the console, unless it is filtered."""
+        """Write a line to the console, unless filtered."""
         ...
 
     def open_file(self, name: str) -> AppendFile:
-        """Open a file of the log folder, if there is one."""
+        """Open a file of the log folder, if any."""
         ...
 
 
 class WorkerOutput:
-    """The output of one process, made by `OutputMux.add`; `waits`: hold it until the assignment."""
+    """The output of one process; `waits`: hold it until the assignment."""
 
     def __init__(
         self, logs: OutputReader, process: Started, local_rank: int, waits: bool = False
@@ -167,27 +154,26 @@ class WorkerOutput:
         self._logs = logs
 
     def assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        """Name the process by its id, and show a standby's output from now on."""
+        """Name the process, and show a standby's output from now on."""
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def hold(self) -> None:
-        """Keep the lines of a waiting standby, and show them when it is assigned.
+        """Keep a waiting standby's lines until it is assigned.
 
-        It may write as soon as it is woken, before `assign` has taken effect.
+        It may write when woken, before `assign` has taken effect.
         """
         self._logs.post(self._hold)
 
     def reveal(self) -> None:
-        """Show the process on the console, against --local-ranks-filter."""
-        self.is_revealed = True  # not posted: its next output may be read before a posted call
+        """Show the process, against --local-ranks-filter."""
+        self.is_revealed = True  # not posted: its next output may come first
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
-        """Return the last TAIL_LINES lines, complete for an ended process."""
+        """Return the last TAIL_LINES lines."""
         done: Future[list[str]] = Future()
 
         def collect() -> None:
             self._logs.drain(self)
-            # Include an unterminated line.
             rests = [splitter.rest for splitter in self._splitters.values() if splitter.rest]
             done.set_result([*self.tail, *map(_text, rests)][-TAIL_LINES:])
 
@@ -198,7 +184,7 @@ class WorkerOutput:
             return list(self.tail)
 
     def receive(self, stream: int, data: bytes) -> None:
-        """Show and write bytes of `stream`, empty at its end; in the thread."""
+        """Show and write bytes of `stream`, b"" at its end; in the thread."""
         for line in self._splitters[stream].split(data):
             self._file.write(line)
             if _GLOO.fullmatch(line):
@@ -211,12 +197,12 @@ class WorkerOutput:
                 self._held.append((stream, line))
 
     def close_file(self) -> None:
-        """Close the file of the log folder."""
+        """Close the log file."""
         self._file.close_file()
 
     def _hold(self) -> None:
         if self._held is None:
-            self._logs.drain(self)  # its lines from before it waited
+            self._logs.drain(self)
             self._held = deque(maxlen=_HELD_LINES)
 
     def _assign(self, process_id: int, local_rank: int, generation: int) -> None:
@@ -229,7 +215,7 @@ class WorkerOutput:
         before = self._file
         if before.path is not None:
             before.close_file()
-            # Not renamed: a resumed run may have written to the new file.
+            # Not renamed: a resumed run may have written the new file.
             self._file = self._logs.open_file(f"generation_{generation}/process_{process_id}.log")
             self._file.append_contents(before.path)
         if not self.pipes:
@@ -240,10 +226,9 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2][:TAIL_LINE_CHARS]
 
 
-# Size of a read, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
+# A pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
-# Lines compared with a traceback before it is shown.
 _SHOWN_LINES = 1000
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"  [\w.]*(Error|Exception|Exit|Interrupt)\b")
@@ -259,7 +244,7 @@ class OutputMux:
         self.prefix = self.console.prefix
         self._has_named_filter = False
         self._summary: RunSummary | None = None  # the latest
-        self._is_summary_due = False  # whether the thread will show it
+        self._is_summary_due = False
         self._shown: deque[str] = deque(maxlen=_SHOWN_LINES)
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -275,10 +260,9 @@ class OutputMux:
     def add(
         self, process: Started, local_rank: int, *, standby: bool = False, waits: bool = False
     ) -> WorkerOutput:
-        """Read a started process until it closes its pipes.
+        """Read a process's pipes until they close.
 
-        A standby is hidden until it is assigned; the lines of a process that `waits` are then
-        shown, too.
+        A standby is hidden until it is assigned; then the lines of one that `waits` are shown.
         """
         output = WorkerOutput(self, process, local_rank, waits)
         output.is_standby = standby or waits
@@ -287,28 +271,28 @@ class OutputMux:
         return output
 
     def finish(self, timeout_s: float = 2.0) -> None:
-        """Show and write the remaining output, and end the thread within `timeout_s`."""
+        """Show and write the remaining output, and end the thread."""
         self.post(self._finish)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._waker.close()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Call this in the thread, after all earlier calls."""
+        """Call this in the thread, in order."""
         self._calls.append(call)
-        with suppress(OSError):  # full: it will wake up anyway; or closed
+        with suppress(OSError):  # full, so it will wake up; or closed
             self._waker.send(b"x")
 
     def drain(self, output: WorkerOutput) -> None:
-        """Read the pipes of a process until they are empty; in the thread."""
+        """Read a process's pipes until they are empty; in the thread."""
         for pipe in [*output.pipes]:
-            # Bounded: the process may write faster than this reads.
+            # Bounded: the process may write faster.
             for _ in range(_MAX_READS):
                 if not self._read_once(output, pipe):
                     break
 
     def show(self, output: WorkerOutput, stream: int, line: bytes) -> None:
-        """Write a line to the console, unless it is filtered; in the thread."""
+        """Write a line to the console, unless filtered; in the thread."""
         if output.is_revealed or self._options.is_shown(output.local_rank, stream):
             self.console.write(stream, output.prefix + line)
             self._shown.append(line.decode(errors="replace").rstrip())
@@ -318,11 +302,11 @@ class OutputMux:
             self.say(f"only local rank {shown} is shown; --local-ranks-filter all shows all")
 
     def say(self, text: str) -> None:
-        """Write the launcher's own line to the console; in the thread."""
+        """Write the launcher's own line; in the thread."""
         self.console.say(self.shortened(text))
 
     def shortened(self, text: str) -> str:
-        """Return a text with only the error in place of a traceback that was shown."""
+        """Replace an already shown traceback by its error."""
         lines = text.split("\n")
         if f"  {_TRACEBACK}" not in lines:
             return text
@@ -336,14 +320,14 @@ class OutputMux:
         return "\n".join([*lines[:begin], *lines[errors[-1] :]])
 
     def show_summary(self, summary: RunSummary) -> None:
-        """Show the progress, the latest alone if the console is stopped."""
+        """Show the progress; only the latest on a stopped console."""
         self._summary = summary
         if not self._is_summary_due:
             self._is_summary_due = True
             self.post(self._show_summary)
 
     def open_file(self, name: str) -> AppendFile:
-        """Open a file of the log folder, if there is one."""
+        """Open a file of the log folder, if any."""
         folder = self._options.log_dir
         return AppendFile(folder and folder / name, lambda text: self.post(lambda: self.say(text)))
 

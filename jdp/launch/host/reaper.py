@@ -1,8 +1,7 @@
 """A process that briefly outlives the launcher, to kill the processes of the run.
 
-The death signal of `spawn` reaches the launcher's children, but not their children. The guardian
-holds one end of a pipe, which closes when the launcher ends in any way. It is a program without
-jdp, so it is small and starts at once.
+The death signal of `spawn` does not reach grandchildren. The guardian holds a pipe, which closes
+when the launcher ends in any way. It runs without jdp, so it is small and starts at once.
 """
 
 import os
@@ -14,10 +13,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-# Marks processes, so that the guardian finds those that left their group.
+# Marks processes that may leave their group.
 MARK = "JDP_GUARDIAN"
 
-# Seconds for a resource tracker to clean up; it needs milliseconds.
+# A resource tracker needs milliseconds.
 _TRACKER_S = 2.0
 
 
@@ -28,7 +27,7 @@ class Guardian:
     process was killed and waited for.
 
     Args:
-      added, removed: called with the pid of each child of the launcher, including the guardian.
+      added, removed: called with the pid of each child of the launcher.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Guardian:
     ) -> None:
         self._added, self._removed = added, removed
         mark = secrets.token_hex(16)
-        # A launcher may run in a process of another launcher, whose mark it passes on.
+        # A launcher may run in another launcher's process.
         marks = filter(None, [os.environ.get(MARK), mark])
         self.environment = {MARK: ",".join(marks)}
         """Variables that each process must be started with."""
@@ -54,7 +53,7 @@ class Guardian:
         added(self._process.pid)
 
     def add(self, group: int) -> None:
-        """Kill this process group when the launcher is gone."""
+        """Kill this group when the launcher is gone."""
         self._added(group)
         self._tell(f"+{group}\n")
 
@@ -64,7 +63,7 @@ class Guardian:
         self._tell(f"-{group}\n")
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all remaining processes, and wait for their end."""
+        """Kill all remaining processes, and wait."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -79,7 +78,7 @@ class Guardian:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        # Without a guardian, the death signal of spawn remains.
+        # Without a guardian, spawn's death signal remains.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
 
@@ -95,7 +94,7 @@ def main() -> None:
     for group in groups:
         kill_group(group)
     end = time.monotonic() + _TRACKER_S
-    # Repeated: a process may start another while it is killed.
+    # Repeated: a process may start another meanwhile.
     while marked := _marked(mark):
         for pid in marked:
             if not _is_tracker(pid) or time.monotonic() > end:
@@ -106,8 +105,7 @@ def main() -> None:
 def kill_group(group: int) -> None:
     """Kill all processes of a group except Python's resource trackers.
 
-    A process that uses `multiprocessing` without fork may have a tracker. It removes the files of
-    its users from /dev/shm when they have ended, and ends, too.
+    A tracker of `multiprocessing` without fork removes its users' files from /dev/shm, then ends.
     """
     members = [pid for pid in _processes() if _group_of(pid) == group]
     trackers = {*filter(_is_tracker, members)}
@@ -144,7 +142,7 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-# Return the processes started with `mark`; a zombie's environment is empty.
+# A zombie's environment is empty.
 def _marked(mark: bytes) -> list[int]:
     found = []
     for pid in _processes():

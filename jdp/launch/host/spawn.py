@@ -16,12 +16,12 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 _SUFFIX = "-cache"
 
-# Longer than between two pieces of a file, shorter than between a program and its next run.
+# Between the write time of a file and a program's next run.
 _JUST_NOW_S = 1.0
 
 
 def folder(inherited: Mapping[str, str]) -> str:
-    """Return the cache folder of the environment or the user; a temporary one without a home."""
+    """Return the compilation cache's folder; a temporary one without a home."""
     if VARIABLE in inherited:
         return inherited[VARIABLE]
     caches = inherited.get("XDG_CACHE_HOME")
@@ -34,10 +34,9 @@ def folder(inherited: Mapping[str, str]) -> str:
 
 
 def drop_torn(folder: Path) -> None:
-    """Remove programs that were being written when a process was killed.
+    """Remove programs that were being written at a death.
 
-    JAX writes a program in place, and never replaces a truncated one: each process warns and
-    compiles again.
+    JAX never replaces a truncated one: each process would warn and compile again.
     """
     oldest = time.time() - _JUST_NOW_S
     with suppress(OSError), os.scandir(folder) as entries:
@@ -47,8 +46,8 @@ def drop_torn(folder: Path) -> None:
                     os.unlink(entry)
 
 
-# Runs before the program, in its process. If the launcher died before prctl, no signal comes, and
-# the parent has changed. exec keeps signals that the launcher blocked or a shell ignored for "&".
+# Runs in the new process. If the launcher died before prctl, the parent has changed, and no signal
+# comes. exec keeps signals that the launcher blocked or a shell ignored for "&".
 _BEFORE = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -66,15 +65,15 @@ except OSError as error:
 
 
 class Started(Protocol):
-    """A started process: a `subprocess.Popen` or a fork."""
+    """A `subprocess.Popen` or a fork."""
 
     pid: int
-    returncode: Any  # None until it was waited for
+    returncode: Any  # None until waited for
     stdout: Any
     stderr: Any
 
     def wait(self) -> int:
-        """Wait for its end, and return its code: -n after signal n."""
+        """Wait, and return the code: -n after signal n."""
         ...
 
 
@@ -85,7 +84,6 @@ def spawn(
 
     It is killed when the calling thread ends, so call this in the main thread. It has these
     variables alone, and keeps `pass_fds` under the same numbers. Its stdout and stderr are pipes.
-    Its group has its pid as number.
     """
     return subprocess.Popen(
         ends_with_this(command),
@@ -100,16 +98,15 @@ def spawn(
 
 
 def ends_with_this(command: Sequence[str]) -> list[str]:
-    """Return a command whose process is killed when the thread that starts it ends."""
-    # A preexec_fn would run Python after fork, where other threads' locks are never released.
+    """Return a command that dies with the thread that starts it."""
+    # A preexec_fn would run after fork, where other threads' locks stay locked.
     return [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid()), *command]
 
 
 def kill(process: Started) -> None:
     """Kill a process and its children, such as data loaders.
 
-    Call it before the process is waited for, even if it has ended: until then its group number is
-    not reused.
+    Call it before the process is waited for: then its group number may be reused.
     """
     if process.returncode is None:
         kill_group(process.pid)
@@ -118,25 +115,21 @@ def kill(process: Started) -> None:
 def environment(
     inherited: Mapping[str, str] = os.environ, /, *, num_gpus: int = 0, **own: str
 ) -> dict[str, str]:
-    """Return the variables of a process: defaults, the inherited ones, its own.
-
-    >>> environment({"PYTHONUNBUFFERED": "x"}, JDP_GUARDIAN="7")["PYTHONUNBUFFERED"]
-    'x'
-    """
+    """Return a process's variables: defaults, inherited, own."""
     defaults = {
-        # Show output at once, also of a killed process.
+        # Output of a killed process.
         "PYTHONUNBUFFERED": "1",
-        # Show each thread at a crash in a library.
+        # Stacks at a crash.
         "PYTHONFAULTHANDLER": "1",
-        # A replacement finds the programs of its predecessor.
+        # A replacement reuses its predecessor's programs.
         VARIABLE: folder(inherited),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
     if not num_gpus:
-        # XLA on CPU maps its temporaries anew in each step, with a page fault for every 4 KiB. Huge
-        # pages cut the synchronisation of a 100 MB step from 54 to 10 ms.
+        # XLA:CPU maps temporaries anew in each step, a page fault for every 4 KiB. Huge pages cut
+        # the synchronisation of a 100 MB step from 54 to 10 ms.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    # Who reads a process's environment must not be able to join the run.
+    # Others may read the environment, and must not join.
     inherited = {name: value for name, value in inherited.items() if name != "JDP_TOKEN"}
     return {**defaults, **inherited, **own}

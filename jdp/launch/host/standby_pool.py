@@ -1,4 +1,4 @@
-"""Standbys: processes that ran the script up to `jdp.init()`, and wait there."""
+"""Standbys: processes that wait in `jdp.init()`."""
 
 import signal
 from collections.abc import Callable
@@ -11,13 +11,13 @@ class Standbys:
     """The standbys of this host.
 
     They are forks of a process that waits in `jdp.init()`; a forked standby stays in reserve.
-    Without forks they start when every process of a generation has finished its first step, or
-    when the host joins a running generation.
+    Without forks they start after the first step of a generation, or when the host joins a running
+    one.
 
     Args:
       number: of standbys to keep.
       start: starts one, given its likely local id, and the process to fork or None.
-      can_fork: whether processes of this host can be forked, as far as is known.
+      can_fork: whether processes of this host can be forked.
       ready: called when all of them wait, or when there will be none.
     """
 
@@ -32,7 +32,7 @@ class Standbys:
         self._number, self._start, self._can_fork = number, start, can_fork
         self._ready, self._say = ready, say
         self._processes: list[Process] = []
-        self._dropped: list[Process] = []  # killed, and not yet waited for
+        self._dropped: list[Process] = []  # killed, not yet waited for
         self._wanted = 0  # now
         self._one_parked = False
         self._gave_up = False
@@ -45,7 +45,7 @@ class Standbys:
 
     @property
     def num_parked(self) -> int:
-        """How many of them wait in `jdp.init()`."""
+        """How many wait in `jdp.init()`."""
         return sum(process.parked for process in self._processes)
 
     def fill(self, parent: Process | None = None) -> None:
@@ -55,17 +55,17 @@ class Standbys:
             self._dropped.append(process)
             process.kill()
         self._wanted = 0 if self._gave_up else self._number
-        # A dropped one keeps its slot of the board until it was waited for.
+        # A dropped one keeps its slot until it was waited for.
         while len(self._processes) + len(self._dropped) < self._wanted:
             parent = self._parent() or parent
             self._processes.append(self._start(len(self._processes), parent))
             if parent is None and self._can_fork():
-                break  # The others are forks of this one.
+                break  # the others are forks of this one
         self._say_ready()
 
     def take_standby(self) -> Process | None:
-        """Return a waiting standby, or one that will soon wait because others do; else None."""
-        # The cause of the failure may have killed or stopped it, too.
+        """Return a standby that waits, or soon will, else None."""
+        # The failure's cause may have killed or stopped it.
         able = [process for process in self._processes if process.can_run()]
         chosen = min(able, default=None, key=lambda process: not process.parked)
         if chosen is None or not (self._one_parked or chosen.parked):
@@ -79,18 +79,17 @@ class Standbys:
         return chosen
 
     def _parent(self) -> Process | None:
-        """Return a standby that can be forked, or None."""
         return next((p for p in self._processes if p.can_fork and p.can_run()), None)
 
     def record_parked(self) -> None:
-        """Record that one of them waits in `jdp.init()`."""
+        """Record that one waits in `jdp.init()`."""
         self._one_parked = True
         if self._wanted > len(self._processes) + len(self._dropped):
             self.fill()
         self._say_ready()
 
     def record_exit(self, process: Process) -> None:
-        """Remove one that ended, and report it if it was needed."""
+        """Remove an ended one, and report it if needed."""
         if process in self._dropped:
             self._dropped.remove(process)
             if self._wanted:
@@ -99,7 +98,7 @@ class Standbys:
         self._processes.remove(process)
         if not self._wanted:
             return
-        # Not replaced now: the next one may end for the same reason.
+        # The next one may end for the same reason.
         self._wanted = 0
         who = f"a standby (pid {process.popen.pid}) {in_words(process.popen.returncode)}"
         if process.parked:

@@ -1,4 +1,4 @@
-"""One process of this host: a standby, until it has an assignment."""
+"""One process of this host, perhaps a standby."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,9 @@ from jdp.worker.local_devices import num_gpus
 from jdp.worker.process_status import COMPILING, STARTING
 from jdp.worker.progress_board import Board
 
-# Without it NCCL refuses two ranks on one GPU; before 2.30 NCCL always does.
+# Without it NCCL refuses two ranks on a GPU; before 2.30 always.
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-# The fraction of a GPU that JAX takes by default.
+# JAX's default fraction of a GPU.
 _TAKEN = 0.75
 _FRACTION = "XLA_CLIENT_MEM_FRACTION"
 _OF_MEMORY = (_FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -66,36 +66,32 @@ def gpus_of_slots(
 def memory_of_shared(
     num_gpus: int, num_slots: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables by which processes that share a GPU divide its memory.
-
-    >>> memory_of_shared(1, 2, {})
-    {'XLA_CLIENT_MEM_FRACTION': '0.375'}
-    """
+    """Return variables that divide a shared GPU's memory."""
     if not 0 < num_gpus < num_slots or any(map(environment.get, _OF_MEMORY)):
         return {}
     return {_FRACTION: f"{_TAKEN * num_gpus / num_slots:.3g}"}
 
 
-# A helper started with `setsid` and an empty environment has neither the process group nor the mark
-# that the guardian looks for (`reaper.py`). But the launcher is a subreaper (`man 2 prctl`), so it
-# becomes the helper's parent once the process that started it has ended.
+# A helper started with `setsid` and an empty environment escapes the guardian (`reaper.py`). But
+# the launcher is a subreaper (`man 2 prctl`): it becomes the helper's parent when that one's parent
+# ends.
 
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """The adopted children of this launcher; `adopts`: whether orphans become its children."""
+    """The launcher's adopted children, if it `adopts` any."""
 
     def __init__(self) -> None:
         self._own: set[int] = set()
         self.adopts = False
 
     def start_adopting(self) -> None:
-        """Adopt orphans from now on, if the system can.
+        """Adopt orphans from now on, if possible.
 
-        A launcher with other children, such as a shell's sidecar before `exec`, adopts none: their
-        helpers would look like the run's.
+        A launcher with other children, such as a sidecar, adopts none: their helpers would look
+        like the run's.
         """
         found = children()
         if found is not None and found <= self._own:
@@ -108,15 +104,15 @@ class Orphans:
             self.adopts = False
 
     def add_own(self, pid: int) -> None:
-        """Record a child that the launcher started."""
+        """Record a child of the launcher."""
         self._own.add(pid)
 
     def remove_own(self, pid: int) -> None:
-        """Remove a child that was waited for."""
+        """Remove a waited child."""
         self._own.discard(pid)
 
     def reap(self) -> set[int]:
-        """Wait for ended orphans, and return the others, without blocking."""
+        """Reap ended orphans; return the others."""
         left = set()
         for pid in (children() or set()) - self._own if self.adopts else ():
             with suppress(ChildProcessError):
@@ -125,7 +121,7 @@ class Orphans:
         return left
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all orphans and the orphans that these leave, within `timeout_s`."""
+        """Kill all orphans, and theirs."""
         end = time.monotonic() + timeout_s
         while (left := self.reap()) and time.monotonic() < end:
             for pid in left:
@@ -138,11 +134,10 @@ def _prctl(option: int, value: int) -> int:
     return ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# Seconds for a fork, which blocks the launcher: 0.1 s for each GB of small objects, and almost no
-# time for large arrays.
+# Seconds for a fork, which blocks the launcher: 0.1 s for each GB of small objects.
 _FORK_TIMEOUT_S, _FORK_TIMEOUT_S_PER_GB, _MAX_FORK_TIMEOUT_S = 1.0, 0.25, 3.0
 
-# PF_EXITING of Linux, in the flags of /proc/PID/stat.
+# PF_EXITING in /proc/PID/stat.
 _EXITING = 0x4
 
 
@@ -150,12 +145,11 @@ class HostResources:
     """Resources that the processes of this host share.
 
     Raises:
-      ValueError: the GPUs of this host cannot be divided evenly.
+      ValueError: the GPUs cannot be divided evenly.
 
     Attributes:
       gpus: of each slot.
-      commit_file: descriptor of the commit memory, owned by the launcher, so that a commit outlives
-        the process that wrote it.
+      commit_file: descriptor of the commit memory, which outlives the processes.
     """
 
     def __init__(self, options: Options) -> None:
@@ -176,17 +170,17 @@ class HostResources:
 
     @property
     def can_fork(self) -> bool:
-        """Whether processes may be forked: the launcher must become their parent."""
+        """Whether processes may be forked, as the launcher's children."""
         return self._wants_forks and self.orphans.adopts and self._why_no_forks is None
 
     def refuse_forks(self, why: str) -> None:
-        """Record, and report once, why processes cannot be forked."""
+        """Record, and report once, why not."""
         if self._wants_forks and self._why_no_forks is None:
             self._why_no_forks = why
             self.say(f"each process imports its modules itself, since {why}.")
 
     def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
-        """Return the assignments of this host's processes in a generation."""
+        """Return the assignments of this host's processes."""
         return [
             Assignment(
                 process_id=first + local_id,
@@ -199,7 +193,7 @@ class HostResources:
         ]
 
     def say(self, text: str) -> None:
-        """Print a line for people, without waiting for the console."""
+        """Print a line for people, without waiting."""
         self.logs.post(lambda: self.logs.say(text))
 
     def release(self) -> None:
@@ -214,7 +208,7 @@ class HostResources:
 
 
 class Fork:
-    """A fork, with the used part of the interface of `subprocess.Popen`."""
+    """A fork, with an interface like `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -222,7 +216,7 @@ class Fork:
         self.stdout, self.stderr = (open(fd, "rb", buffering=0) for fd in (stdout, stderr))
 
     def wait(self) -> int:
-        """Wait for its end, and return its code: -n after signal n."""
+        """Wait, and return the code: -n after signal n."""
         if self.returncode is None:
             _, status = os.waitpid(self.pid, 0)
             self.returncode = os.waitstatus_to_exitcode(status)
@@ -242,9 +236,7 @@ class Process:
     Attributes:
       parked: whether it has reached `jdp.init()`.
       can_fork: whether it waits there and can be forked.
-      restored_step: step of the run at which it began.
-      has_ended: whether its script has ended.
-      traceback: of its script's error.
+      restored_step: step at which it began.
       died_first: whether it was dying when its generation was killed.
     """
 
@@ -278,7 +270,7 @@ class Process:
 
     @property
     def is_fork(self) -> bool:
-        """Whether it is a fork of its parent."""
+        """Whether it was forked."""
         return isinstance(self.popen, Fork)
 
     def _start(self, assignment: Assignment | None, parent: "Process | None") -> spawn.Started:
@@ -291,7 +283,7 @@ class Process:
                 else:
                     started = parent.fork(self._slot_index, theirs, requests)
             except OSError:
-                ours.close()  # A late fork ends when it finds its connection closed.
+                ours.close()  # a late fork then ends
                 self._requests.close()
                 if parent is None:
                     raise
@@ -311,12 +303,12 @@ class Process:
             where["launcher"] = os.getpid()
         variables = {**resources.variables, **invitation(**fds, **where)}
         if assignment is not None:
-            # For a script that never calls jdp.init().
+            # For a script without jdp.init().
             variables |= environment(assignment)
         return spawn.spawn(resources.command, variables, pass_fds=fds.values())
 
     def fork(self, slot: int, connection: socket.socket, requests: socket.socket) -> Fork:
-        """Fork this process, which `can_fork`; see `jdp.worker.fork_server`."""
+        """Fork this process, see `jdp.worker.fork_server`."""
         if not self.can_fork:
             raise OSError("an earlier request has no answer yet")
         limit_s = _FORK_TIMEOUT_S + _FORK_TIMEOUT_S_PER_GB * self._resident_gb()
@@ -329,7 +321,7 @@ class Process:
             if not pid:
                 raise OSError("the process could not be forked")
         except OSError:
-            self.can_fork = False  # A late answer would be taken for that to a later request.
+            self.can_fork = False  # a late answer would look like the next request's
             os.close(out[0])
             os.close(err[0])
             raise
@@ -345,15 +337,15 @@ class Process:
         return self.assignment.process_id
 
     def is_dying(self) -> bool:
-        """Whether it has begun to exit; its connections close before it can be waited for."""
+        """Whether it exits; its connections close before it can be waited for."""
         return self._state()[1]
 
     def can_run(self) -> bool:
-        """Whether it is neither dying nor stopped by a signal."""
+        """Whether it neither dies nor is stopped."""
         state, is_dying = self._state()
         return not is_dying and state not in "Tt"
 
-    # The letter of its state, and whether it has begun to exit.
+    # (state letter, is exiting).
     def _state(self) -> tuple[str, bool]:
         try:
             with open(f"/proc/{self.popen.pid}/stat") as file:
@@ -368,17 +360,17 @@ class Process:
         return 0.0
 
     def step(self) -> int:
-        """Return the step of the run that it called last."""
+        """Return the step that it called last."""
         return self.restored_step + self.slot.read().steps
 
     def assign(self, assignment: Assignment) -> None:
-        """Make it a process of a generation, which may wait for `go` in `jdp.init()`."""
+        """Make it a process of a generation."""
         self.assignment = assignment
         self.slot.expect(self.popen.pid, assignment.generation)
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
 
     def go(self) -> None:
-        """Let it leave `jdp.init()` with its assignment."""
+        """Let it leave `jdp.init()`."""
         assert self.assignment is not None
         self._may_go, self.can_fork = True, False
         self._requests.close()
@@ -386,23 +378,23 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send it a signal, not its children: data loaders continue while it saves."""
-        # Popen.send_signal would reap an ended process and leave its children running.
+        # Popen.send_signal would reap it and leave its children running.
         signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """Kill it and its children; `died` is called soon."""
+        """Kill it and its children."""
         spawn.kill(self.popen)
 
     def reveal(self) -> None:
-        """Show its output on the console, against the filter."""
+        """Show its output, against the filter."""
         self._output.reveal()
 
     def read(self) -> None:
-        """Receive the messages that it has sent."""
+        """Receive its messages."""
         self._channel.read()
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that it wrote."""
+        """Return its last lines."""
         return self._output.last_lines()
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""The leader of a run: it assigns ranks, and recovers after a failure."""
+"""The leader of a run."""

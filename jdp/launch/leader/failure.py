@@ -1,4 +1,4 @@
-"""The causes that end a generation, with their texts."""
+"""The causes that end a generation."""
 
 import re
 import signal
@@ -26,7 +26,7 @@ class Cause:
       step: last step that the process called, if known.
       is_sure: whether it cannot be the consequence of another failure.
       grows: not a fault: there is room for more processes.
-      noticed: time.monotonic() of it.
+      noticed: its time.monotonic().
     """
 
     text: str
@@ -56,17 +56,7 @@ def exit_of_process(
     step: int | None = None,
     out_of_memory: bool = False,
 ) -> Cause:
-    """Return the cause for a process that failed by itself.
-
-    Args:
-      returncode: of Popen.
-      last_lines: of its output, shown without a traceback.
-
-    >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
-    the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
-    its last output:
-      no such file
-    """
+    """Return the cause for a failed process; `last_lines` are shown without a traceback."""
     text = f"{_who(process_id, host, pid)} {in_words(returncode, out_of_memory=out_of_memory)}"
     error_code = "JDP302" if returncode < 0 else "JDP301"
     lines = [with_code(error_code, f"the cause: {text}")]
@@ -83,24 +73,21 @@ def exit_of_process(
         error=traceback.rpartition("\n")[2],
         step=step,
         is_of_program=returncode != -signal.SIGKILL,
-        # The report of a killed process may follow those of failures that it caused. SIGABRT is
-        # unsure, since JAX aborts a process that lost another.
+        # Its report may follow those of failures that it caused; JAX aborts a process that lost
+        # another.
         is_sure=returncode < 0 and returncode != -signal.SIGABRT,
     )
 
 
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
-    """Return the cause for a process without progress that the others waited for."""
+    """Return the cause for a stalled process."""
     text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
     full_text = with_code("JDP303", f"the cause: {report}")
     return Cause(text, STALLED, full_text, "JDP303", stalled_s)
 
 
-def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> Cause:
-    """Return the cause that a process has ended, and another one waits for it."""
-    where = "a step or an evaluation that it did not call"
-    if not in_step:
-        where = "a call that all must make, as ckpt.step, ckpt.save and ckpt.close are"
+def early_end(process_id: int, other: int, grace_s: float) -> Cause:
+    """Return the cause for a process that waits in a step for an ended one."""
     text = (
         f"process {process_id} came to the end of the script, and process {other} has waited for "
         f"it for {grace_s:g} s in {where}"
@@ -114,21 +101,21 @@ def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> 
 
 
 def after_end(why: Cause, process_id: int) -> Cause:
-    """Return the cause for a process that failed after, and perhaps because, another one ended."""
+    """Return the cause for a failure after, perhaps because of, another process's end."""
     text = f"process {process_id} came to the end of the script"
     full_text = f"{text}. After that:\n{why.full_text}"
     return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
 
 
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
-    """Return the cause for a lost or silent host."""
+    """Return the cause for a lost host."""
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
     return Cause(text, 1, full_text, "JDP305", silent_s, is_of_program=False)
 
 
 def loss_of_leader(loss: LeaderLoss) -> Cause:
-    """Return the cause for the loss of the previous leader, as a host saw it."""
+    """Return the cause for the previous leader's loss."""
     full_text = with_code("JDP311", f"the cause: {loss.why}.")
     return Cause(
         *(loss.why, 1, full_text, "JDP311", loss.silent_s),
@@ -139,7 +126,7 @@ def loss_of_leader(loss: LeaderLoss) -> Cause:
 
 
 def growth() -> Cause:
-    """Return the cause for a restart with more processes."""
+    """Return the cause for growth."""
     return Cause("there is room for more processes", 0, "", "", grows=True)
 
 

@@ -36,7 +36,7 @@ def find(
 ) -> Cause | None:
     """Return the cause if a process waits in a step that ended processes did not call, or None.
 
-    The watch limits a step that all have called, and the final work of a single process.
+    The watch limits other steps, and the final work of a single process.
     """
     for i, status in statuses.items():
         if i in steps_of_ended or not waits(status) or now - status.progress_s < grace_s:
@@ -54,10 +54,10 @@ class Generation:
     """Processes that start and end together.
 
     Attributes:
-      parts: by host; a part is removed when its last process has ended.
+      parts: by host, until its last process has ended.
       told: facts by kind of message and by process.
       cause: why it ends.
-      step: the last step that all processes called, as far as hosts know.
+      step: the last that all processes called, as far as hosts know.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Generation:
         self.cause: Cause | None = None
         self.step: int | None = None
         self._returncodes: dict[int, int] = {}  # of processes that ended by themselves
-        self._blamed: tuple[RemoteHost, int] | None = None  # slot of a host
+        self._blamed: tuple[RemoteHost, int] | None = None
         self._ended_before_stop: set[int] = set()
-        self._first_end: float | None = None  # when the first process ended
+        self._first_end: float | None = None
         self._grace_s = options.shutdown_timeout_s
         self._events, self._report = events, report
         self._progress = ProgressWatch(self.size, options.timeout_s, say, self._write)
 
     @property
     def stepped(self) -> bool:
-        """Whether each process has finished its first step."""
+        """Whether each process has finished a step."""
         return self._told_by_all("first_step")
 
     @property
@@ -113,16 +113,13 @@ class Generation:
 
     @property
     def may_grow(self) -> bool:
-        """Whether each process made a step and called `restore`, and none has ended.
-
-        Without `restore` all would start again at step 0.
-        """
+        """Whether each process made a step and called `restore`, or all would restart at step 0."""
         return self.stepped and self._told_by_all("restored") and self._first_end is None
 
     def record_told(
         self, remote: RemoteHost, process_id: int, pid: int, what: str, facts: dict
     ) -> bool:
-        """Record a message of a process; return whether all processes have sent its kind now."""
+        """Record a message; return whether all processes have sent its kind now."""
         self._write(what, process_id=process_id, host=remote.name, pid=pid, **facts)
         self._progress.record_told(process_id, what, facts)
         told = self.told.setdefault(what, {})
@@ -144,7 +141,7 @@ class Generation:
         step: int | None = None,
         out_of_memory: bool = False,
     ) -> None:
-        """Record how a process ended by itself, perhaps a failure, and its last status."""
+        """Record how a process ended by itself, and its last status."""
         self._returncodes[process_id] = returncode
         self._report.record_end(process_id, ProcessStatus.of_json(status))
         if returncode == 0:
@@ -166,18 +163,18 @@ class Generation:
     def record_statuses(
         self, remote: RemoteHost, ahead_s: float, statuses: dict[str, list], windows: dict
     ) -> None:
-        """Record statuses and windows of a host whose clock is `ahead_s` behind."""
+        """Record statuses and windows of a host, whose clock is `ahead_s` behind."""
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
             self._progress.record_windows(windows)
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
-        """Record that a host has no process left, and their last common step."""
+        """Record a host without processes, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
         self.parts.pop(remote, None)
 
     def process_metrics(self) -> tuple[ProcessMetrics, ...]:
-        """Return the metrics of its living processes."""
+        """Return the metrics of its processes."""
         slow = self._progress.slow()
         return tuple(
             ProcessMetrics(i, part.remote.name, status.counts.data_s, slow.get(i))
@@ -197,10 +194,7 @@ class Generation:
             self.fail(why)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:
-        """Record the cause of the end, and the process to blame.
-
-        The first cause counts, unless it is unsure and a later one is sure.
-        """
+        """Record why it ends, and the process to blame; a sure cause replaces an unsure one."""
         if self.cause is None or (why.is_sure and not self.cause.is_sure):
             self.cause, self._blamed = why, None
             if process_id is not None:
@@ -208,13 +202,13 @@ class Generation:
                 self._blamed = part.remote, part.slots[process_id - part.first]
 
     def blame(self, now: float) -> None:
-        """Record the failure for the blamed slot, which may then rest."""
+        """Record the failure for the blamed slot."""
         if self._blamed is not None:
             remote, slot = self._blamed
             remote.slots[slot].fail(now, can_rest=len(remote.free(now)) > remote.least)
 
     def start(self, **facts: Any) -> None:
-        """Start its processes, with these facts for their `Assignment`."""
+        """Start its processes."""
         for host_id, part in enumerate(self.parts.values()):
             part.begin(self.number, num_processes=self.size, host_id=host_id, **facts)
         hosts = [remote.name for remote in self.parts]
@@ -248,12 +242,11 @@ class Generation:
         if self._first_end is None:
             self._first_end = time.monotonic()
 
-    # The processes whose script has ended.
     def _came_to_end(self) -> set[int]:
         exited = {i for i, code in self._returncodes.items() if code == 0}
         return exited | self.told.get("ended", {}).keys()
 
-    # Steps that each of them called; -1 if unknown.
+    # -1 if unknown.
     def _steps_of_ended(self) -> dict[int, int]:
         told = self.told.get("ended", {})
         return {i: told.get(i, {}).get("steps", -1) for i in self._came_to_end()}

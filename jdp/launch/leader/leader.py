@@ -1,9 +1,9 @@
 """The leader of a run: it begins generations on hosts, and recovers after a failure.
 
-The launcher that listens at the rendezvous address leads. If there are several addresses, the hosts
-elect one (`jdp/launch/election.py`), which needs a quorum for each generation
-(`jdp/launch/quorum.py`). An `Agent` manages the leader's own processes, as on any host.
-`jdp/worker/messages.py` lists the messages.
+The launcher at the rendezvous address leads. With several addresses, the hosts elect one
+(`jdp/launch/election.py`), which needs a quorum for each generation (`jdp/launch/quorum.py`). An
+`Agent` manages the leader's own processes, as on any host. `jdp/worker/messages.py` lists the
+messages.
 
 States, and what ends them:
 
@@ -12,10 +12,9 @@ States, and what ends them:
   a generation  see `generation.py`; until no host has processes of it (gathering, or over)
   over          the exit code is known; until the hosts have left
 
-Fencing: a host kills its processes if no beat is answered for `heartbeat_timeout_s`. The leader
-declares a host lost after 1.5 times that without a message. So processes of two generations never
-run side by side, whatever the network does. A host whose connection closed has exited or kills its
-processes at once.
+Fencing: a host kills its processes if no beat is answered for `heartbeat_timeout_s`, and at once if
+its connection closes. The leader declares a host lost after 1.5 times that without a message. So
+processes of two generations never run side by side, whatever the network does.
 """
 
 import asyncio
@@ -44,10 +43,7 @@ class LastCommits:
     """Waits until all hosts have written their last commit to the checkpoint directory.
 
     Args:
-      code: exit code of the run.
-      why: for people.
-      restored: step of the checkpoint from which the last generation continued, if any.
-      last: the last step of the run; None if it is not known.
+      restored: step of the last restored checkpoint, if any.
     """
 
     def __init__(self, code: int, why: str, restored: int | None, last: int | None) -> None:
@@ -60,7 +56,7 @@ class LastCommits:
             remote.channel.send("save commit")
 
     def record_answer(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record the commit that a host saved."""
+        """Record a host's saved commit."""
         self._answers[remote] = facts
 
     def are_saved(self, remotes: list[RemoteHost]) -> bool:
@@ -68,7 +64,7 @@ class LastCommits:
         return all(remote in self._answers for remote in remotes)
 
     def outcome(self) -> tuple[int, str]:
-        """Return the exit code, and a text with the reason and how to resume."""
+        """Return the exit code, and how to resume."""
         saved = [facts for facts in self._answers.values() if "step" in facts]
         if saved:
             latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
@@ -101,15 +97,15 @@ class RunEnd:
     ) -> None:
         self._members, self._events, self._report = members, events, report
         self._recoveries = recoveries
-        self._last_commits: LastCommits | None = None  # of a run that gives up
+        self._last_commits: LastCommits | None = None
 
     @property
     def is_saving(self) -> bool:
-        """Whether hosts write their last commit, after which the run ends."""
+        """Whether hosts write their last commit."""
         return self._last_commits is not None
 
     def follows(self, generation: Generation, signal: int | None) -> bool:
-        """Whether the run ends with this generation; then begin the end."""
+        """Whether the run ends with this generation; if so begin the end."""
         why = generation.cause
         if generation.saved:
             saved = f"saved {generation.closed_step}".rstrip()
@@ -135,18 +131,18 @@ class RunEnd:
         self._last_commits.ask(self._members.remotes)
 
     def record_saved(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record the commit that a host saved."""
+        """Record a host's saved commit."""
         if self._last_commits is not None:
             self._last_commits.record_answer(remote, facts)
 
     def poll(self, *, at_once: bool = False) -> None:
-        """End the run if all hosts saved their commit, or `at_once`."""
+        """End the run if all commits are saved, or `at_once`."""
         commits = self._last_commits
         if commits is not None and (at_once or commits.are_saved(self._members.remotes)):
             self.finish(*commits.outcome())
 
     def finish(self, code: int, why: str) -> None:
-        """End the run, and send its exit code to all hosts."""
+        """End the run on all hosts."""
         self._report.end_run()
         self._events.write("over", code=code, why=why)
         self._members.end_run(code=code, why=why)
@@ -158,7 +154,7 @@ class Succession:
     Of the hosts in the latest generation, the one that knows most recoveries counts.
 
     Attributes:
-      number: the last generation that hosts know; -1 for none.
+      number: the last known generation; -1 for none.
       run_id: None if unknown.
     """
 
@@ -167,10 +163,10 @@ class Succession:
         self._electors, self._recoveries = electors, recoveries
         self._history = RunHistory()
         self._loss: LeaderLoss | None = None  # of the previous leader
-        self._leads = False  # whether this leader has formed a generation
+        self._leads = False
 
     def record_join(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record the facts of a host's `join`."""
+        """Record a host's `join`."""
         self._electors.record_join(facts.get("electorate"))
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self.run_id = self.run_id or facts["run_id"]
@@ -185,7 +181,7 @@ class Succession:
             self._loss = min(self._loss or loss, loss, key=lambda each: each.at)
 
     def take_over(self) -> str:
-        """Continue after the last generation of another leader, if any."""
+        """Continue after another leader's last generation, if any."""
         is_first, self._leads = not self._leads, True
         if not is_first or self.number < 0:
             return ""
@@ -193,14 +189,14 @@ class Succession:
         return self._recoveries.take_over(self._history, failure.loss_of_leader(loss))
 
     def begin_generation(self, plan: Plan, home: str) -> dict[str, Any]:
-        """Record the next generation, return the facts for its hosts; `home` is the leader's."""
+        """Record the next generation; return the facts for its hosts."""
         self.number += 1
         self.run_id = self.run_id or secrets.token_hex(4)
         electorate = self._electors.form((part.remote for part in plan), home)
         return {"run_id": self.run_id, "known": self._known(electorate)}
 
     def settle(self) -> dict[str, Any]:
-        """Record that all hosts of the generation know its electors; return the facts."""
+        """Record that all hosts know the electors; return the facts."""
         return self._known(self._electors.settle())
 
     def _known(self, electorate: dict[str, Any] | None) -> dict[str, Any]:
@@ -208,12 +204,11 @@ class Succession:
         return {"electorate": electorate, "history": history.facts()}
 
 
-# Seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2
 
 
 class Leader:
-    """Decides for all hosts; `show` gets summaries, the other arguments are of `Membership`."""
+    """Decides for all hosts; `show` gets summaries."""
 
     def __init__(
         self,
@@ -228,8 +223,8 @@ class Leader:
         self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
         self._electors = Electors(len(options.endpoints) or 1)
         self._gathering = Gathering(options, True, self._electors)
-        self._generation: Generation | None = None  # the running one
-        self._has_restored = False  # whether a process may have begun to keep states of this run
+        self._generation: Generation | None = None
+        self._has_restored = False  # whether a process may have states of this run
         self._signal: int | None = None
         self._report = RunReport(show, self._events)
         self._recoveries = Recoveries(options, say, self._events, self._report)
@@ -253,7 +248,7 @@ class Leader:
         return self._generation is not None
 
     def metrics(self) -> RunMetrics:
-        """Return the current metrics of the run."""
+        """Return the run's current metrics."""
         return RunMetrics(
             self.number,
             sum(remote.standbys for remote in self.members.remotes),
@@ -267,12 +262,12 @@ class Leader:
         self._end.give_up(1, why)
 
     def resign(self) -> None:
-        """Stop leading in favor of another leader; no generation may run."""
+        """Stop leading; no generation may run."""
         self.members.resign()
         self._stop()
 
     async def finish_run(self, code: int, why: str, timeout_s: float = 5.0) -> None:
-        """End the run, wait until all hosts have left, and stop."""
+        """End the run, and wait until all hosts have left."""
         if not self.members.is_over:
             self._end.finish(code, why)
         await self.members.end_connections(timeout_s)
@@ -304,7 +299,7 @@ class Leader:
     def _receive(self, remote: RemoteHost, kind: str, facts: dict[str, Any]) -> None:
         remote.heard = time.monotonic()
         match kind:
-            case "beat":  # frequent with many hosts, and never urgent
+            case "beat":  # frequent and never urgent
                 return self._heard(remote, **facts)
             case "ready" if remote.becomes_ready(**facts):
                 self._events.write("ready", generation=remote.generation, host=remote.name)
@@ -331,11 +326,10 @@ class Leader:
     def _told(self, generation: Generation, remote: RemoteHost, what: str, **facts: Any) -> None:
         if not generation.record_told(remote, what=what, **facts):
             return
-        # All processes have sent this message now.
         self._recoveries.record_told_by_all(what, generation)
         if what in ("joined", "first_step"):
             known = self._succession.settle()
-            for each in self.members.remotes:  # also those without processes of this generation
+            for each in self.members.remotes:  # also those without processes
                 each.channel.send("settled" if what == "joined" else "stepped", known=known)
 
     def _ended(self, remote: RemoteHost, generation: int, port: int, step: int | None) -> None:
@@ -370,7 +364,7 @@ class Leader:
             self._gather(now)
         self._wake(now)
 
-    # Call _consider when the next slot is free, or after LOOK_S.
+    # When the next slot is free, or after LOOK_S.
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -420,7 +414,7 @@ class Leader:
             self.number, chosen, self._options, self._say, self._events, self._report
         )
         self._generation.start(
-            # A directory of an earlier run is refused until this run has begun there.
+            # An earlier run's directory is refused until this run has begun there.
             resumes=self._has_restored or self._options.resume,
             coordinator=rank_assignment.coordinator(chosen, self.members.home),
             **facts,

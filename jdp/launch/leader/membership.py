@@ -19,16 +19,16 @@ from jdp.launch.options import Options
 from jdp.worker import build_info
 from jdp.worker.messages import MAX_LINE_BYTES
 
-# Limits of a connection until it proves that it knows the token.
+# Until a connection proves that it knows the token.
 VISITOR_BYTES = 1 << 16
 VISITOR_S = 10.0
-# Beyond this many the oldest connection is closed, since a host proves itself at once. They may use
-# a quarter of this process's descriptors.
+# The oldest is closed, since a host proves itself at once. A quarter of this process's descriptors
+# at most.
 MAX_VISITORS = 256
 
 
 class Refusal(NamedTuple):
-    """Why a host may not join, and whether to stop asking."""
+    """Why a host may not join, perhaps never."""
 
     why: str
     is_final: bool
@@ -40,12 +40,10 @@ class Admission:
     Args:
       listener: closed at the end.
       judge: returns the reason to refuse a host, given the facts of its `join`, or None.
-      admit: called with the channel, the facts of `join` and the leader's proof, which it sends in
-        `welcome`.
+      admit: called with the channel, the facts of `join` and the leader's proof, for `welcome`.
       code: digest of this build without comments; None if no other host can come.
-      claim: returns the claim of this leader, see `jdp/launch/election.py`.
-      attach: called with the channel of a lifeline, the facts of its message and the leader's
-        proof.
+      claim: returns the leader's claim, see `jdp/launch/election.py`.
+      attach: called with a lifeline's channel, its facts and the leader's proof.
     """
 
     def __init__(
@@ -140,7 +138,6 @@ class Membership:
       received: called with a host, and kind and facts of its message.
       lost: called with a lost host, and the cause that this would be.
       died: called with a host whose launcher has died.
-      claim: of `Admission`.
 
     Attributes:
       home: id of the leader's own host, once known.
@@ -162,7 +159,7 @@ class Membership:
         claim: Callable[[], list[int]],
     ) -> None:
         self.remotes: list[RemoteHost] = []
-        self._lost_remotes: list[RemoteHost] = []  # their lifelines may still show their death
+        self._lost_remotes: list[RemoteHost] = []  # their lifelines may show their death
         self.home = ""
         self.is_ending = self.is_over = False
         self._all_left = asyncio.Event()
@@ -174,49 +171,49 @@ class Membership:
         )
 
     def could_form_more(self, now: float, num_processes: int) -> bool:
-        """Whether a larger generation could be formed at once."""
+        """Whether a larger generation could be formed now."""
         plan = rank_assignment.make(self.remotes, self._options.nnodes[0], now) or []
         is_quick = all(part.remote.is_ready for part in plan)
         return is_quick and rank_assignment.size(plan) > num_processes
 
     def free_after(self, now: float) -> list[float]:
-        """Return the times after `now` at which slots have rested."""
+        """Return the times after `now` at which slots are free."""
         free_at = (slot.free_at for remote in self.remotes for slot in remote.slots)
         return [at for at in free_at if at > now]
 
     def remove_silent_hosts(self, now: float) -> None:
-        """Remove the hosts that are silent for longer than a living host can be."""
+        """Remove hosts that are silent for longer than a living host can be."""
         silence_s = 1.5 * self._options.heartbeat_timeout_s
         for remote in [*self.remotes]:
             if remote.id != self.home and now - remote.heard > silence_s:
                 self._remove(remote, f"silent for {now - remote.heard:.1f} s")
 
     def go_on_without_lost_hosts(self) -> None:
-        """Send lost hosts a farewell, so that they never count this launcher as dead."""
+        """Send lost hosts a farewell: they must never count this launcher as dead."""
         for remote in self._lost_remotes:
             remote.end_connection()
         self._lost_remotes.clear()
 
     def end_run(self, **outcome: Any) -> None:
-        """Send the end of the run to all hosts."""
+        """End the run on all hosts."""
         self.is_ending = self.is_over = True
         for remote in self.remotes:
             remote.channel.send("over", **outcome)
         self._check_all_left()
 
     async def end_connections(self, timeout_s: float) -> None:
-        """Wait until the other hosts have left, stop listening, and close all connections."""
+        """Wait until the other hosts have left, and close all connections."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_left.wait()
         except TimeoutError:
-            pass  # A host that misses the message detects the loss of its leader.
+            pass  # it will detect the loss of its leader
         self._admission.stop_listening()
         for remote in self.remotes:
             remote.end_connection()
 
     def resign(self) -> None:
-        """Send all hosts to another leader, and stop listening."""
+        """Send all hosts to another leader."""
         self.is_ending = self.is_over = True
         self._admission.stop_listening()
         for remote in self.remotes:

@@ -1,8 +1,7 @@
-"""Serves the metrics of a run over HTTP in the format of Prometheus, on the leader.
+"""Serves the leader's metrics over HTTP in the format of Prometheus.
 
-One thread answers the scrapes one by one, so strangers cannot exhaust the launcher: a connection
-delays the next scrape by at most TIMEOUT_S. The leader's event loop collects the numbers, since it
-owns their state.
+One thread answers one scrape at a time, so strangers delay a scrape by at most TIMEOUT_S each. The
+leader's event loop collects the numbers, since it owns their state.
 """
 
 import asyncio
@@ -21,10 +20,10 @@ from jdp.launch.leader.failure import CODES
 from jdp.launch.leader.progress_watch import Slow
 from jdp.worker.run_progress import RunHistory, RunSummary
 
-# Seconds that a connection may last, and the leader may be busy.
+# For a connection, and for the leader's answer.
 TIMEOUT_S = 5.0
 
-# Gauges of a `RunSummary`: attribute, name, help.
+# Attribute of a `RunSummary`, name, help.
 _OF_SUMMARY = (
     ("step", "jdp_step", "Last step that all processes have called, over all lives of the run."),
     ("target", "jdp_target_steps", "Step at which the loop over jdp.batches ends."),
@@ -41,7 +40,7 @@ _OF_SUMMARY = (
 
 
 class ProcessMetrics(NamedTuple):
-    """Metrics of a living process; `data_s` is its wait for data, `slow` None for a fast one."""
+    """Metrics of a living process; `data_s` is its wait for data."""
 
     process_id: int
     host: str
@@ -50,12 +49,11 @@ class ProcessMetrics(NamedTuple):
 
 
 class RunMetrics(NamedTuple):
-    """Metrics of a run at the time of a scrape.
+    """Metrics of a run at a scrape.
 
     Attributes:
       generation: the last one; -1 before the first.
       standbys: waiting, on all hosts.
-      processes: of the running generation.
       summary: None before the first step.
     """
 
@@ -67,7 +65,7 @@ class RunMetrics(NamedTuple):
 
 
 def require_endpoint(port: int | None, *, may_lead: bool) -> None:
-    """Refuse metrics that cannot be served, before any process starts."""
+    """Refuse an unusable port, before any process starts."""
     if port is None:
         return
     if importlib.util.find_spec("prometheus_client") is None:
@@ -84,7 +82,7 @@ def require_endpoint(port: int | None, *, may_lead: bool) -> None:
 
 
 class RunCollector:
-    """Collects metrics for `prometheus_client` from any thread; the event loop runs `read`."""
+    """Collects metrics from any thread; the event loop runs `read`."""
 
     def __init__(self, read: Callable[[], RunMetrics]) -> None:
         self._read, self._loop = read, asyncio.get_running_loop()
@@ -94,11 +92,11 @@ class RunCollector:
         answer: Future[RunMetrics] = Future()
         try:
             self._loop.call_soon_threadsafe(self._answer, answer)
-        except RuntimeError:  # the loop is closed: the run is over
+        except RuntimeError:  # the run is over
             return
         yield from _families(answer.result(TIMEOUT_S))
 
-    # An error belongs to the scrape, not to the run.
+    # An error fails the scrape, not the run.
     def _answer(self, answer: Future[RunMetrics]) -> None:
         try:
             answer.set_result(self._read())
@@ -111,16 +109,12 @@ class MetricsEndpoint:
 
     Args:
       port: on all addresses of this host; 0 for any free one.
-      read: of `RunCollector`.
-
-    Raises:
-      OSError: it cannot listen there.
     """
 
     def __init__(self, port: int, read: Callable[[], RunMetrics]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
-        registry = CollectorRegistry()  # without metrics of the launcher's Python
+        registry = CollectorRegistry()  # without the launcher's Python
         registry.register(RunCollector(read))  # type: ignore[arg-type]
         self._server = _Server.of_port(port)
         self._server.set_app(make_wsgi_app(registry))
@@ -128,7 +122,7 @@ class MetricsEndpoint:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Begin to close it, without waiting for a running scrape."""
+        """Begin to close it."""
         threading.Thread(target=self._server.shutdown, daemon=True).start()
 
     def _serve(self) -> None:
@@ -139,7 +133,7 @@ class MetricsEndpoint:
 def serve(
     port: int | None, read: Callable[[], RunMetrics], say: Callable[[str], None]
 ) -> MetricsEndpoint | None:
-    """Serve the metrics of a run if there is a port, and report where or why not."""
+    """Serve the metrics if there is a port; report where, or why not."""
     if port is None:
         return None
     try:
@@ -152,16 +146,16 @@ def serve(
 
 
 class _Server(WSGIServer):
-    # A dual-stack IPv6 socket accepts IPv4, too.
+    # Dual-stack IPv6 accepts IPv4.
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     allow_reuse_port = False  # two runs would take turns
 
     @classmethod
     def of_port(cls, port: int) -> "_Server":
-        """Return a server on a port of all addresses."""
+        """Return a server on all addresses."""
         return make_server("", port, lambda *_: [], cls, _Handler)
 
-    # http.server's method asks DNS for the host's name, which may be slow.
+    # http.server's method asks DNS, which may be slow.
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -169,7 +163,6 @@ class _Server(WSGIServer):
         self.server_name, self.server_port = socket.gethostname(), self.server_address[1]
         self.setup_environ()
 
-    # Ignore clients that have gone.
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
 
@@ -177,7 +170,7 @@ class _Server(WSGIServer):
 class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
-    # A socket's timeout restarts with each byte of a slow client.
+    # A socket's timeout restarts with each byte.
     def handle(self) -> None:
         timer = threading.Timer(self.timeout or TIMEOUT_S, self._disconnect)
         timer.start()
@@ -211,7 +204,7 @@ def _families(run: RunMetrics) -> Iterator[Any]:
     yield CounterMetricFamily("jdp_lost_seconds", text, run.history.lost_s)
     text = "Recoveries from failures, by the error code of the first failure of each."
     recoveries = CounterMetricFamily("jdp_recoveries", text, labels=["cause"])
-    # Zero before the first: Prometheus cannot see the rise of a new counter.
+    # Zero at first: Prometheus misses the rise of a new counter.
     for cause, number in {**dict.fromkeys(CODES, 0), **run.history.recoveries}.items():
         recoveries.add_metric([cause], number)
     yield recoveries

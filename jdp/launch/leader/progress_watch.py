@@ -1,8 +1,7 @@
 """Watches the progress of a generation, and reports hanging or slow processes.
 
-All processes take the same time for a step, since they reduce together. A slow process waits less
+All processes take the same time for a step, since they reduce together: a slow process waits less
 than the others. If waits are unknown (see `progress_board`), its devices idle longer before a step.
-Steps with waits in both jdp's library and XLA show it in one of the two.
 """
 
 import bisect
@@ -13,21 +12,19 @@ from jdp.worker.hang_detector import HangDetector, Stall
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.progress_board import NUM_RECORDS, Window
 
-# A process is slow if it costs the others this fraction of the median step, and these us.
+# What a slow process costs the others: fraction of the median step, and us.
 LEAST_SHARE, LEAST_US = 0.05, 1000
-# Nearly all steps must show half of it; a named process stays named down to half of it.
+# Nearly all steps must show half of it; below half a process is no longer slow.
 _HALF = 0.5
-# A cost, or the time in a part, has changed by this factor.
 _CHANGE = 1.5
 
-# Parts of a step, by the name of their median in a `Window`.
+# Medians of a `Window` -> where a process is slow.
 PARTS = {
     "data": "in its input",
     "compute": "in its computation",
     "host": "on its host, between steps",
     "paused": "in its commits, saves and other phases",
 }
-# The part of a process that loses its time in several.
 SEVERAL = "several"
 
 
@@ -36,9 +33,9 @@ class Slow(NamedTuple):
 
     Attributes:
       cost_us: wait of the others in each step.
-      part: key of PARTS in which it loses most time; SEVERAL if less than half of the cost, for
+      part: key of PARTS with most of its lost time; SEVERAL if less than half of the cost, for
         example if it is late by turns in its input and on its host.
-      own_us: its time in that part; for SEVERAL in all parts.
+      own_us: its time in that part; for SEVERAL in all.
       usual_us: the same of the others.
     """
 
@@ -55,23 +52,19 @@ class Slow(NamedTuple):
 
 
 class _Medians:
-    """Medians of one number of all processes but one."""
+    """Medians of all processes but one."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._ordered = sorted(values)
 
     def without(self, value: int) -> int:
-        """Return the lower median without one element that is `value`."""
+        """Return the lower median without one `value`."""
         middle = (len(self._ordered) - 2) // 2
         return self._ordered[middle + (bisect.bisect_left(self._ordered, value) <= middle)]
 
 
 class Comparison:
-    """The windows of all processes of a run, compared.
-
-    Args:
-      windows: by process, two or more, over nearly the same steps.
-    """
+    """The windows of two or more processes over nearly the same steps, compared."""
 
     def __init__(self, windows: Mapping[int, Window]) -> None:
         self._windows = windows
@@ -81,7 +74,7 @@ class Comparison:
         }
         has_waits = any(each.waited_high for each in windows.values())
         knows_waits = has_waits and all(each.knows_waits for each in windows.values())
-        # Numbers that show a slow process; every other process waits for it.
+        # Numbers of a slow process, for which all others wait.
         self._measures = ["waited"] * has_waits + ["idle"] * (not knows_waits)
 
     def slow(self) -> dict[int, Slow]:
@@ -104,7 +97,7 @@ class Comparison:
         return all(self._cost_us(process, it) < _HALF * least_us for it in self._measures)
 
     def slowness(self, process: int) -> Slow:
-        """Return the facts of a process, slow or not."""
+        """Return the facts of any process."""
         costs_us = {measure: self._cost_us(process, measure) for measure in self._measures}
         measure = max(costs_us, key=costs_us.__getitem__)
         cost_us, step_us = max(0, costs_us[measure]), self._windows[process].step
@@ -126,7 +119,7 @@ class Comparison:
         excess_us = self.excess_us(process, measure)
         return -excess_us if measure == "waited" else excess_us
 
-    # The cost in nearly all steps of the process and of the others.
+    # In nearly all steps of the process and of the others.
     def _clear_us(self, process: int, measure: str) -> int:
         own = self._windows[process]
         if measure == "waited":
@@ -134,13 +127,13 @@ class Comparison:
         return own.idle_low - self._medians["idle_high"].without(own.idle_high)
 
 
-# The time of a step without known waits.
+# Without known waits.
 def _own_us(window: Window, measure: str) -> int:
     return window.step - window.waited if measure == "waited" else window.idle
 
 
 class SlowProcesses:
-    """The slow processes of a generation, reported when they become slow, change, and recover."""
+    """Reports when processes become slow, change, and recover."""
 
     def __init__(self) -> None:
         self._named: dict[int, Slow] = {}
@@ -151,7 +144,7 @@ class SlowProcesses:
         return [*self._named]
 
     def poll(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
-        """Return the facts and a line of each process that changed."""
+        """Return facts and a line of each changed process."""
         if len(windows) < 2:
             return {}
         compared = Comparison(windows)
@@ -197,7 +190,7 @@ def _ms(us: int) -> str:
 
 
 class ProgressWatch:
-    """Reports to people by `say`, and to the events of the run by `write`."""
+    """Reports to people by `say`, and to the run's events by `write`."""
 
     def __init__(
         self,
@@ -209,12 +202,12 @@ class ProgressWatch:
         self._size, self._say, self._write = size, say, write
         self._watch = HangDetector(timeout_s)
         self._slow = SlowProcesses()
-        self._windows: dict[int, Window] = {}  # latest windows, by process
+        self._windows: dict[int, Window] = {}  # the latest, by process
         self._has_new_windows = False
         self._has_compiled_imports = False
 
     def record_told(self, process_id: int, what: str, facts: Mapping[str, Any]) -> None:
-        """Record a message of a process, and report the first start without bytecode."""
+        """Record a message; report the first start without bytecode."""
         if what == "compiled_imports" and not self._has_compiled_imports:
             self._has_compiled_imports = True
             self._say(_line_of_imports(process_id, **facts))
@@ -225,12 +218,12 @@ class ProgressWatch:
         self._has_new_windows = self._has_new_windows or bool(windows)
 
     def slow(self) -> dict[int, Slow]:
-        """Return the current facts of the processes reported as slow."""
+        """Return the facts of the slow processes."""
         compared = Comparison(self._windows)
         return {i: compared.slowness(i) for i in self._slow.named}
 
     def poll(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Report news, and return a stall that was reported now."""
+        """Report news, and return a new stall."""
         if self._has_new_windows and len(self._windows) == self._size:
             self._has_new_windows = False
             steps = max((each.steps for each in statuses.values()), default=0)

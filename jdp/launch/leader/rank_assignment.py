@@ -1,4 +1,4 @@
-"""Chooses the hosts and slots of the next generation, once there are enough."""
+"""Chooses the hosts and slots of the next generation."""
 
 import time
 from dataclasses import dataclass, field
@@ -32,20 +32,19 @@ class Part:
         return range(self.first, self.first + len(self.slots))
 
     def begin(self, generation: int, **facts: Any) -> None:
-        """Start its processes, with these facts for their `Assignment`."""
+        """Start its processes."""
         self.remote.take_part(generation)
         self.remote.channel.send(
             "go", first=self.first, slots=self.slots, generation=generation, **facts
         )
 
     def record_statuses(self, statuses: dict[str, list], ahead_s: float) -> None:
-        """Record the statuses of its processes; the leader's clock is `ahead_s` ahead."""
+        """Record statuses of a host whose clock is `ahead_s` behind."""
         self.statuses = {
             int(i): ProcessStatus.of_json(each).moved(ahead_s) for i, each in statuses.items()
         }
 
 
-# In the order of process ids.
 Plan = list[Part]
 
 
@@ -53,7 +52,7 @@ def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
     """Return the plan of a generation formed now, or None."""
     # A connection may end before its host is removed.
     there = [remote for remote in remotes if remote.channel.is_open]
-    # A newly joined host starts its processes from scratch; the others wait only if they need it.
+    # A new host starts its processes from scratch; the others wait only if they need it.
     settled = [remote for remote in there if remote.took_part or remote.is_ready]
     chosen = settled if len(settled) >= least else there
     # Hosts without a rank keep the order of joining.
@@ -76,22 +75,18 @@ def size(plan: Plan) -> int:
 
 
 def coordinator(plan: Plan, home: str) -> str:
-    """Return "address:port" of process 0; `home` is the id of the leader's host."""
+    """Return "address:port" of process 0; `home` is the leader's host."""
     first, *others = [part.remote for part in plan]
     address = first.address
     if address is None:
-        # The leader's own host has the address at which others found the leader.
+        # The address at which others found the leader.
         is_home = first.id == home and others
         address = others[0].leader_address if is_home else first.seen_address
     return f"[{address}]:{first.port}" if ":" in address else f"{address}:{first.port}"
 
 
 class Gathering:
-    """The time before a generation, until enough hosts are there.
-
-    Before the first generation (`is_start`) it waits for more hosts than needed; later ones make
-    the run grow when they join.
-    """
+    """The time before a generation; the first (`is_start`) waits for more hosts than needed."""
 
     def __init__(self, options: Options, is_start: bool, electors: Electors | None = None) -> None:
         self._options, self._is_start = options, is_start
@@ -100,7 +95,7 @@ class Gathering:
         self._enough_since: float | None = None
 
     def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
-        """Return the plan of the generation to form now, or None."""
+        """Return the plan of a generation to form now, or None."""
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
         if chosen is None or not self._electors.may_form(part.remote for part in chosen):
@@ -114,7 +109,7 @@ class Gathering:
         return None if may_wait and len(chosen) < most else chosen
 
     def timeout_error(self, remotes: list[RemoteHost], now: float) -> str | None:
-        """Return the error of too few hosts after the timeout, or None."""
+        """Return the error of the join timeout, or None."""
         least, most = self._options.nnodes
         may_form = self._electors.may_form(remotes)
         if (

@@ -29,11 +29,7 @@ class RestartBudget:
         self._failures: list[_Failure] = []
 
     def reason_to_end(self, why: Cause, step: int | None, now: float) -> str:
-        """Return the reason to end the run after this failure; "" to continue.
-
-        Args:
-          now: seconds on a monotonic clock.
-        """
+        """Return why the run ends after this failure; "" to continue."""
         if "JDP213" in why.error:
             return "the ranks hold different states, and a restart would hide that"
         self._failures = [each for each in self._failures if not self._is_over(each, step, now)]
@@ -51,15 +47,15 @@ class RestartBudget:
         return ""
 
     def record_failure(self, why: Cause, step: int | None, now: float) -> None:
-        """Record that the run continues after a failure."""
+        """Record a failure after which the run continues."""
         self._failures.append(_Failure(now, step, why.error))
 
     def failures(self) -> list[tuple[float, int | None, str]]:
-        """Return time, step and error of each unexpired failure."""
+        """Return (time, step, error) of unexpired failures."""
         return [*self._failures]
 
     def take_over(self, failures: list[tuple[float, int | None, str]]) -> None:
-        """Begin with the failures that another leader recorded."""
+        """Inherit another leader's failures."""
         self._failures = [_Failure(*each) for each in failures]
 
     def _is_over(self, failure: _Failure, step: int | None, now: float) -> bool:
@@ -67,7 +63,7 @@ class RestartBudget:
         return is_past and now - failure.at > self._window_s
 
 
-# Messages that all processes send in turn, and the name of the time before each.
+# Messages of all processes in turn, and the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 
 
@@ -75,11 +71,7 @@ _UNCACHED = "not cached: on CPUs XLA forgets the order of its collectives in a c
 
 
 class Outage:
-    """The time from a failure to the first step of a next generation, across repeated failures.
-
-    Args:
-      step: the last step before it, if known.
-    """
+    """The time from a failure after `step` to the next first step, across repeated failures."""
 
     def __init__(self, step: int | None) -> None:
         self._step = step
@@ -96,7 +88,7 @@ class Outage:
         self._times.append(("end_s", time.monotonic()))
 
     def record_told_by_all(self, what: str, told: Iterable[dict[str, Any]]) -> None:
-        """Record that all processes have sent a message, and its facts."""
+        """Record that all processes have sent a message."""
         if what not in _PARTS:
             return
         self._times.append((_PARTS[what], time.monotonic()))
@@ -106,7 +98,7 @@ class Outage:
             self._is_uncached = any(facts.get("is_uncached") for facts in told)
 
     def record_restored(self, told: Iterable[dict[str, Any]]) -> None:
-        """Record what each process restored before its first step."""
+        """Record what each process restored."""
         for facts in told:
             steps = facts["step"], facts["base"]
             self._restored = min(self._restored or steps, steps)
@@ -159,9 +151,8 @@ class Recoveries:
     """Decides whether a run continues after a failure, and reports each recovery.
 
     Attributes:
-      stepped: whether some generation has finished a step, so that the program works.
-      checkpoint_step: step of the last checkpoint that was restored, None before the first.
-      last_step: the step after which a generation found none to make; None if none did.
+      stepped: whether a generation has finished a step, so that the program works.
+      checkpoint_step: of the last restored checkpoint, or None.
     """
 
     def __init__(
@@ -176,11 +167,11 @@ class Recoveries:
 
     @property
     def text(self) -> str:
-        """The causes of the current outage in words, or ""."""
+        """The causes of the current outage, or ""."""
         return "" if self._outage is None else self._outage.text
 
     def reason_to_end(self, why: Cause, generation: Generation) -> str:
-        """Return the reason to end the run after this failure; "" to continue."""
+        """Return why the run ends after this failure; "" to continue."""
         if why.grows:
             return ""
         reason = self._budget.reason_to_end(why, _step(why, generation), why.noticed)
@@ -189,7 +180,7 @@ class Recoveries:
         return reason and f"It is not started again: {reason}."
 
     def record_failure(self, why: Cause, generation: Generation) -> None:
-        """Record that the run continues after this generation."""
+        """Record a failed generation after which the run continues."""
         if not why.grows:
             self._budget.record_failure(why, _step(why, generation), why.noticed)
         self._begin_outage(why, generation.step if generation.stepped else None)
@@ -199,7 +190,7 @@ class Recoveries:
         return self._report.history()._replace(failures=self._budget.failures())
 
     def take_over(self, history: RunHistory, why: Cause) -> str:
-        """Begin with the past of a run whose leader was lost with its generation."""
+        """Begin with the past of a run whose leader was lost."""
         self._budget.take_over(history.failures)
         self._report.take_over(history)
         if reason := self._budget.reason_to_end(why, why.step, why.noticed):
@@ -219,7 +210,7 @@ class Recoveries:
         self._outage.record_failure(why)
 
     def record_told_by_all(self, what: str, generation: Generation) -> None:
-        """Record that all processes have sent a message; the first step ends the outage."""
+        """Record a message of all processes; the first step ends the outage."""
         told = [*generation.told[what].values()]
         if what == "restored" and told[-1].get("tier") == "checkpoint":
             self.checkpoint_step = told[-1]["step"]
@@ -242,6 +233,6 @@ class Recoveries:
             )
 
 
-# The failed process may have called more steps than the others.
+# It may have called more steps than the others.
 def _step(why: Cause, generation: Generation) -> int | None:
     return generation.step if why.step is None else why.step

@@ -1,4 +1,4 @@
-"""A host as the leader sees it, and its slots for processes."""
+"""A host and its slots, as the leader sees them."""
 
 import asyncio
 import time
@@ -7,8 +7,7 @@ from typing import Any
 from jdp.launch.connection import Channel, Lifeline
 
 # A slot that fails twice within WINDOW_S rests for REST_S, doubled each time up to MAX_REST_S. If
-# the run needs the slot, all processes wait for BACKOFF_S, doubled for each failure up to
-# MAX_BACKOFF_S.
+# the run needs it, all processes wait for BACKOFF_S, doubled for each failure up to MAX_BACKOFF_S.
 WINDOW_S = 60.0
 REST_S = 60.0
 MAX_REST_S = 3600.0
@@ -17,7 +16,7 @@ MAX_BACKOFF_S = 5.0
 
 
 class HostSlot:
-    """Room for one process on a host, with its GPUs."""
+    """Room for one process on a host."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
@@ -25,7 +24,7 @@ class HostSlot:
         self._num_rests = 0
 
     def fail(self, now: float, can_rest: bool) -> None:
-        """Record a failure at `now` in seconds; after several the slot rests."""
+        """Record a failure; after several the slot rests."""
         self._failures = [at for at in self._failures if now - at < WINDOW_S] + [now]
         if len(self._failures) < 2:
             return
@@ -37,7 +36,7 @@ class HostSlot:
 
 
 class RemoteHost:
-    """A joined host, with the facts of its `join`.
+    """A joined host.
 
     Attributes:
       address: of --local-addr.
@@ -46,10 +45,9 @@ class RemoteHost:
       port: free on the host, for a coordinator.
       least: processes that the host needs to take part.
       listed: index in --rdzv-endpoint; None if it may not lead.
-      lifeline: shows its death, if several hosts may lead.
       generation: the last one in which it took part.
       took_part: since it joined.
-      is_ready: whether a change would be quick: its standbys wait, or it has none.
+      is_ready: whether its standbys wait, or it has none, so that a change would be quick.
       heard: time.monotonic() of its last message.
     """
 
@@ -71,7 +69,7 @@ class RemoteHost:
         self.heard = time.monotonic()
 
     def end_connection(self, lifeline_after_s: float = 0.0) -> None:
-        """Close the connection, after `lifeline_after_s` the lifeline, which may show a death."""
+        """Close the connection, and later the lifeline, which may show a death."""
         self.channel.close_connection()
         if self.lifeline is not None and not lifeline_after_s:
             self.lifeline.leave()
@@ -79,15 +77,15 @@ class RemoteHost:
             asyncio.get_running_loop().call_later(lifeline_after_s, self.lifeline.leave)
 
     def take_part(self, generation: int) -> None:
-        """Record that the host takes part in a generation, which uses up its standbys."""
+        """Record its part in a generation, which uses up its standbys."""
         self.generation, self.took_part, self.is_ready = generation, True, False
 
     def becomes_ready(self, generation: int) -> bool:
-        """Record that its standbys wait in `generation`, if current; return whether that is new."""
+        """Record that its standbys wait in `generation`; return whether that is new."""
         is_new = generation == self.generation and not self.is_ready
         self.is_ready = self.is_ready or is_new
         return is_new
 
     def free(self, now: float) -> list[int]:
-        """Return the slots in which a process may start now."""
+        """Return the free slots."""
         return [i for i, slot in enumerate(self.slots) if slot.free_at <= now]

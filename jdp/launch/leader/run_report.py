@@ -1,4 +1,4 @@
-"""Reports the progress of a run to the leader's console, and as events."""
+"""Reports the progress of a run, to the console and as events."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from jdp.worker.run_progress import RunHistory, RunProgress, RunSummary
 
 
 class Events:
-    """Writes events to a file of JSON lines."""
+    """Writes events as JSON lines."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._file = AppendFile(path, say)
         self.close_file = self._file.close_file
 
     def write(self, event: str, **facts: Any) -> None:
-        """Write an event with `time.time()`; NaN and infinities become strings, as in `jdp.log`."""
+        """Write an event with `time.time()`; NaN and infinities become strings."""
         record = {"event": event, "at": time.time()} | {k: _in_json(v) for k, v in facts.items()}
         self._file.write(json.dumps(record).encode() + b"\n")
 
@@ -29,13 +29,13 @@ def _in_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Seconds between summaries: on the console, among the events.
+# Between summaries: on the console, among the events.
 SHOW_S = 0.5
 EVENT_S = 30.0
 
 
 class RunReport:
-    """Reports summaries: by `show` to people, every EVENT_S and at the end as event "progress"."""
+    """Reports summaries by `show`, and as event "progress" every EVENT_S and at the end."""
 
     def __init__(self, show: Callable[[RunSummary], None], events: Events) -> None:
         self._show, self._events = show, events
@@ -51,11 +51,11 @@ class RunReport:
         return self._progress.summary(time.monotonic())
 
     def take_over(self, history: RunHistory) -> None:
-        """Begin with the past of the run under another leader."""
+        """Begin with the past under another leader."""
         self._progress.take_over(history)
 
     def begin_generation(self, size: int, restored: Mapping[int, dict[str, Any]]) -> None:
-        """Record that all processes of a generation made their first step."""
+        """Record the first step of a generation."""
         now = time.monotonic()
         self._progress.begin_generation(now, size, restored)
         self._event_at = min(self._event_at, now + EVENT_S)
@@ -65,14 +65,14 @@ class RunReport:
         self._progress.record_failure(at, step, error_code)
 
     def record(self, statuses: Mapping[int, ProcessStatus]) -> None:
-        """Record statuses of processes, and report if it is due."""
+        """Record statuses; report if due."""
         now = time.monotonic()
         self._progress.record(now, statuses)
         if now >= min(self._show_at, self._event_at):
             self._report(now)
 
     def record_end(self, process_id: int, status: ProcessStatus) -> None:
-        """Record the last status of a process that ended."""
+        """Record an ended process's last status."""
         self._progress.record_end(time.monotonic(), process_id, status)
 
     def end_run(self) -> None:
