@@ -1,1 +1,1 @@
-"""The state of a run outside its processes: commits in memory, checkpoints on disk."""
+"""A run's state outside its processes: commits in memory, checkpoints on disk."""

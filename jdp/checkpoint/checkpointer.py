@@ -1,4 +1,4 @@
-"""`Checkpointer`: keeps the state that a run resumes from when its processes die."""
+"""`Checkpointer`: keeps the state that a run resumes from."""
 
 import os
 from typing import Any

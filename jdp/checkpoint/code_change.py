@@ -1,4 +1,4 @@
-"""Detects edits to the script and its programs since the run wrote its state."""
+"""Detects edits of the program since the run wrote its state."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jdp.worker import launcher_client, source_files
 
 _log = logging.getLogger("jdp")
 
-# Above this many different lines only a program's digest is kept.
+# Of a program with more different lines only a digest is kept.
 _MAX_LINES = 20_000
 _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
@@ -20,13 +20,13 @@ _Programs = dict[str, dict[str, Mapping[str, int]]]
 
 
 def facts_of_script() -> dict[str, Any]:
-    """Return the facts about this process's script that are written with each state."""
+    """Return the facts about this process's script."""
     source_files.record()
     return {"run": _run()[0], "sources": source_files.digests()}
 
 
 class Edits:
-    """Finds changes of the program since the state was written; `allows` edits in recoveries."""
+    """Finds changes of the program since the state was written."""
 
     def __init__(self, *, allows: bool) -> None:
         self._allows = allows
@@ -34,10 +34,9 @@ class Edits:
         self._programs: _Programs = {}
 
     def continue_from(self, facts: Mapping[str, Any]) -> None:
-        """Compare the user's files with the digests in `facts`, and log an edit.
+        """Compare the user's files with `facts`, and log an edit.
 
         A recovery with edited files raises, unless allowed; a requested resume may follow an edit.
-        `compare_programs` compares the programs later.
         """
         self._step, self._programs = facts["step"], dict(facts.get("programs", {}))
         edit = source_files.difference(facts.get("sources", {}))
@@ -56,7 +55,7 @@ class Edits:
     def compare_programs(self) -> None:
         """After the first step, log each program that differs from the one that wrote the state.
 
-        This is never an error: a step may depend on the phase of the run or on the restored step.
+        Never an error: a step may depend on the phase of the run or on the restored step.
         """
         step, self._step = self._step, None
         if step is None:
@@ -78,7 +77,7 @@ class Edits:
             )
 
     def facts_of_programs(self) -> _Programs:
-        """Return the programs of the training steps so far, to write with each state."""
+        """Return the programs of the training steps so far."""
         found = {**self._programs}
         for kind, programs in startup.traced.kinds().items():
             mine = {digest: _few(program.counts) for digest, program in programs.items()}

@@ -1,9 +1,8 @@
 """The last commit, in host memory that outlives the processes that write it.
 
-The memory is an anonymous file of the launcher. Its first page holds two records, each of which
-describes a commit: facts and values. A write clears the record of the older commit, writes values
-and facts, then writes the new record. So at any death of the writer, at least one record describes
-an intact commit.
+The memory is an anonymous file of the launcher. Its first page holds two records, each of a commit.
+A write clears the record of the older commit, writes values and facts, then the new record. So at
+any death of the writer, at least one record describes an intact commit.
 """
 
 import json
@@ -22,13 +21,12 @@ _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 2".ljust(16, b"\0")
 _PAGE_BYTES = 4096
 _ALIGNMENT = 64
-# The file is sparse. An area holds the records, the facts of each commit, and the values.
+# Of a sparse file. An area holds the records, the facts of each commit, and the values.
 _AREA_BYTES = 1 << 42
 _FACTS_BYTES = 1 << 30
 MARKS = 3 << 30  # between facts and values, for `host_commits.py`
 _VALUES = 1 << 32
-# Offset of the values in their page. Without it JAX on CPUs would alias values at a multiple of 64
-# bytes instead of copying them.
+# Offset of the values in their page: at a multiple of 64 JAX on CPUs would alias them.
 _SHIFT_BYTES = 16
 
 
@@ -38,7 +36,7 @@ class Commit(NamedTuple):
     number: int
     start: int  # of its values, in the area
     text: bytes  # its facts
-    num_bytes: int  # of its values
+    num_bytes: int
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -49,7 +47,7 @@ class Commit(NamedTuple):
 class Draft(NamedTuple):
     """A commit whose values are being written."""
 
-    slot: int  # of its record
+    slot: int
     number: int
     start: int  # of its values, in the area
     values: np.ndarray  # [num_bytes] uint8, the memory itself
@@ -59,8 +57,8 @@ class Draft(NamedTuple):
 class CommitMemory:
     """Two commits in an area of a file, of which only the older is overwritten.
 
-    One process writes to an area, or several write a commit together. Any process may read while no
-    write is in progress. The file starts empty. Processes that write shards each have an area.
+    Processes that write shards each have an area; several may write a commit together. Any process
+    may read while no write is in progress. The file starts empty.
     """
 
     def __init__(self, file: int, area: int = 0) -> None:
@@ -82,7 +80,7 @@ class CommitMemory:
         return max(found, default=None, key=lambda commit: commit.number)
 
     def forget(self, accepts: Callable[[dict[str, Any]], bool]) -> None:
-        """Clear the records of commits with accepted facts; the next write replaces them."""
+        """Clear the records of commits with accepted facts."""
         for slot in (0, 1):
             found = self._commit(slot)
             if found is not None and accepts(found.facts):
@@ -96,7 +94,7 @@ class CommitMemory:
     def read(self, commit: Commit, first: int = 0, num_bytes: int | None = None) -> np.ndarray:
         """Copy values of a commit, `[num_bytes]` uint8, from byte `first`; default: all."""
         num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
-        # Aligned, so that JAX on CPU uses it without a copy, for all ranks at once.
+        # Aligned, so that JAX on CPU uses it without a copy.
         room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
         skipped = -room.ctypes.data % _ALIGNMENT
         data = room[skipped : skipped + num_bytes]
@@ -111,7 +109,7 @@ class CommitMemory:
     def view(self, commit: Commit) -> np.ndarray:
         """Return the values of a commit in place, `[num_bytes]` uint8, read-only.
 
-        They change when the commit is overwritten, and are invalid after `free_areas`.
+        They are valid until the commit is overwritten, or `free_areas`.
         """
         if not commit.num_bytes:
             return np.empty(0, np.uint8)
@@ -130,7 +128,7 @@ class CommitMemory:
         self.finish(draft, facts)
 
     def begin(self, num_bytes: int) -> Draft:
-        """Return the memory for the values of a commit, in place of the older one."""
+        """Return the memory for a commit's values, in place of the older one."""
         commits = [self._commit(slot) for slot in (0, 1)]
         numbers = [0 if commit is None else commit.number for commit in commits]
         slot = numbers.index(min(numbers))
@@ -151,7 +149,7 @@ class CommitMemory:
         _write(self._file, record, self._base + draft.slot * _RECORD.size)
 
     def reserve(self, num_bytes: int, own: slice = slice(None)) -> None:
-        """Allocate the values of two commits, and map the bytes that this process writes."""
+        """Allocate two commits, and map the bytes that this process writes."""
         next_one = Commit(0, _room(self.latest(), num_bytes), b"", num_bytes)
         last = max(next_one.start, _room(next_one, num_bytes))
         self._make_room(last + num_bytes)
@@ -193,8 +191,7 @@ def _facts_at(slot: int) -> int:
     return _PAGE_BYTES + slot * _FACTS_BYTES
 
 
-# Return an offset for `num_bytes` before or after the values that must stay. Commits of equal size
-# alternate between the two.
+# Offset before or after the values that must stay. Commits of equal size alternate between the two.
 def _room(stays: Commit | None, num_bytes: int) -> int:
     first = _VALUES + (_SHIFT_BYTES if num_bytes else 0)  # empty values need no memory
     if stays is None or first + num_bytes <= stays.start:

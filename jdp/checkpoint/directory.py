@@ -6,8 +6,7 @@
     directory/1000-1/manifest      its contents, and the checksum of each of its files
 
 A checkpoint is written under a temporary name, and renamed once all its files are on disk, the
-manifest last. The checksums detect later damage by a power cut or a bad disk. jdp only removes
-folders with such a manifest or temporary name.
+manifest last. jdp only removes folders with such a manifest or temporary name.
 """
 
 import contextlib
@@ -31,12 +30,11 @@ from jdp.checkpoint import manifest, orbax_files
 from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import ArrayForm
 
-# Seconds to wait for the lock: a killed process may still be exiting, and an NFS server keeps the
-# lock of a dead host for 90 s.
+# Seconds to wait for the lock: an NFS server keeps the lock of a dead host for 90 s.
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 
-# Lock files of this process; a forked child closes them, since it may outlive this process.
+# Lock files of this process. A forked child, which may outlive it, closes them.
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
@@ -63,9 +61,7 @@ def folder_path(given: Any) -> Path:
 def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> BinaryIO:
     """Create and lock a directory; return the file that holds the lock until it is closed.
 
-    Args:
-      resumes: whether the lock may be of this same run, on a host that died.
-      timeout_s: how long to wait for it; default by `resumes`.
+    `resumes`: the lock may be of this same run, on a host that died.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -81,7 +77,7 @@ def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> Bina
             now = datetime.datetime.now(datetime.UTC)
             owner = f"process {os.getpid()} on {socket.gethostname()} since {now:%F %T.%f} UTC"
             file.write(f"{owner}\n".encode())
-            os.fsync(file)  # processes of other hosts read it
+            os.fsync(file)
         except OSError as error:
             raise OSError(
                 f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory "
@@ -129,7 +125,7 @@ _DAMAGED, _REMOVED = ".damaged", f".removed{_UNFINISHED}"
 class Checkpoint(NamedTuple):
     """A checkpoint, perhaps damaged later. Sorts by life of the run, then by step."""
 
-    life: int  # each restore begins a new one, from 1
+    life: int  # of the run; each restore begins a new one, from 1
     step: int
     path: Path
 
@@ -140,11 +136,11 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = folder_path(path)
         self._lock: Any = None
-        self._logged: set[str] = set()  # names of folders
+        self._logged: set[str] = set()
         self._torn: set[Path] = set()
 
     def lock(self, *, resumes: bool = False, timeout_s: float | None = None) -> None:
-        """Lock the folder until `unlock`, as `locked` does, and remove unfinished checkpoints."""
+        """Lock the folder until `unlock`, and remove unfinished checkpoints."""
         if self._lock is not None:
             return
         self._lock = locked(self.path, resumes=resumes, timeout_s=timeout_s)
@@ -158,17 +154,14 @@ class Folder:
             self._lock = None
 
     def owner(self) -> str:
-        """Return the lock's text, equal in all processes that see the same directory."""
+        """Return the lock's text, equal in all processes with this directory."""
         try:
             return (self.path / "lock").read_text()
         except OSError:
             return ""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return all checkpoints, latest first, damaged or not.
-
-        The manifest gives life and step, or the folder's name if it is damaged.
-        """
+        """Return all checkpoints, latest first, damaged or not."""
         if not self.path.is_dir():
             return []
         found = []
@@ -208,7 +201,7 @@ class Folder:
         return orbax_files.read(checkpoint.path / "state", names) if names else {}
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Write JSON-serializable facts and nonempty arrays to disk."""
+        """Write JSON facts and nonempty arrays to disk."""
         part = self.part(life, step)
         try:
             self.begin(part)
@@ -238,7 +231,7 @@ class Folder:
     def finish(
         self, part: Path, life: int, step: int, facts: dict[str, Any], sums: dict[str, list[Any]]
     ) -> None:
-        """Make a checkpoint of the written folders, given the results of `sealed`."""
+        """Make a checkpoint of the written folders; `sums` are from `sealed`."""
         manifest.write(part, facts, sums)
         _sync(part)
         place = self.place(life, step)
@@ -257,7 +250,6 @@ class Folder:
     def keep(self, count: int) -> None:
         """Remove all but the latest `count` intact checkpoints, and gathered shards.
 
-        A checkpoint that is known to be damaged, or has a bad manifest or sizes, does not count.
         Renamed folders are kept.
         """
         self.discard_gathering()
@@ -273,7 +265,7 @@ class Folder:
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, if possible.
 
-        A checkpoint without a readable manifest is renamed, since jdp may not own its files.
+        One without a readable manifest is renamed, since jdp may not own its files.
         """
         # Renamed first, so that an interrupted removal does not look like a checkpoint.
         is_own = manifest.exists(path)
@@ -286,14 +278,14 @@ class Folder:
                 shutil.rmtree(part)
 
     def discard_gathering(self, up_to: tuple[int, int] | None = None) -> None:
-        """Remove incompletely gathered commits, up to (life, step) if given."""
+        """Remove incompletely gathered commits, up to (life, step)."""
         for left_over in self.path.glob(f"*{_GATHERING}"):
             numbers = _NAME_OF_GATHERING.fullmatch(left_over.name)
             if numbers and (up_to is None or (int(numbers[2]), int(numbers[1])) <= up_to):
                 self.discard(left_over)
 
     def failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
-        """Return the error for a checkpoint that could not be written."""
+        """Return the error for an unwritable checkpoint."""
         needed = sum(array.nbytes for array in arrays.values())
         try:
             free = f"{shutil.disk_usage(self.path).free} bytes are free there"
@@ -340,13 +332,12 @@ class Folder:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, perhaps damaged."""
     parts = (path / "state").is_dir() or any(path.glob("state-[0-9]*/"))
     return path.is_dir() and (parts or (path / "manifest").is_file())
 
 
 def _manifest_with_files(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, and check the sizes of its files."""
+    """Return a manifest, and check the sizes of the files."""
     found = manifest.read(path)
     for name, (num_bytes, _) in found["files"].items():
         try:
@@ -378,7 +369,7 @@ def _form(form: ArrayForm | None) -> str:
 
 
 def sealed(state: Path) -> dict[str, list[Any]]:
-    """Sync a folder of a checkpoint to disk; return size and checksum of each file."""
+    """Sync a folder to disk; return size and checksum of each file."""
     if not state.exists():
         return {}
     files = [file for file in sorted(state.rglob("*")) if file.is_file()]
@@ -456,7 +447,7 @@ class ForeignCheckpoints(NamedTuple):
 
 
 def find_foreign(path: Path) -> ForeignCheckpoints | None:
-    """Return the checkpoints of another tool in a directory, or None."""
+    """Return another tool's checkpoints in a directory."""
     if not path.is_dir() or manifest.exists(path) or manifest.exists(path.parent):
         return None
     if (path / _TREE).is_file():

@@ -1,14 +1,13 @@
 """Commits that the processes of a host write together, each its share of the values.
 
 All processes begin the same draft, because they see the same records. Each marks its share as
-begun, and as written, with the step of its state and its number of train step calls. The process of
-share 0 waits for all marks, makes the draft a commit, and marks it; the others begin the next draft
-after that.
+begun, and as written. The process of share 0 waits for all marks, makes the draft a commit, and
+marks it; the others begin the next draft after that.
 
 A process breaks up if it fails, or finds that another one has broken up or writes a share of
 another state: it marks itself as ended and writes no more shares until the next life. Then share 0
-writes commits alone, without waiting for it. So a marked share is never overwritten while share 0
-may still make it part of a commit.
+writes commits alone, without waiting. So a marked share is never overwritten while share 0 may
+still make it part of a commit.
 """
 
 import contextlib
@@ -24,13 +23,12 @@ from typing import Any, NamedTuple
 from jdp.checkpoint.commit_memory import MARKS, CommitMemory, Draft
 from jdp.checkpoint.write_plan import Share
 
-# The fields of `CommitMark`; a checksum follows, since a mark may be read during its write.
+# The fields of `CommitMark`; a checksum follows, since reads may overlap a write.
 _MARK = struct.Struct("<QQQQQQ")
 _MARK_BYTES = _MARK.size + 4
-# Why a process broke up, after all marks.
 _REASONS, _REASON_BYTES = MARKS + (1 << 20), 2048
 
-# A process writes its share; has written it (share 0: there is a commit); has broken up.
+# Share 0 writes WRITTEN once there is a commit. ENDED: it has broken up.
 BEGUN, WRITTEN, ENDED = 1, 2, 3
 
 
@@ -39,10 +37,7 @@ class CommitMark(NamedTuple):
 
     Attributes:
       life: checksum of the life's tag, since marks of earlier lives remain.
-      status: BEGUN, WRITTEN or ENDED.
-      number: of the draft.
       form: checksum of the layout.
-      step: of the state.
       num_calls: calls of train steps that led to the state.
     """
 
@@ -55,7 +50,7 @@ class CommitMark(NamedTuple):
 
 
 class CommitMarks:
-    """The latest mark of each process of a host; this process has share `number`."""
+    """The latest mark of each process of a host; this one has share `number`."""
 
     def __init__(self, file: int, number: int) -> None:
         self._file, self._number = file, number
@@ -64,14 +59,14 @@ class CommitMarks:
         """Write the mark of this process, and why it ends."""
         text = reason.encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         if mark.status == ENDED:
-            with contextlib.suppress(OSError):  # out of memory, which may be the reason
+            with contextlib.suppress(OSError):  # out of memory, perhaps
                 os.pwrite(self._file, text, _REASONS + self._number * _REASON_BYTES)
         data = _MARK.pack(*mark)
         data += zlib.crc32(data).to_bytes(4)
         os.pwrite(self._file, data, MARKS + self._number * _MARK_BYTES)
 
     def read(self, number: int) -> CommitMark | None:
-        """Return the mark of a share; None if there is none or it is being written."""
+        """Return the mark of a share; None: none, or being written."""
         data = os.pread(self._file, _MARK_BYTES, MARKS + number * _MARK_BYTES)
         mark, checksum = data[: _MARK.size], data[_MARK.size :]
         is_whole = len(data) == _MARK_BYTES and zlib.crc32(mark).to_bytes(4) == checksum
@@ -86,9 +81,9 @@ class CommitMarks:
 _log = logging.getLogger("jdp")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
-# Seconds to wait for living processes when this one ends.
+# When this process ends.
 _LAST_S = 2.0
-# Seconds to wait for other processes while the training thread waits, too.
+# While the training thread waits.
 _PATIENCE_S = 30.0
 
 
@@ -115,7 +110,7 @@ class HostCommits:
         self._life = zlib.crc32(tag.encode())
 
     def begin(self, num_bytes: int, *, form: int | None) -> Draft | None:
-        """Return the memory for the values of a commit; None if this process does not write."""
+        """Return the memory for a commit's values; None if this process does not write."""
         self._awaited_at = math.inf
         if form is not None and self.share.number:
             # Share 0 marks its end before it looks for this mark.
@@ -130,7 +125,7 @@ class HostCommits:
         return self.memory(form).begin(num_bytes)._replace(form=form)
 
     def memory(self, form: int | None) -> CommitMemory:
-        """Return where commits of such a form are written."""
+        """Return where commits of a form are written."""
         return self.own if form is None else self.shared
 
     def finish(self, draft: Draft, facts: dict[str, Any]) -> bool:
@@ -154,13 +149,13 @@ class HostCommits:
         return True
 
     def break_up(self, why: str = "") -> None:
-        """Write no more shares in this life; other processes stop waiting for them."""
+        """Write no more shares in this life."""
         if self.is_together:
             self.is_together = False
             self._marks.write(CommitMark(self._life, ENDED), why)
 
     def free_earlier(self, num_areas: int = 1) -> None:
-        """Free the areas of earlier lives, but for the first ones, once, on the process of share 0.
+        """Free the areas of earlier lives but the first ones, once, on the process of share 0.
 
         Call it after a commit of this life, before other processes may write to their areas.
         """
@@ -169,14 +164,14 @@ class HostCommits:
             self._holds_earlier = False
 
     def stop_waiting(self) -> None:
-        """From now on wait only briefly for other processes, since this one ends."""
+        """From now on wait only briefly, since this process ends."""
         self._stops_at = time.monotonic() + _LAST_S
 
     def hurry(self) -> None:
-        """From now on limit the wait for other processes, since the training thread waits."""
+        """From now on limit waits: the training thread waits."""
         self._awaited_at = min(self._awaited_at, time.monotonic())
 
-    # Whether all other shares are written, or this process has broken up.
+    # Or this process has broken up.
     def _are_written(self, mine: CommitMark) -> bool:
         are_written = True
         for number in range(1, self.share.num_shares):
@@ -192,7 +187,7 @@ class HostCommits:
             are_written = are_written and mark == mine
         return are_written
 
-    # Share 0 has marked this draft as a commit, or something later.
+    # This draft, or something later.
     def _is_committed(self, mine: CommitMark) -> bool:
         if self._marks.read(0) == mine:
             return True
@@ -229,7 +224,7 @@ class HostCommits:
                 )
             time.sleep(_LONGEST_PAUSE_S)
 
-    # Return False if this process ends first, or waited too long.
+    # False if this process ends first, or waited too long.
     def _wait(self, is_done: Callable[[], bool]) -> bool:
         began, pause = time.monotonic(), _FIRST_PAUSE_S
         while not is_done():

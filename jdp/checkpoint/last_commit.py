@@ -1,6 +1,6 @@
-"""Writes the latest commit of a host to the directory of its run, after its processes have ended.
+"""Writes a host's latest commit to the run's directory, after its processes have ended.
 
-`jdp run` starts it with the descriptor of the commit memory, and reads its answer in JSON.
+`jdp run` starts it with the descriptor of the commit memory, and reads its JSON answer.
 """
 
 import json
@@ -19,14 +19,14 @@ from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import is_split, leaves_of, to_disk, to_disk_named, unpack
 from jdp.checkpoint.split_state import CommitPart
 
-# A commit in shards becomes a checkpoint: each host in turn writes its shards into one folder, and
-# the host that adds the last one makes the checkpoint.
+# A commit in shards: each host in turn writes its shards into one folder, and the one that adds the
+# last makes the checkpoint.
 
 
 def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
     """Return the records of each commit that this host may help to save, latest first.
 
-    If this host has complete commits, only the latest of them is returned.
+    Of complete commits, only the latest.
     """
     found: dict[tuple[int, int, str], list[CommitPart]] = defaultdict(list)
     for each in records:
@@ -36,10 +36,7 @@ def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
 
 
 def add_parts(folder: Folder, found: Sequence[CommitPart]) -> int:
-    """Write this host's shards of one commit to a locked folder; return how many are missing.
-
-    If none is missing, they become a checkpoint.
-    """
+    """Write this host's shards of one commit to a locked folder; return how many are missing."""
     facts = found[0].facts
     gathering = folder.gathering(facts["life"], facts["step"], facts["tag"])
     readable, written = split_state.CommitReader(found), _written(gathering)
@@ -53,7 +50,7 @@ def add_parts(folder: Folder, found: Sequence[CommitPart]) -> int:
     return missing
 
 
-# Folders that hosts have written: number -> pieces and checksums.
+# Folder number -> pieces and checksums.
 def _written(gathering: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for path in gathering.glob("*.json"):
@@ -98,12 +95,11 @@ def _finish(
 
 Candidate = Commit | list[split_state.CommitPart]
 
-# Hosts write their shards in turn.
 _GATHERING_TIMEOUT_S = 600.0
 
 
 def save_last_commit(file: int) -> dict[str, Any]:
-    """Write the latest commit as a checkpoint, unless an intact one is at least as recent."""
+    """Write the latest commit as a checkpoint, unless one is as recent."""
     memory = CommitMemory(file)
     records = split_state.commit_parts(memory)
     whole = memory.latest(lambda facts: not is_split(facts))
@@ -113,7 +109,7 @@ def save_last_commit(file: int) -> dict[str, Any]:
     folder = Folder(_facts_of(candidates[0])["directory"])
     if not folder.path.is_dir():
         raise FileNotFoundError(f"{folder.path} is not on this host")
-    # The same command on another host may write there, too.
+    # Another host may write there, too.
     folder.lock(resumes=True, timeout_s=_GATHERING_TIMEOUT_S if records else None)
     try:
         missing = []
@@ -130,7 +126,7 @@ def save_last_commit(file: int) -> dict[str, Any]:
     return {"error": f"{' and '.join(missing)} are on other hosts, or were not written"}
 
 
-# Return how many shards are missing.
+# Returns how many shards are missing.
 def _save(folder: Folder, memory: CommitMemory, candidate: Candidate) -> int:
     if isinstance(candidate, list):
         return add_parts(folder, candidate)
@@ -150,7 +146,7 @@ def _number(candidate: Candidate) -> tuple[int, int]:
     return facts["life"], facts["step"]
 
 
-# Return (life, step) of the latest intact checkpoint from `least` on, or None.
+# As (life, step), from `least` on.
 def _latest_intact(folder: Folder, least: tuple[int, int]) -> tuple[int, int] | None:
     for checkpoint in folder.checkpoints():
         if checkpoint[:2] < least:

@@ -33,7 +33,7 @@ from jdp.validation import int_at_least
 
 _log = logging.getLogger("jdp")
 
-# Maximum number of leaves of a kind in a message.
+# Leaves of a kind in a message.
 _NUM_NAMED = 8
 
 _INSTEAD = (
@@ -106,7 +106,7 @@ def _listed(title: str, texts: list[str]) -> list[str]:
     return [title + ", ".join(texts)] if texts else []
 
 
-# All processes take part in fetching a leaf, even one that they do not need.
+# All processes take part in fetching a leaf, needed or not.
 def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
     if not isinstance(value, SplitValue):
         return placed(x, value, copies=copies)
@@ -118,8 +118,8 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
 
 
 def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
-    """Return a saved value with the type and sharding of `x`; `copies`: in its own memory."""
-    if not isinstance(x, jax.Array) and not _has_place(x):
+    """Return a saved value as `x` is; `copies`: in its own memory."""
+    if not isinstance(x, jax.Array):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
@@ -134,7 +134,6 @@ def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
         return jnp.asarray(np.array(value) if copies else value)
     if copies:
         return copied_from_host(value, x.sharding)
-    # A process without a shard has no dtype to infer.
     get = value.__getitem__
     return jax.make_array_from_callback(x.shape, x.sharding, get, dtype=x.dtype)
 
@@ -261,7 +260,6 @@ def _found(folder: Folder, step: int | None) -> _SavedState:
     return _SavedState(f"step {checkpoint.step} of {folder.path}", leaves, read)
 
 
-# Shards of a leaf are read when it is placed.
 def _values(
     folder: Folder,
     checkpoint: Checkpoint,

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: facts about its state, and size and checksum of each file.
+"""A checkpoint's manifest: facts about its state, size and checksum of each file.
 
     {"sha256": of the manifest, "manifest": {"facts": {...}, "files": {name: [bytes, sha256]}}}
 
@@ -116,7 +116,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _is_loop(x: Any) -> bool:
-    is_loop = isinstance(x, dict) and "position" in x  # perhaps of the author's form
+    is_loop = isinstance(x, dict) and "position" in x  # may be of the author's form
     return is_loop and isinstance(x.get("loaders", []), list)
 
 
@@ -141,7 +141,6 @@ _FACTS = {
 _FILE = _row(_count, _text)
 
 
-# The first fault is the cause of the others.
 def _faults(manifest: Any) -> Iterator[str]:
     for name in ("facts", "files"):
         if not isinstance(manifest, dict) or not isinstance(manifest.get(name), dict):
@@ -176,7 +175,7 @@ def _faults_of_parts(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def arrays(facts: Mapping[str, Any]) -> dict[str, dict[str, ArrayForm]]:
-    """Return the arrays in each folder of a checkpoint, by their names on disk."""
+    """Return the arrays in each folder, by their names on disk."""
     found: dict[str, dict[str, ArrayForm]] = defaultdict(dict)
     described = zip(shards.pieces(facts), shards.names(facts), shards.described(facts), strict=True)
     for piece, name, leaf in described:

@@ -1,7 +1,7 @@
 """Arrays in the format of Orbax, written by Orbax or by several processes.
 
-They are zarr arrays in an OCDBT database of TensorStore. Orbax writes NumPy arrays on process 0
-alone, and shards of a `jax.Array` only if all processes meet in its barriers.
+They are zarr arrays in TensorStore's OCDBT. Orbax writes NumPy arrays on process 0 alone, and
+shards of a `jax.Array` only if all processes meet in its barriers.
 """
 
 import contextlib
@@ -19,15 +19,14 @@ import numpy as np
 
 from jdp.checkpoint.saved_leaves import ArrayForm, SavedLeaf
 
-# TensorStore may buffer this many bytes.
 _BATCH_BYTES = 64 << 20
-_METADATA = b"/.zarray"  # key of an array's shape and dtype
-# Otherwise zeros would not be stored, and -0.0 would be read as 0.0.
+_METADATA = b"/.zarray"  # shape and dtype
+# Otherwise zeros are not stored, and -0.0 is read as 0.0.
 _KEEP_ALL = {"store_data_equal_to_fill_value": True}
 
 
 def write_parts(state: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write arrays to a new folder, by name."""
+    """Write arrays to a new folder."""
     import tensorstore as ts
 
     state.mkdir()
@@ -46,7 +45,7 @@ def write_parts(state: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
 
 
 def read_parts(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Read the arrays with these names from a folder."""
+    """Read arrays from a folder."""
     import tensorstore as ts
 
     specs = {name: {**_spec(state, name), "fill_missing_data_reads": False} for name in names}
@@ -55,7 +54,7 @@ def read_parts(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def forms_of_parts(state: Path) -> dict[str, ArrayForm]:
-    """Return the shapes and dtypes of the arrays in a folder."""
+    """Return the shapes and dtypes in a folder."""
     import tensorstore as ts
 
     store = ts.KvStore.open(_database(state)).result()
@@ -91,7 +90,7 @@ def write(state: Path, arrays: dict[str, Any]) -> None:
 
 
 def read(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Read the arrays with these names from a folder."""
+    """Read arrays from a folder."""
     ocp = _imported()
     wanted = ocp.args.PyTreeRestore(
         item=dict.fromkeys(names, 0),
@@ -103,7 +102,7 @@ def read(state: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def tree_leaves(tree: Path) -> list[SavedLeaf]:
-    """Describe the arrays and numbers in another tool's PyTree."""
+    """Describe the arrays and numbers of another tool's PyTree."""
     with _orbax() as orbax:
         found, _ = jax.tree.flatten_with_path(orbax.metadata(tree).item_metadata.tree)
     return [
@@ -114,7 +113,7 @@ def tree_leaves(tree: Path) -> list[SavedLeaf]:
 
 
 def read_tree(tree: Path, numbers: Collection[int]) -> list[np.ndarray]:
-    """Read the `tree_leaves` with these numbers, in order."""
+    """Read some of the `tree_leaves`, in order."""
     ocp = _imported()
     with _orbax() as orbax:
         leaves, form = jax.tree.flatten(orbax.metadata(tree).item_metadata.tree)
@@ -134,7 +133,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def forms(state: Path) -> dict[str, ArrayForm]:
-    """Return the shapes and dtypes of the arrays in a folder."""
+    """Return the shapes and dtypes in a folder."""
     with _orbax() as orbax:
         tree = orbax.metadata(state).item_metadata.tree
     return {name: (tuple(each.shape), np.dtype(each.dtype)) for name, each in tree.items()}
@@ -153,7 +152,7 @@ def prepare() -> None:
     _imported()
 
 
-# Configured for a single process: only process 0 calls this, with unsharded host arrays.
+# Only process 0 calls this, with unsharded host arrays.
 @contextlib.contextmanager
 def _orbax() -> Iterator[Any]:
     ocp = _imported()

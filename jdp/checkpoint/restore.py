@@ -100,8 +100,7 @@ def restored(
 ) -> Any:
     """Return `state` with the restored values, and set the position of `batches`.
 
-    Args:
-      own: memory of this process's own commits; later ones with missing shards are cleared.
+    `own`: this process's own commits; later ones with missing shards are cleared.
     """
     sources, found = everything.sources, everything.latest
     assert found is not None
@@ -135,7 +134,7 @@ def restored(
     return new
 
 
-# Processes read values of their own host; no collective runs unless a process lacks some.
+# Processes read values of their host; collectives only run if a process lacks some.
 def _facts(group: tuple[int, ...], found: Latest, sources: Sources) -> dict[str, Any]:
     mine = sources.facts(found.key) if jax.process_index() == found.source else None
     what = "what to restore"
@@ -180,7 +179,7 @@ def require_position(batches: Any) -> None:
 
 
 def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
-    """Set batches to the position in the facts."""
+    """Set batches to a written position."""
     if facts.get("position") is None:
         raise ValueError(
             f"{where} was written without batches, so it is not known where the data stood. Write "

@@ -1,4 +1,4 @@
-"""The commits and checkpoints that processes can restore, and the choice of the latest."""
+"""The states that processes can restore, and the choice of the latest."""
 
 import functools
 import logging
@@ -29,8 +29,7 @@ Saved = tuple[dict[str, Any], list[np.ndarray]]  # facts, values
 class Key(NamedTuple):
     """Identifies a written state of a run; a later state compares greater.
 
-    Commits of one life and step are equal; the tag tells apart lives that both sides of a network
-    partition began.
+    The tag tells apart lives that both sides of a network partition began.
     """
 
     life: int
@@ -45,9 +44,7 @@ class Sources:
     Attributes:
       keys: of these states, except commits of which the host may have only shards.
       records: shards of commits that processes of this host wrote.
-      is_split: whether the checkpoint was written in shards.
-      life: the last life that this process knows.
-      torn: the damaged checkpoints, if all are damaged.
+      torn: the damaged checkpoints, if all are.
     """
 
     def __init__(self, folder: Folder, memory: CommitMemory | None) -> None:
@@ -71,7 +68,7 @@ class Sources:
         return {**offer, "life": self.life, "torn": self.torn}
 
     def read(self, key: Key) -> Saved:
-        """Read one of these states; a commit's values stay in its memory and must be copied."""
+        """Read one of these states; a commit's values stay in its memory."""
         facts, read = self._found[key]
         return facts, read()
 
@@ -93,13 +90,13 @@ class Sources:
         return split_state.CommitReader(self.records.get(key, []))
 
     def forget_later(self, key: Key, own: CommitMemory) -> None:
-        """Clear this process's later commits with missing shards; the next commits replace them."""
+        """Clear this process's later commits with missing shards."""
         own.forget(lambda facts: is_split(facts) and _key_of(facts) > key)
 
     def _find_commits(self, memory: CommitMemory) -> None:
         directory = str(self._folder.path)
         for record in split_state.commit_parts(memory):
-            # A script may train several models in turn, each with a Checkpointer.
+            # A script may train several models.
             if record.facts["directory"] == directory:
                 self.records[_key_of(record.facts)].append(record)
         commit = memory.latest(lambda facts: not is_split(facts))
@@ -148,34 +145,34 @@ class Latest(NamedTuple):
 
     key: Key
     source: int  # a process that has it
-    lacking: list[int]  # processes that do not
+    lacking: list[int]
     where: str
     is_split: bool = False  # written in shards, or to be restored in shards
 
     @property
     def tier(self) -> str:
-        """The name of its tier, as reported to the launcher."""
+        """Its tier, as reported to the launcher."""
         return "commit" if self.key.is_commit else "checkpoint"
 
 
 class Found(NamedTuple):
-    """The states that the processes of a run found, and its next life."""
+    """What the processes of a run found, and its next life."""
 
     sources: Sources  # of this process
     latest: Latest | None  # equal on all processes, as are life and tag
     life: int
     tag: str
-    hosts: tuple[int, ...]  # host index of each process
-    sees_directory: bool  # whether this process sees the directory of process 0
+    hosts: tuple[int, ...]  # of each process
+    sees_directory: bool  # of process 0
 
     def identity(self) -> dict[str, Any]:
-        """Return the facts of the next life and its programs, written with all its states."""
+        """Return the facts written with all states of the next life."""
         versions = {"jdp": version(), "jax": jax.__version__}
         return {"life": self.life, "tag": self.tag, **versions, **facts_of_script()}
 
 
 def all_processes() -> tuple[int, ...]:
-    """Return the ids of all processes, which restore together."""
+    """Return all processes, which restore together."""
     if jax.process_count() > 1 and not kv_store.is_open():
         raise RuntimeError(
             f"there are {jax.process_count()} processes, and this JAX gives no store in which they "
@@ -195,7 +192,7 @@ def find(
     splits: bool,
     commit_every: int,
 ) -> Found:
-    """Return the states that all processes of `group` found."""
+    """Return what all processes of `group` found."""
     is_first = jax.process_index() == 0
     with agree.propagating_errors(group, "while it looked for what to restore"):
         if is_first:
@@ -269,7 +266,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
 
 
-# `jdp.log` refuses the file of an earlier run, too, but only after the first step.
+# `jdp.log` refuses such a file, too, but after the first step.
 def _metrics_too() -> str:
     return "; and move metrics.jsonl away, too" if Path("metrics.jsonl").exists() else ""
 
@@ -298,7 +295,7 @@ def _split_keys(offer: dict[str, Any]) -> list[Key]:
     return [Key(*key) for key, _ in offer.get("split", ())]
 
 
-# How many shards of each commit all hosts together lack.
+# Shards of each commit that all hosts together lack.
 def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
     found: dict[Key, list[split_state.Coverage]] = defaultdict(list)
     for offer in offers.values():
@@ -307,7 +304,7 @@ def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
     return {key: split_state.num_missing(each) for key, each in found.items()}
 
 
-# Log on process 0 a commit that a lost host made unusable.
+# Of a commit that a lost host made unusable.
 def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
     lost = max((each for each, num in num_missing.items() if num), default=key)
     if lost > key and not key.is_commit and jax.process_index() == 0:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jdp.pytrees import is_array, is_key, key_impl
 
-# Leaves are aligned to this many bytes, so that JAX on CPUs needs no copy.
+# So that JAX on CPUs needs no copy.
 _ALIGNMENT = 64
 
 ArrayForm = tuple[tuple[int, ...], np.dtype]  # shape and dtype
@@ -30,12 +30,12 @@ class SavedLeaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the values in bytes."""
+        """The size of the values."""
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
 def describe(state: Any) -> list[SavedLeaf]:
-    """Describe the arrays of a state, in order; other leaves are left out.
+    """Describe the arrays of a state, in order.
 
     >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
     ["['w'] float32[2, 3]"]
@@ -50,12 +50,12 @@ def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
 
 
 def is_split(facts: Mapping[str, Any]) -> bool:
-    """Whether leaves of the state were written in shards (`shards.py`)."""
+    """Whether leaves were written in shards (`shards.py`)."""
     return "parts" in facts
 
 
 def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
-    """Return leaves by their names on disk, where empty leaves are not written."""
+    """Return the nonempty leaves by their names on disk."""
     return {f"{i}{leaf.name}": leaf for i, leaf in enumerate(leaves)}
 
 
@@ -73,7 +73,7 @@ def to_disk_named(names: Iterable[str], values: Sequence[np.ndarray]) -> dict[st
 def from_disk(
     leaves: Mapping[str, SavedLeaf], read: Callable[[list[str]], Mapping[str, np.ndarray]]
 ) -> list[np.ndarray]:
-    """Return the values of leaves, given by their names on disk."""
+    """Invert `to_disk`: return all values."""
     arrays = read([name for name, leaf in leaves.items() if leaf.num_bytes])
     return [
         arrays[name].view(leaf.dtype) if leaf.num_bytes else np.zeros(leaf.shape, leaf.dtype)
@@ -82,7 +82,7 @@ def from_disk(
 
 
 def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the bytes of the values in order, with padding between them."""
+    """Return the bytes of values, with padding between."""
     parts = []
     for value in values:
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
@@ -91,7 +91,7 @@ def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def unpack(data: np.ndarray, leaves: Sequence[SavedLeaf]) -> list[np.ndarray]:
-    """Invert `pack`: return values that share the memory of `data`, `[bytes]`."""
+    """Invert `pack`; values share the memory of `data`, `[bytes]`."""
     values, start = [], 0
     for leaf in leaves:
         part = data[start : start + leaf.num_bytes]
@@ -101,12 +101,12 @@ def unpack(data: np.ndarray, leaves: Sequence[SavedLeaf]) -> list[np.ndarray]:
 
 
 def packed_bytes(leaves: Sequence[SavedLeaf]) -> int:
-    """Return the number of bytes of `pack`."""
+    """Return the size of `pack`."""
     return sum(map(padded_bytes, leaves))
 
 
 def padded_bytes(leaf: SavedLeaf) -> int:
-    """Return the bytes of a leaf in `pack`, with padding."""
+    """Return a leaf's size in `pack`."""
     return leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT
 
 
@@ -122,7 +122,7 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
 
 
-# A value that a program returns straight from a callback has a sharding without a mesh.
+# A value returned straight from a callback has a sharding without a mesh.
 def _require_equal_copies(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array) or isinstance(x.sharding, NamedSharding):
         return
@@ -145,7 +145,7 @@ def is_known(dtype: np.dtype) -> bool:
 
 
 def dtype_on_disk(dtype: Any) -> np.dtype:
-    """Return the dtype for Orbax: uint8 if it does not support the leaf's."""
+    """Return the dtype for Orbax: uint8 for an unsupported one."""
     name = jnp.dtype(dtype).name
     is_narrow = name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3")
     is_narrow |= name.startswith("float6_")

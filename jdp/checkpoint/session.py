@@ -68,7 +68,7 @@ _LOST = (
     "latest commit after Ctrl-C."
 )
 
-# Steps before Orbax is imported: after a recovery, and well before a checkpoint.
+# Steps before Orbax is imported, well before a checkpoint.
 _PREPARED_AFTER = 3
 
 _NOT_CLOSED = (
@@ -78,11 +78,7 @@ _NOT_CLOSED = (
 
 
 class Session:
-    """The last state of this process, and when and where it is written.
-
-    Args:
-      has_data: whether the run has batches, whose position is written with the state.
-    """
+    """The last state of this process, and when and where it is written."""
 
     def __init__(
         self,
@@ -102,14 +98,14 @@ class Session:
         if self._launcher and self._assigned:
             self._host_commits = commits_of(self, self._launcher, self._assigned, len(self._group))
         self._num_steps_before = progress.num_steps()
-        self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
-        self._state: Any = None  # state after the last step; self._data belongs to it
+        self._identity: dict[str, Any] = {}  # of this life, equal on all processes
+        self._state: Any = None  # after the last step; self._data belongs to it
         self._data: dict[str, Any] = {"position": None}
         self._num_steps = 0  # in this life
-        self._splits = False  # whether all processes write the state, in shards
-        self._saved_at = -1  # step of the last checkpoint
-        self._is_unsaved = False  # whether the restored state may be missing on disk
-        self._is_committed = False  # whether all hosts have a commit of this or the previous life
+        self._splits = False  # whether all processes write the state
+        self._saved_at = -1
+        self._is_unsaved = False  # the restored state may be missing on disk
+        self._is_committed = False  # all hosts have a commit of this or the previous life
         self._ends = contextlib.ExitStack()
         self._ends.callback(folder.unlock)
         self._commits = commit_writer(self._host_commits)
@@ -168,7 +164,7 @@ class Session:
             self._launcher.tell("restored", **facts, s=seconds)
 
     def _find(self, resume: bool | None) -> Found:
-        """Return the states that all processes found, and begin a new life."""
+        """Find the states, and begin a new life."""
         found = find(
             self._group,
             self._folder,
@@ -183,13 +179,13 @@ class Session:
         return found
 
     def record(self, state: Any, batches: Any) -> None:
-        """Record the state after the last step, and the position of the batches."""
+        """Record the state after the last step."""
         self._state = state
         self._data = position_of(batches)
 
     def count_step(self) -> None:
-        """Count the step that led to the state, and commit or save it if it is due."""
-        # Raise errors of earlier writes last: other processes may write with this one.
+        """Count the step that led to the state, and write it if due."""
+        # Earlier errors last: other processes may write with this one.
         self.steps += 1
         self._num_steps += 1
         progress.count_step()
@@ -220,7 +216,7 @@ class Session:
                 in_flight.require_right_states()
                 if self._saved_at != self.steps:
                     self._begin_save()
-                self._saved_at = -1  # in case the following fails on any process
+                self._saved_at = -1  # the following may fail on any process
                 self._saves.wait()
             mine = [self.steps, can_compare]
             gathered = agree.all_gather(
@@ -230,7 +226,7 @@ class Session:
         return all(each == [self.steps, True] for each in gathered.values())
 
     def save_last(self, *, compares: bool) -> None:
-        """Save the last step unless it is saved, then compare the state of all ranks."""
+        """Save the last step unless saved, then compare the ranks' states."""
         if not self._num_steps and not self._is_unsaved:
             return
         can_compare = self.save(can_compare=compares and not pytrees.any_deleted(self._state))
@@ -277,7 +273,7 @@ class Session:
         num_own, num_calls = (now - before for now, before in pairs)
         if num_own:
             self._commits.write_alone()
-        self._is_committed = True  # also if it fails: all processes begin the next one together
+        self._is_committed = True  # even if it fails: all processes begin the next one together
         self._commits.begin_write(self._state, self._facts() | {"num_calls": num_calls})
 
     def _begin_save(self) -> None:

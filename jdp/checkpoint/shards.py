@@ -1,4 +1,4 @@
-"""The shards of leaves that are split over processes, and which process writes which."""
+"""The shards of leaves split over processes, and their writers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ class LeafPart(NamedTuple):
 
     leaf: int  # index among the arrays of the state
     box: Box
-    writer: int  # process that writes it; 0 for an unsplit leaf
+    writer: int  # process; 0 for an unsplit leaf
 
 
 def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
-    """Return an array's shards, equal on all processes; the first process with one writes it."""
+    """Return an array's shards, equal on all processes; the first holder writes one."""
     writers: dict[Box, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         box = box_of(index, x.shape)
@@ -64,22 +64,22 @@ def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def split_facts(
     parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool
 ) -> dict[str, Any]:
-    """Return the facts to write beside shards of a state."""
+    """Return the facts to write beside shards."""
     return {"parts": list(parts), "held": list(held), "has_whole": has_whole}
 
 
 def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts without those about the process that wrote them."""
+    """Return facts without those about their writer."""
     return {key: value for key, value in facts.items() if key not in ("held", "has_whole")}
 
 
 def folder_name(writer: int) -> str:
-    """Return the folder of a checkpoint for the shards of a process."""
+    """Return the folder of a process's shards."""
     return f"state-{writer}"
 
 
 def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
-    """Return the pieces of all leaves: first of the split leaves, then of the others."""
+    """Return the pieces of all leaves, of split leaves first."""
     split = [
         LeafPart(leaf, tuple((start, stop) for start, stop in box), writer)
         for leaf, box, writer in facts.get("parts", ())
@@ -106,12 +106,12 @@ def described(facts: Mapping[str, Any]) -> list[SavedLeaf]:
 
 
 def described_part(leaves: Sequence[SavedLeaf], part: LeafPart) -> SavedLeaf:
-    """Return the description of a shard, given those of all leaves."""
+    """Return the description of a shard."""
     return leaves[part.leaf]._replace(shape=tuple(_sizes(part.box)))
 
 
 def stored(facts: Mapping[str, Any]) -> list[int]:
-    """Return the indices of the pieces written beside these facts, in order."""
+    """Return the indices of the pieces beside these facts, in order."""
     num_split, num = len(facts.get("parts", ())), len(pieces(facts))
     whole = range(num_split, num) if facts.get("has_whole", True) else ()
     return [*whole, *facts.get("held", ())]
@@ -124,9 +124,7 @@ Read = Callable[[Sequence[int]], Mapping[int, np.ndarray]]
 class SplitValue:
     """A saved leaf whose shards are fetched when it is placed: the host holds one leaf at a time.
 
-    Args:
-      parts: its shards, by index.
-      fetch: returns those of these shards that this process needs.
+    `fetch` returns those of some shards that this process needs.
     """
 
     def __init__(self, leaf: SavedLeaf, parts: Mapping[int, LeafPart], fetch: Read) -> None:
@@ -174,7 +172,7 @@ def _sizes(box: Box) -> list[int]:
     return [stop - start for start, stop in box]
 
 
-# A box as an index of an array that is itself a box.
+# As an index of an array that is itself a box.
 def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
     pairs = zip(box, outer, strict=True)
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)

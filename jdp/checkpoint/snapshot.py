@@ -23,9 +23,9 @@ from jdp.collectives.cpu import runtime
 
 @contextlib.contextmanager
 def single_device_programs() -> Iterator[None]:
-    """Allow programs with arrays of one device in the body of the `with`.
+    """Allow programs with arrays of one device.
 
-    JAX refuses them under `jax.set_mesh` with another mesh, and refuses their NumPy arguments under
+    JAX refuses them under `jax.set_mesh` with another mesh, and their NumPy arguments under
     `jax.transfer_guard`.
     """
     with jax.set_mesh(Mesh(np.empty((), object), ())), jax.transfer_guard("allow"):
@@ -42,7 +42,7 @@ class TargetBox(NamedTuple):
     offset: int
     run_bytes: int
     loops: tuple[tuple[int, int], ...] = ()  # count, stride in bytes
-    first: int = 0  # byte of the array that is copied first
+    first: int = 0  # byte of the array
 
     @property
     def num_bytes(self) -> int:
@@ -51,11 +51,7 @@ class TargetBox(NamedTuple):
 
     @classmethod
     def of_box(cls, offset: int, shape: Sequence[int], box: Box, itemsize: int) -> "TargetBox":
-        """Return the place of a box of an array.
-
-        Args:
-          offset: bytes from the start of the memory to the array.
-          itemsize: bytes of an element.
+        """Return the place of a box of an array, `offset` bytes into the memory.
 
         >>> TargetBox.of_box(100, (4, 6), ((0, 4), (2, 4)), 4)
         TargetBox(offset=108, run_bytes=8, loops=((4, 24),), first=0)
@@ -74,7 +70,7 @@ class TargetBox(NamedTuple):
 
 
 def takes(x: Any) -> bool:
-    """Whether the library can copy an array: whole-byte elements on a CPU device."""
+    """Whether the library can copy it: whole-byte elements on a CPU."""
     return (
         isinstance(x, jax.Array)
         and next(iter(x.devices())).platform == "cpu"
@@ -117,7 +113,7 @@ class CopyOut:
         self._calls.append((chosen, np.array(words, np.int64), np.array(is_offset)))
 
 
-# The addresses are operands, so that the program can be cached.
+# Addresses as operands, so that the program can be cached.
 @jax.jit
 def _copy_out(words: list[jax.Array], groups: list[list[jax.Array]]) -> list[jax.Array]:
     call = jax.ffi.ffi_call(runtime.COPY_OUT, jax.ShapeDtypeStruct((1,), np.uint8))
@@ -133,19 +129,16 @@ def _has_whole_bytes(dtype: Any) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-# Smaller arrays are copied on the first device: each further device would run a program.
+# Smaller arrays stay on the first device: each further one would run a program.
 LARGE_BYTES = 1 << 20
 
 
 class DeviceCopies:
     """Takes successive copies of pieces.
 
-    A large array or shard that several devices of this process hold is copied on one of them, so
-    that the copies balance in memory.
-
-    Args:
-      reuse: keep the memory of one copy for the next: on a CPU, mapping new memory takes four times
-        as long as the copy.
+    A large array or shard that several local devices hold is copied on one of them, so that the
+    copies balance in memory. `reuse` keeps the memory for the next copy: on a CPU, mapping new
+    memory takes four times as long as the copy.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -155,7 +148,7 @@ class DeviceCopies:
     def take(self, pieces: Sequence[StatePiece]) -> list[StatePiece]:
         """Start copying pieces without waiting, so that the next step may donate them.
 
-        Only the rows of a piece with rows are copied. Earlier copies must no longer be in use.
+        Earlier copies must no longer be in use.
         """
         found = _spread(pieces)
         before, self._spare = self._spare, {}
@@ -199,7 +192,6 @@ class DeviceCopies:
 # Large arrays go to the least loaded device, largest first, after all others, as in R. L. Graham,
 # Bounds on multiprocessing timing anomalies (1969, https://doi.org/10.1137/0117039).
 def _spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
-    """Return pieces with their values on the devices that will copy them."""
     found, loads = [*pieces], defaultdict[jax.Device, int](int)
     on_device = [i for positions in on_devices(pieces).values() for i in positions]
     shards = {i: _equal_shards(pieces[i]) for i in on_device}
@@ -213,7 +205,6 @@ def _spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
 
 
 def _equal_shards(piece: StatePiece) -> list[Any]:
-    """Return the shards on local devices that equal a large piece."""
     if piece.array is None or _num_bytes(piece) < LARGE_BYTES:
         return []
     shards, device = piece.array.addressable_shards, _device(piece.values)
@@ -225,7 +216,6 @@ def _device(x: jax.Array) -> jax.Device:
     return next(iter(x.devices()))
 
 
-# Of the copied values.
 def _num_bytes(piece: StatePiece) -> int:
     shape, dtype = _form(piece)
     return math.prod(shape) * dtype.itemsize
@@ -247,7 +237,7 @@ def _copies(
     ]
 
 
-# keep_unused: the spare arrays are donated for their memory, and not read.
+# keep_unused: the spare arrays are donated for their memory.
 _copy = jax.jit(_copies, donate_argnums=0, static_argnums=2, keep_unused=True)
 
 
@@ -256,10 +246,10 @@ class Snapshot(NamedTuple):
 
     leaves: list[SavedLeaf]
     pieces: list[StatePiece]
-    split: dict[str, Any]  # facts about its shards; empty without any
+    split: dict[str, Any]  # facts about its shards
 
     def fetch(self) -> list[np.ndarray]:
-        """Copy the values to the host, whole leaves first; on a CPU they are read in place."""
+        """Copy the values to the host, whole leaves first; a CPU's are read in place."""
         for piece in self.pieces:
             if isinstance(piece.values, jax.Array):
                 piece.values.copy_to_host_async()
@@ -296,13 +286,13 @@ class CommitSnapshot(NamedTuple):
     """A snapshot that is being copied into the memory of commits."""
 
     leaves: list[SavedLeaf]
-    split: dict[str, Any]  # facts about its shards; empty without any
+    split: dict[str, Any]  # facts about its shards
     draft: Draft
-    copying: list[jax.Array]  # ready when the devices have copied their pieces
+    copying: list[jax.Array]  # ready when copied
     others: list[tuple[StatePiece, SavedLeaf, int]]  # copy on a device, its leaf, its offset
 
     def fetch(self) -> Draft:
-        """Copy the other pieces, and wait until the devices have copied theirs."""
+        """Copy the other pieces, and wait for the devices."""
         for piece, _, _ in self.others:
             if isinstance(piece.values, jax.Array):
                 jax_compat.start_copy_to_host(piece.values)
@@ -315,11 +305,11 @@ class CommitSnapshot(NamedTuple):
 
 
 class _CommitLayout(NamedTuple):
-    leaves: list[SavedLeaf]  # of the described state
+    leaves: list[SavedLeaf]
     targets: list[tuple[SavedLeaf, int]]  # leaf of each piece, and its offset
     num_bytes: int
-    routes: dict[jax.Device, tuple[list[int], CopyOut]]  # by device: indices of its pieces
-    others: list[int]  # indices of the other pieces
+    routes: dict[jax.Device, tuple[list[int], CopyOut]]  # indices of the device's pieces
+    others: list[int]  # indices
 
 
 class CommitSnapshots:
@@ -366,8 +356,7 @@ class CommitSnapshots:
     def reservation(self, state: Any, hosts: tuple[int, ...], *, here: bool) -> Callable[[], None]:
         """Return a function that allocates the memory of commits, for a thread.
 
-        Args:
-          hosts: host of each process; the next host also keeps the shards of a process.
+        `hosts`: of each process; the next host also keeps a process's shards.
         """
         self._finder.hosts = hosts
         num_bytes = self._finder.num_bytes(state, here=here)
@@ -384,15 +373,15 @@ class CommitSnapshots:
         return reserve
 
     def stop_waiting(self) -> None:
-        """From now on wait only briefly for other processes, since this one ends."""
+        """From now on wait only briefly, since this process ends."""
         self._commits.stop_waiting()
 
     def hurry(self) -> None:
-        """From now on limit the wait for other processes, since the training thread waits."""
+        """From now on limit waits: the training thread waits."""
         self._commits.hurry()
 
     def break_up(self, error: Exception | None = None) -> None:
-        """Write no more shares in this life, once devices no longer write into the memory."""
+        """Write no more shares in this life, once devices no longer write."""
         self.wait_for_copies()
         why = ""
         if error is not None:
@@ -401,7 +390,7 @@ class CommitSnapshots:
         self._commits.break_up(why)
 
     def wait_for_copies(self) -> None:
-        """Wait until devices no longer write into the memory, even after a failure."""
+        """Wait until devices no longer write, even after a failure."""
         copying, self._copying = self._copying, []
         with contextlib.suppress(RuntimeError):
             _wait(copying)
@@ -444,7 +433,7 @@ def _layout(found: WrittenPieces) -> _CommitLayout:
     return _CommitLayout(found.leaves, targets, size, routes, others)
 
 
-# Offset of each leaf written whole, and the start of the shards.
+# Offset of each whole leaf, and the start of the shards.
 def _whole_leaves(found: WrittenPieces) -> tuple[dict[int, int], int]:
     here = dict.fromkeys(piece.leaf for piece in found.pieces if piece.part is None)
     offsets, size = {}, 0

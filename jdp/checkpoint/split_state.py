@@ -1,4 +1,4 @@
-"""Commits and checkpoints of a state that is sharded over processes."""
+"""Commits and checkpoints of a state sharded over processes."""
 
 import json
 import time
@@ -41,11 +41,11 @@ class Coverage(NamedTuple):
 
     held: list[tuple[int, int]]  # ranges of shard indices
     num_parts: int  # of the commit
-    has_whole: bool  # whether they hold the unsplit leaves
+    has_whole: bool  # holds the unsplit leaves
 
 
 def commit_parts(memory: CommitMemory) -> list[CommitPart]:
-    """Return the records of the shards that processes of this host wrote."""
+    """Return the shards that processes of this host wrote."""
     intact = [(area, commit) for area in memory.areas() for commit in area.intact()]
     found = [CommitPart(area, commit, commit.facts) for area, commit in intact]
     return [each for each in found if is_split(each.facts)]
@@ -70,14 +70,14 @@ def num_missing(coverages: Sequence[Coverage]) -> int:
 
 
 def is_whole_commit(found: Sequence[CommitPart]) -> bool:
-    """Whether the records of a host are a complete commit."""
+    """Whether a host's records are a complete commit."""
     return not num_missing([coverage(found)])
 
 
 def wait_for_all(facts: Mapping[str, Any]) -> None:
     """Wait until all processes have written their shards of a commit.
 
-    Only then may they overwrite the previous commit: a death could otherwise leave two incomplete
+    Only then may they overwrite the previous one: a death could otherwise leave two incomplete
     ones.
     """
     name = f"jdp/committed/{facts['life']}/{facts['tag']}/{facts['step']}"
@@ -85,7 +85,7 @@ def wait_for_all(facts: Mapping[str, Any]) -> None:
 
 
 class CommitReader:
-    """The pieces (`shards.pieces`) that a process can read from its host's memory."""
+    """The pieces (`shards.pieces`) in this host's memory."""
 
     def __init__(self, found: Sequence[CommitPart]) -> None:
         self._where: dict[int, tuple[CommitPart, int]] = {}
@@ -119,15 +119,12 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
     """Write this process's shards; return when the checkpoint is complete.
 
     All processes call it in the thread that writes checkpoints. Process 0 makes the folder, and the
-    manifest when all have written.
-
-    Args:
-      number: of this call in this life of the run, from 0.
+    manifest when all have written. `number`: of this call in this life of the run, from 0.
     """
     names = shards.names(facts)
     arrays = to_disk_named([names[n] for n in shards.stored(facts)], values)
     me, step = jax.process_index(), facts["step"]
-    # One folder for each attempt, so that a late process does not disturb the next.
+    # A late process must not disturb the next attempt.
     part = folder.part(facts["life"], step, attempt=number)
     store = _Store(f"jdp/saved/{facts['tag']}", number, step)
     failure, sums = None, {}
@@ -154,7 +151,7 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
 
 
 def require_shared(folder: Folder, owner: str) -> None:
-    """Refuse a directory other than the one that process 0 has locked."""
+    """Refuse a directory that process 0 has not locked."""
     if folder.owner() != owner:
         raise OSError(
             f"process {jax.process_index()} does not see the directory {folder.path} of process 0. "
@@ -173,7 +170,7 @@ def _finish(
 ) -> OSError | None:
     """Make a checkpoint of all shards, or remove them and return why."""
     end = time.monotonic() + agree.timeout_s()
-    # Wait also after a failure: files still being written could not be removed.
+    # Even after a failure: files being written could not be removed.
     for process in range(1, jax.process_count()):
         try:
             sums |= _right(store.get(f"{process}", process, end))["files"]
@@ -205,7 +202,7 @@ def _right(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Store:
-    """Messages of processes about one checkpoint, through JAX's store."""
+    """Messages about one checkpoint, through JAX's store."""
 
     def __init__(self, run: str, number: int, step: int) -> None:
         self._run, self._number, self._step = run, number, step
@@ -214,11 +211,11 @@ class _Store:
         kv_store.offer(f"{self._run}/{self._number}/{key}", json.dumps(value))
 
     def get(self, key: str, process: int, end: float | None = None) -> Any:
-        """Return the message of a process, waiting until `end` or the usual timeout."""
+        """Return a process's message, waiting until `end`."""
         timeout_s = agree.timeout_s()
         end = time.monotonic() + timeout_s if end is None else end
         left_s = end - time.monotonic()
-        while True:  # Once at least: it may be there already.
+        while True:  # Once at least.
             slice_s = max(0.0, min(left_s, _SLICE_S))
             text = kv_store.get(f"{self._run}/{self._number}/{key}", timeout_s=slice_s)
             if text is not None:
@@ -273,7 +270,7 @@ class CheckpointReader:
 
 
 class Readable(Protocol):
-    """The pieces of a saved state that this process can read, see `shards.pieces`."""
+    """The pieces of a saved state that this process can read."""
 
     def has(self, n: int) -> bool:
         """Whether a piece can be read."""
@@ -285,7 +282,7 @@ class Readable(Protocol):
 def split_values(
     facts: dict[str, Any], readable: Readable, state: Any = None, group: tuple[int, ...] = ()
 ) -> list[shards.SplitValue]:
-    """Return the leaves saved beside `facts`, to be fetched when they are placed."""
+    """Return the leaves saved beside `facts`, to be fetched when placed."""
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
     needed = {*pieces} if state is None else _needed(state, leaves, pieces)
     sources = _sources(group, state, needed, readable) if len(group) > 1 else {}
@@ -299,8 +296,7 @@ def split_values(
 class _Transfer:
     """Reads the pieces that this process needs, and sends pieces that others cannot read.
 
-    Args:
-      sources: for each piece that some process cannot read, the process that sends it.
+    `sources`: the sender of each piece that some process cannot read.
     """
 
     def __init__(
@@ -331,8 +327,8 @@ class _Transfer:
         return {n: value for n, value in values.items() if n in self._needed}
 
 
-# The pieces that overlap this process's shards. `per_rank` state may be resized, and a leaf that is
-# not a jax.Array is not placed: both need all pieces.
+# The pieces that overlap this process's shards; all of `per_rank` state, which may be resized, and
+# of a leaf that is not a jax.Array, which is not placed.
 def _needed(
     state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart]
 ) -> set[int]:

@@ -1,4 +1,4 @@
-"""Writes states and data positions in a background thread during training."""
+"""Writes states in a background thread during training."""
 
 import contextlib
 import itertools
@@ -31,16 +31,15 @@ class StateWriter:
     """A thread that writes the states of a run in order; later calls raise its errors.
 
     A state is not written if a step that led to it failed a check. Each process raises that error
-    by its next write; the thread could raise it on only one process. The interpreter waits at exit
-    for a write in progress. Processes without `is_here` only gather, and write their shards and
-    shares.
+    by its next write; the thread could raise it on only one process. Processes without `is_here`
+    only gather, and write their shards and shares.
     """
 
     def __init__(
         self, name: str, write: Write, snapshots: Snapshots | CommitSnapshots, *, is_here: bool
     ) -> None:
         self._write, self._snapshots, self._is_here = write, snapshots, is_here
-        self._steps = in_flight.Unchecked()  # steps that led to the last state
+        self._steps = in_flight.Unchecked()  # that led to the last state
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._job: Future[None] | None = None
         self._failure: BaseException | None = None
@@ -48,7 +47,7 @@ class StateWriter:
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
         """Wait for the previous write, copy a state so it may be donated, and start writing it.
 
-        A failed previous write does not prevent it, since other processes may take part in it.
+        Even after a failed write, since other processes may take part in this one.
         """
         begin_ns = time.monotonic_ns()
         self.settle()
@@ -67,13 +66,13 @@ class StateWriter:
         progress.own.record_pause(begin_ns)
 
     def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
-        """Allocate the memory of commits in the thread, since mapping it may take seconds."""
+        """Allocate the memory of commits in the thread: mapping it may take seconds."""
         assert isinstance(self._snapshots, CommitSnapshots)
         reserve = self._snapshots.reservation(state, hosts, here=self._is_here)
         self._job = self._pool.submit(reserve)
 
     def write_alone(self) -> None:
-        """From now on let the first process of the host write the commits of this life alone.
+        """From now on let the host's first process write the commits of this life alone.
 
         For states without calls of train steps, whose counts show that all shares are of one step.
         """
@@ -85,7 +84,7 @@ class StateWriter:
         self._pool.submit(action)
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed write, once, without waiting."""
+        """Raise the error of a failed write, once."""
         if self._job is not None and self._job.done():
             self.settle()
         failure, self._failure = self._failure, None
@@ -93,7 +92,7 @@ class StateWriter:
             raise failure
 
     def settle(self) -> None:
-        """Wait until the state is written, and keep an error for the next call that raises it."""
+        """Wait for the write, and keep its error for the next call."""
         # An interrupted wait keeps the job, whose memory is in use.
         if isinstance(self._snapshots, CommitSnapshots):
             self._snapshots.hurry()
@@ -105,12 +104,12 @@ class StateWriter:
             self._job = None
 
     def wait(self) -> None:
-        """Wait until the state is written; raise its error, once."""
+        """Wait for the write; raise its error, once."""
         self.settle()
         self.raise_failure()
 
     def end_thread(self) -> None:
-        """Wait, end the thread, and log an error that was not raised."""
+        """Wait, end the thread, and log an unraised error."""
         if isinstance(self._snapshots, CommitSnapshots):
             self._snapshots.stop_waiting()
         try:
@@ -138,7 +137,7 @@ class StateWriter:
             return self._pool.submit(action)
         return None
 
-    # Other processes must not wait for a share that this one does not write.
+    # Others must not wait for a share that is not written.
     def _break_up(self, error: Exception | None = None) -> None:
         if isinstance(self._snapshots, CommitSnapshots):
             self._snapshots.break_up(error)
@@ -154,7 +153,7 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
             return
         if draft.form is None and is_split(facts):
             split_state.wait_for_all(facts)
-        # Other processes may write to their areas after a commit of this one alone.
+        # Other processes may write to their areas after this one's commit.
         commits.free_earlier(1 if draft.form is not None else commits.share.num_shares)
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
         progress.own.slot.counter.write_commit(facts["step"])
@@ -165,7 +164,7 @@ def commit_writer(commits: HostCommits | None) -> StateWriter:
 
 
 def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
-    """Return the writer of checkpoints to a folder; it keeps the last `keep`."""
+    """Return the writer of checkpoints; it keeps the last `keep`."""
     number = itertools.count()
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:

@@ -15,11 +15,11 @@ from jdp.checkpoint import shards
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe, padded_bytes
 from jdp.pytrees import is_array, without_key
 
-Rows = tuple[int, int]  # start and stop in the first dim; a scalar is one row
+Rows = tuple[int, int]  # in the first dim; a scalar is one row
 
 
 class Share(NamedTuple):
-    """The share of a process, `number` of `num_shares`, in commits that a host writes together."""
+    """A process's share of commits that a host writes together."""
 
     number: int
     num_shares: int
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: Share) -> list[Rows]:
-    """Return each leaf's rows in a share; shares have nearly equal bytes, 0 has unshared leaves.
+    """Return each leaf's rows in a share; share 0 has unshared leaves.
 
     >>> leaves = [SavedLeaf("a", (6,), "float32", None), SavedLeaf("b", (), "float64", None)]
     >>> [shared_rows(leaves, [True, True], Share(number, 2)) for number in (0, 1)]
@@ -49,7 +49,6 @@ def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: S
             start, stop = (
                 _row_at(leaf, num, cut * total // share.num_shares - begin) for cut in cuts
             )
-            # The cuts of an empty leaf are arbitrary.
             found.append((start, stop if leaf.num_bytes else start))
             begin += leaf.num_bytes
         else:
@@ -58,24 +57,24 @@ def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: S
 
 
 def share_form(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool]) -> int:
-    """Return a checksum of the layout, equal on all processes that write together."""
+    """Return a checksum of the layout, equal on processes that write together."""
     return zlib.crc32(repr((leaves, is_shared)).encode())
 
 
 def holds_everywhere(x: Any) -> bool:
-    """Whether every process of the run holds all of an array, with the same bits."""
+    """Whether every process holds all of an array, with the same bits."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or not x.is_fully_replicated:
         return False
     return len({device.process_index for device in x.sharding.device_set}) == jax.process_count()
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Whether an array is only on devices of other processes."""
+    """Whether only other processes hold an array."""
     return isinstance(x, jax.Array) and not x.sharding.addressable_devices
 
 
 def not_held(name: str, x: jax.Array) -> ValueError:
-    """Return the error for a process that must write a leaf without a shard of it."""
+    """Return the error for a leaf without a shard on its writer."""
     owners = sorted({device.process_index for device in x.sharding.device_set})
     return ValueError(
         f"`{name}` is on devices of process {', '.join(map(str, owners))} alone, and process "
@@ -89,20 +88,20 @@ def _num_rows(leaf: SavedLeaf) -> int:
     return leaf.shape[0] if leaf.shape else 1
 
 
-# The first row that begins at or after this byte of a leaf.
+# The first row from this byte on.
 def _row_at(leaf: SavedLeaf, num_rows: int, byte: int) -> int:
     if not leaf.num_bytes:
         return 0
     return min(max(-(-byte * num_rows // leaf.num_bytes), 0), num_rows)
 
 
-Rounds = tuple[tuple[tuple[int, int], ...], ...]  # (source, target) positions in a mesh
+Rounds = tuple[tuple[tuple[int, int], ...], ...]  # positions in a mesh
 
 
 def buddy_copies(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> dict[int, jax.Array]:
-    """Return the previous host's shards that this process keeps, by index; a collective call."""
+    """Return the previous host's shards that this process keeps; a collective call."""
     found: dict[int, jax.Array] = {}
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         specs = tuple(_spec(arrays[leaf]) for leaf in leaves)
@@ -119,7 +118,7 @@ def buddy_copies(
 def kept(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> list[int]:
-    """Return the indices of the shards from `buddy_copies`, without communication."""
+    """Return the indices from `buddy_copies`, without communication."""
     found = set()
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         for leaf, numbers in leaves.items():
@@ -131,7 +130,7 @@ def kept(
     return sorted(found)
 
 
-# Yield a mesh, a round, and its leaves with the indices of their shards.
+# Yields a mesh, a round, its leaves and the indices of their shards.
 def _exchanges(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> Iterator[tuple[Mesh, tuple[tuple[int, int], ...], dict[int, list[int]]]]:
@@ -183,7 +182,7 @@ def _mover(mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int,
     return jax.jit(moved)
 
 
-# The device that receives a shard in a round, by its box and writer.
+# Of a shard, by its box and writer.
 def _targets(
     x: jax.Array, mesh: Mesh, pairs: tuple[tuple[int, int], ...]
 ) -> dict[tuple[shards.Box, int], jax.Device]:
@@ -198,11 +197,11 @@ def _targets(
 class StatePiece(NamedTuple):
     """Values of a part of a leaf."""
 
-    leaf: int  # index of its leaf; -1 if kept for a process of another host
+    leaf: int  # of its leaf; -1 if kept for another host
     index: Any  # slice of the leaf; ... is all of it, None a shard written by itself
     values: Any
-    part: int | None = None  # index of its shard, of a split leaf
-    rows: Rows | None = None  # rows to write; None: all of them
+    part: int | None = None  # of its shard, of a split leaf
+    rows: Rows | None = None  # to write; None: all
     array: jax.Array | None = None  # the entire leaf, of which other shards may equal the values
 
 
@@ -211,7 +210,7 @@ class WrittenPieces(NamedTuple):
 
     leaves: list[SavedLeaf]  # of all leaves; the same list for states of one kind
     pieces: list[StatePiece]
-    split: dict[str, Any]  # facts about its shards; empty without any
+    split: dict[str, Any]  # facts about its shards
     form: int | None = None  # see `Finder.form`
 
 
@@ -221,27 +220,23 @@ class Finder:
     Each process writes shards of a leaf that no process holds completely; a `per_rank` leaf is
     gathered. Other leaves are read once, from one device. Without shards, the processes of a host
     may each write a share of the leaves that all of them hold.
-
-    Args:
-      share: of this process; None: one process writes all unsplit leaves.
     """
 
     def __init__(self, share: Share | None = None) -> None:
-        self.hosts: tuple[int, ...] = ()  # host of each process, if the next host also keeps shards
+        self.hosts: tuple[int, ...] = ()  # of each process, if the next host also keeps shards
         self._share = share
-        self._rows: list[Rows] = []  # rows of each leaf in the share
-        self.form: int | None = None  # `share_form` of the last state; None: not shared
+        self._rows: list[Rows] = []  # of each leaf, in the share
+        self.form: int | None = None  # `share_form` of the last state
         self._kind: Any = None  # of the state that the following describe
         self._leaves: list[SavedLeaf] = []
-        self._apart: list[int] = []  # indices of gathered leaves
-        self._elsewhere: list[int] = []  # indices of leaves without a local shard
-        self._parts: list[shards.LeafPart] = []  # shards of the split leaves
+        self._apart: list[int] = []  # of gathered leaves
+        self._elsewhere: list[int] = []  # of leaves without a local shard
+        self._parts: list[shards.LeafPart] = []  # of the split leaves
 
     def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
         """Return the pieces; None with `here=False`, unless leaves are split or shared.
 
-        All processes must call this for the same states; those with `here=False` only gather, and
-        write their shards.
+        All processes must call this; those with `here=False` only gather, and write their shards.
         """
         require_alive(state)
         arrays = [*map(without_key, self._described(state))]
@@ -261,13 +256,13 @@ class Finder:
         return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
-        """Return the pieces known without communication, without gathered leaves."""
+        """Return the pieces known without communication."""
         arrays = [*map(without_key, self._described(state))]
         here = here or self.form is not None
         return self._of_share(arrays, here=here, without=self._apart)
 
     def num_bytes(self, state: Any, *, here: bool) -> int:
-        """Return the bytes of all pieces in a commit, without communication."""
+        """Return the size of all pieces in a commit."""
         arrays = self._described(state)
         split = {part.leaf for part in self._parts}
         here = here or self.form is not None
@@ -311,7 +306,7 @@ class Finder:
 
 
 def require_alive(state: Any) -> None:
-    """Raise a ValueError that names the first donated leaf of a state."""
+    """Raise a ValueError that names the first donated leaf."""
     pytrees.require_alive(
         "state",
         state,
@@ -320,7 +315,7 @@ def require_alive(state: Any) -> None:
 
 
 def is_split(state: Any) -> bool:
-    """Whether a state has leaves that several processes write in shards."""
+    """Whether several processes write leaves in shards."""
     return bool(_placement(state, [x for x in jax.tree.leaves(state) if is_array(x)])[1])
 
 
@@ -339,7 +334,7 @@ def _kind(x: Any) -> Any:
     return type(x), getattr(x, "shape", ()), getattr(x, "dtype", None)
 
 
-# The indices of gathered leaves, and the shards of split leaves.
+# Indices of gathered leaves, and the shards of split leaves.
 def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.LeafPart]]:
     apart = [i for i, x in enumerate(arrays) if not _is_on_each_process(x)]
     if not apart:
@@ -348,12 +343,12 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
     is_own = [owner is not None for x, owner in pairs if is_array(x)]
     split = [i for i in apart if not is_own[i]]
     parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
-    # Adjacent by process, so that they form few ranges.
+    # Adjacent by process: few ranges.
     parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
     return [i for i in apart if is_own[i]], parts
 
 
-# Whether each process can assemble an array from its own devices; equal on all processes, because a
+# Whether each process can assemble it from its own devices; equal on all processes, because a
 # sharding lists the shards of all devices.
 def _is_on_each_process(x: Any) -> bool:
     sharding = getattr(x, "sharding", None)
@@ -376,7 +371,7 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-# This process's shards of split leaves and, if `here`, all other leaves but those in `without`.
+# Shards of split leaves and, if `here`, all other leaves but `without`.
 def _all_pieces(
     arrays: list[Any], parts: list[shards.LeafPart], *, here: bool, without: Sequence[int] = ()
 ) -> list[StatePiece]:
@@ -401,7 +396,7 @@ def _cut(piece: StatePiece, rows: Rows) -> StatePiece:
     return piece._replace(index=(slice(*rows),), rows=rows)
 
 
-# The shards on this process's devices that make up array `i`.
+# The local shards that make up array `i`.
 def _pieces(i: int, x: Any) -> list[StatePiece]:
     if not isinstance(x, jax.Array):
         return [StatePiece(i, ..., x)]
