@@ -1,1 +1,1 @@
-"""Reads the rows of a dataset, and places them on the devices in batches."""
+"""Reads rows of a dataset, and places them on devices in batches."""

@@ -1,4 +1,4 @@
-"""Checks that all processes have the same dataset and consistent batches."""
+"""Checks that processes have the same dataset and consistent batches."""
 
 import logging
 import re
@@ -28,7 +28,7 @@ _NOTE = (
 
 
 class RowCheck(NamedTuple):
-    """Reads the rows that processes compare; `may_be_random`: the dataset may vary rows."""
+    """Reads the rows that processes compare; `may_be_random`: the dataset may vary them."""
 
     read: Read
     num_rows: int
@@ -36,12 +36,12 @@ class RowCheck(NamedTuple):
     may_be_random: bool
 
     def drawn(self, epoch: int) -> np.ndarray:
-        """Return the rows to compare in an epoch, [n] int, ascending; equal on all processes."""
+        """Return an epoch's rows to compare, [n] int, ascending; equal on all processes."""
         size = _NUM_ROWS_OF_OBJECTS if self.may_be_random else _NUM_ROWS
         return np.unique(np.random.default_rng([self.seed, epoch]).integers(0, self.num_rows, size))
 
     def checksums(self, rows: np.ndarray) -> dict[str, int]:
-        """Return checksums by row; {} if the dataset transforms rows at random."""
+        """Return checksums by row; {} if the dataset is random."""
         num = _NUM_READINGS if self.may_be_random else 1
         try:
             readings = [_checksums(self.read(rows)) for _ in range(num)]
@@ -67,7 +67,7 @@ def _checksums(batch: Any) -> list[int]:
 
 
 def require_equal(peers: tuple[int, ...], sums: Mapping[str, int]) -> None:
-    """Compare rows of the datasets of all processes."""
+    """Compare rows of all processes' datasets."""
     gathered = agree.all_gather(peers, dict(sums), what="rows of the dataset")
     if not all(gathered.values()):
         return
@@ -85,13 +85,13 @@ def require_equal(peers: tuple[int, ...], sums: Mapping[str, int]) -> None:
 
 
 _TEXT_CHARACTERS = 600
-_ARGUMENT = re.compile(r"\w+=[^,()]+")  # of jdp.batches, as in seed=0
+_ARGUMENT = re.compile(r"\w+=[^,()]+")  # Of jdp.batches, as in seed=0.
 
 _log = logging.getLogger("jdp")
 
 
 class FirstBatch(NamedTuple):
-    """One process's report about its first batch."""
+    """A process's report about its first batch."""
 
     digest: str  # of all but the number of rows
     rows_per_rank: int
@@ -124,7 +124,7 @@ def require_equal_layouts(
 
 
 def why_repeated(reports: Mapping[int, FirstBatch]) -> str | None:
-    """Return a warning if all processes pass equal rows, or None.
+    """Return a warning if all processes pass equal rows.
 
     >>> one = FirstBatch("3f", 2, "x float32[4, 8]", first_row=0, checksum=7)
     >>> why_repeated({0: one, 1: one._replace(first_row=4)})

@@ -20,7 +20,7 @@ from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
 from jdp.validation import allows, int_at_least
 
-# State methods of an iterator, as in grain, and of a loader, as in PyTorch.
+# Of an iterator, as in grain, and of a loader, as in PyTorch.
 _OF_ITERATOR = "get_state", "set_state"
 _OF_LOADER = "state_dict", "load_state_dict"
 _BYTES = "base64"
@@ -97,15 +97,14 @@ class LoaderBatches(Generator[Any, None, None]):
 
 
 class _Source(Iterator[Any]):
-    """The host batches of a loader; `states`: after each batch read ahead, or None if unused."""
+    """A loader's host batches; `states`: after each batch read ahead, or None if unused."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.states: deque[Any] | None = None
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
 
-    # Copy: JAX may alias a NumPy array's memory for a CPU device, whatever `may_alias` is, and a
-    # loader may refill one buffer.
+    # JAX may alias the memory for a CPU device, despite `may_alias`, and a loader may refill it.
     def __next__(self) -> Any:
         batch = next(self._opened())
         found, treedef = host_arrays.flattened(batch, "`batch`")
@@ -116,7 +115,7 @@ class _Source(Iterator[Any]):
         return treedef.unflatten(arrays)
 
     def track(self) -> Any:
-        """Return the loader's state, and record it after each batch from now on."""
+        """Return the loader's state; record it after each batch from now on."""
         self.states = deque()
         return self._get()
 

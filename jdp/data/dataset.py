@@ -14,8 +14,8 @@ from jdp.data import host_arrays
 
 
 def in_threads(fn: Callable[[int], None], numbers: range, num_threads: int) -> None:
-    """Call `fn` with each number, in this thread and `num_threads - 1` others."""
-    # New daemon threads for each batch: cheap beside slow reads, and none outlives the call.
+    """Call `fn` with each number, in this and further threads."""
+    # Daemons: cheap beside slow reads, and none outlives the call.
     errors: dict[int, BaseException] = {}
 
     def call(start: int) -> None:
@@ -49,8 +49,7 @@ _HAS_MASK = (
 def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
     """Return the number of rows of a dataset, and a function that reads rows.
 
-    Args:
-      threads: for a dataset that returns one row at a time, >= 1.
+    `threads` are for a dataset that returns one row at a time.
 
     >>> num_rows, read = reader([{"x": 10, "y": [0, 1]}, {"x": 11, "y": [2, 3]}])
     >>> batch = read(np.array([1, 0, 1]))
@@ -60,7 +59,7 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
     if has_rows_of_objects(dataset):
         return len(dataset), lambda rows: _stack(rows, dataset, threads)
     if _is_of_arrays(dataset) or not jax.tree_util.all_leaves([dataset]):
-        return _array_reader(dataset)  # also a pytree, such as a registered dataclass
+        return _array_reader(dataset)  # also a pytree, as a registered dataclass
     raise TypeError(
         f"a dataset of type {type(dataset).__name__} cannot be read by row number. Give an array, "
         "a dict or tuple of arrays, or an object with __len__ and __getitem__. For an iterable of "
@@ -104,26 +103,25 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
 
 @functools.cache
 def _with_mask_field(kind: Any) -> Any:
-    """Return a subclass of a named tuple with a further field `mask`."""
     if "mask" in kind._fields:
         raise ValueError(_HAS_MASK.format(f"is a {kind.__name__} with a field `mask`", "field"))
     fields = collections.namedtuple(kind.__name__, (*kind._fields, "mask"), rename=True)
     return type(kind.__name__, (fields, kind), {"__slots__": ()})
 
 
-# Live masks of jdp.batches, by id because arrays are not hashable.
+# Of jdp.batches, by id because arrays are not hashable.
 _masks: dict[int, weakref.ref] = {}
 
 
 def record_mask(batch: Any) -> None:
-    """Record that the mask of this batch of `jdp.batches` marks padding."""
+    """Record that this batch's mask marks padding."""
     mask = batch["mask"] if isinstance(batch, dict) else batch[-1]
     key = id(mask)
     _masks[key] = weakref.ref(mask, lambda _: _masks.pop(key, None))
 
 
 def find_mask(batch: Any) -> Any | None:
-    """Find the padding mask of a batch, or None.
+    """Find the padding mask of a batch.
 
     The last element of a tuple counts only if `jdp.batches` made it: it could be the user's bool
     labels. In a dict, a bool `[rows]` leaf "mask" counts.
@@ -198,15 +196,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
-# JAX would treat each number of a list as a leaf of its own.
-def _is_of_numbers(value: Any) -> bool:
-    return type(value) is list and all(
-        isinstance(each, int | float | complex | np.number) or _is_of_numbers(each)
-        for each in value
-    )
-
-
-# Each row is copied before the thread reads the next: a dataset may reuse its memory.
+# Copies each row before the next: a dataset may reuse its memory.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     numbers = rows.tolist()
     first, treedef = _row(dataset, numbers[0])
@@ -244,7 +234,7 @@ def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
 
 
 def _row(dataset: Any, number: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
-    """Return a row as `(names and values of its leaves, treedef)`."""
+    """Return a row's leaves as (name, value), and its treedef."""
     try:
         row = dataset[number]
     except StopIteration as error:  # it would end the loop silently

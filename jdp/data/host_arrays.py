@@ -1,4 +1,4 @@
-"""Converts leaves of rows and batches to NumPy arrays that a device can hold."""
+"""Converts leaves of rows to NumPy arrays that a device can hold."""
 
 import dataclasses
 import textwrap
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class RowError(ValueError):
-    """An error about one row of a batch, by its index among this process's rows."""
+    """An error about one of this process's rows, by index."""
 
     def __init__(self, text: str, row: int) -> None:
         super().__init__(text)
@@ -20,7 +20,7 @@ class RowError(ValueError):
 def flattened(
     tree: Any, name: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[tuple, Any]], Any]:
-    """Return the leaves with their paths, and the treedef, with each mapping as a dict.
+    """Return the leaves with their paths, and the treedef; mappings become dicts.
 
     >>> import types
     >>> flattened(types.MappingProxyType({"x": 1}), "row 0")[1]
@@ -39,7 +39,7 @@ def flattened(
 
 
 def opened(tree: Any) -> Any:
-    """Return a tree with a dict for each other mapping, which JAX would treat as a leaf."""
+    """Return a tree with a dict for each other mapping, a leaf to JAX."""
 
     def as_dict(leaf: Any) -> Any:
         return opened(dict(leaf)) if isinstance(leaf, Mapping) else leaf
@@ -48,7 +48,7 @@ def opened(tree: Any) -> Any:
 
 
 def is_table(value: Any) -> bool:
-    """Whether a value is a table of pandas or polars, or a column of one."""
+    """Whether a value is of pandas or polars."""
     is_known = hasattr(value, "iloc") or type(value).__module__.startswith("polars.")
     return is_known and hasattr(value, "to_numpy")
 
@@ -57,7 +57,7 @@ def is_table(value: Any) -> bool:
 # part depends on missing values. Rows of a jax.Array are gathered on the host, since each read from
 # a device would wait.
 def columns(leaf: Any, name: str) -> Any:
-    """Return a leaf in host memory, a table as a dict of its columns."""
+    """Return a leaf in host memory, a table as a dict."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return array(leaf, name)
     if is_table(leaf) and hasattr(leaf, "columns"):
@@ -116,7 +116,7 @@ def native(values: np.ndarray) -> np.ndarray:
 
 
 def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
-    """Raise TypeError for a dtype that a device cannot hold."""
+    """Raise TypeError for a dtype that no device can hold."""
     if dtype.names is not None:
         raise TypeError(
             f"{name} has the fields {list(dtype.names)}, and a device holds arrays of one number "

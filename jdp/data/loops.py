@@ -33,9 +33,9 @@ class EpochPlan(NamedTuple):
 
     batch_size: int
     end: int  # in rows of the stream
-    num_steps: int | None  # None for a run of epochs
-    tail: str  # "pad" or "drop", for a run of epochs
-    # The same for all batches, or the step would be traced again.
+    num_steps: int | None  # None for epochs
+    tail: str  # "pad" or "drop", for epochs
+    # Of all batches alike, or the step would be traced again.
     has_mask: bool
 
     @classmethod
@@ -48,7 +48,7 @@ class EpochPlan(NamedTuple):
         tail: str,
         mask: bool | None = None,
     ) -> "EpochPlan":
-        """Plan a run of `num_steps` full batches, or of `epochs` passes over all rows."""
+        """Plan `num_steps` full batches, or `epochs` passes over all rows."""
         if tail not in ("pad", "drop"):
             raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
         if num_steps is not None and epochs is None:
@@ -76,13 +76,13 @@ class EpochPlan(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """The number of batches of the whole run."""
+        """The number of batches of the run."""
         if self.num_steps is not None:
             return self.num_steps
         return self.num_left(0)
 
     def continued(self, position: int, num_done: int) -> "EpochPlan":
-        """Return the run continued at a position, after batches that may have had another size.
+        """Return the run continued at a position, after batches of any size.
 
         A run of `num_steps` ends after so many batches in all, one of epochs at the same row.
 
@@ -95,12 +95,12 @@ class EpochPlan(NamedTuple):
         return self._replace(end=position + max(0, self.num_steps - num_done) * self.batch_size)
 
     def num_left(self, position: int) -> int:
-        """Return the number of batches from a position to the end."""
+        """Return the number of batches from a position on."""
         full, rest = divmod(max(self.end - position, 0), self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
 
     def next_rows(self, position: int) -> int:
-        """Return the rows without padding of the batch at `position`; 0 after the end."""
+        """Return the rows of the batch at `position`, without padding; 0 after the end."""
         left = max(self.end - position, 0)
         if self.num_steps is not None and left:
             return self.batch_size
@@ -109,7 +109,7 @@ class EpochPlan(NamedTuple):
         return min(left, self.batch_size)
 
     def padded_size(self, num_ranks: int) -> int:
-        """Return the rows of a batch with padding, a multiple of the number of ranks."""
+        """Return a batch's padded size, a multiple of the number of ranks."""
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:
             raise ValueError(
@@ -122,7 +122,7 @@ class EpochPlan(NamedTuple):
 
 
 _log = logging.getLogger("jdp")
-# Two loops of equal order may be intended, as a comparison.
+# Two may be intended, as a comparison.
 _MOST = 2
 
 
@@ -134,7 +134,7 @@ class RepeatedEpochs:
         self._seed, self._number = -1, 0
 
     def record(self, dataset: Any, seed: int) -> None:
-        """Record a loop of one shuffled epoch whose batches were trained on."""
+        """Record a loop of one shuffled epoch that was trained on."""
         try:
             rows = [weakref.ref(leaf) for leaf in jax.tree.leaves(dataset)]
         except TypeError:  # values without weak references
@@ -166,7 +166,7 @@ class Target(NamedTuple):
     prefetch: int
 
     def sharding(self) -> NamedSharding:
-        """Return the sharding of the batches, by default over the mesh of `init`."""
+        """Return the sharding, by default over the mesh of `init`."""
         mesh = current_mesh() if self.mesh is None else self.mesh
         return batch_sharding(mesh, self.axis_name)
 
@@ -204,9 +204,9 @@ class Batches:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
         self._dataset = dataset
         self._allows_new_data, self._check = allows_new_data, check
-        self._num_unchecked = batch_checks.MIN_BATCHES  # batches since the last comparison of rows
+        self._num_unchecked = batch_checks.MIN_BATCHES  # since the last comparison of rows
         self._position = self._num_done = 0  # rows and batches since the run began
-        self._handed_out = False  # whether a batch was yielded since the position was set
+        self._handed_out = False  # a batch was yielded since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
 
     @property
@@ -377,7 +377,7 @@ class _HostBatches(Iterator[Any]):
         if not count:
             raise StopIteration
         self._read_to_compare()
-        # Pad with the last valid row; the last ranks may have only padding.
+        # With the last valid row; the last ranks may have only padding.
         places = np.minimum(self._mine, count - 1)
         self.rows = self._sampler.rows_at(self._position + places)
         batch = self._read(self.rows)
@@ -389,7 +389,7 @@ class _HostBatches(Iterator[Any]):
         before, self._epoch = self._epoch, self._position // self._sampler.num_rows
         if self.check is None:
             return
-        # By the number of batches, equal on all processes, not by a clock.
+        # Equal on all processes, unlike a clock.
         if self._epoch != before and self.num_unchecked >= batch_checks.MIN_BATCHES:
             self.rows = self.check.drawn(self._epoch)
             self.checksums[self._position] = self.check.checksums(self.rows)
@@ -397,7 +397,7 @@ class _HostBatches(Iterator[Any]):
         self.num_unchecked += 1
 
     def note_of(self, error: Exception) -> str:
-        """Return a sentence that names the dataset's rows in an error of the last batch."""
+        """Return a sentence with the dataset's rows in an error."""
         if isinstance(error, RowError):
             return f"jdp: that is row {self.rows[error.row]} of the dataset."
         rows = ", ".join(map(str, self.rows[:_NUM_NAMED])) + ", ..." * (len(self.rows) > _NUM_NAMED)
@@ -410,10 +410,10 @@ _END = object()
 def place(
     host_batches: Iterator[Any], target: Target, facts: str = ""
 ) -> Generator[Any, None, None]:
-    """Place the batches of this process in a thread, and yield them as global batches."""
+    """Place this process's batches in a thread, and yield global batches."""
     sharding = target.sharding()
     assert isinstance(sharding.mesh, Mesh)
-    # Shows the hang detector that this process waits for data, not for another process.
+    # Hang reports say that this process waits for data.
     with progress.DATA:
         prefetcher.active_loops.raise_pending()
         peers = agree.peers(sharding.mesh)

@@ -1,4 +1,4 @@
-"""Computes items ahead in a background thread, and stops the thread."""
+"""Computes items ahead in a background thread."""
 
 import atexit
 import contextlib
@@ -14,8 +14,7 @@ from typing import Any, Protocol, TypeVar
 from jdp.distributed.fail_fast import leave_if_failed
 from jdp.worker import watching
 
-# Seconds that the end of a loop waits for the item in progress, so that a hanging loader does not
-# block the program.
+# For the item in progress, so that a hanging loader does not block the program.
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -23,7 +22,7 @@ class Reader(Protocol):
     """A thread that reads batches ahead."""
 
     def ask_to_end(self) -> bool:
-        """Ask the thread to end after its item; return whether a caller should wait."""
+        """Ask the thread to end; return whether a caller should wait."""
         ...
 
     def join(self, timeout: float | None = None) -> None:
@@ -32,10 +31,10 @@ class Reader(Protocol):
 
 
 class Compared(Protocol):
-    """A loop whose end is compared with those of the other processes."""
+    """A loop whose end is compared with other processes'."""
 
     def stop(self) -> None:
-        """End the loop at program exit, and wait for the ends of the other processes."""
+        """End the loop at program exit, and wait for other processes."""
         ...
 
     def raise_problem(self) -> None:
@@ -44,7 +43,7 @@ class Compared(Protocol):
 
 
 class Loops:
-    """The threads and checks of all running loops; `active_loops` is the only instance.
+    """All running loops; `active_loops` is the only instance.
 
     Attributes:
       readers: threads that read ahead.
@@ -57,7 +56,7 @@ class Loops:
         self._is_registered = False
 
     def add_reader(self, reader: Reader) -> None:
-        """Record a thread that reads ahead, until `end_reader`."""
+        """Record a thread, until `end_reader`."""
         self._register()
         self.readers.add(reader)
 
@@ -68,17 +67,17 @@ class Loops:
             reader.join(JOIN_TIMEOUT_S)
 
     def add_compared(self, loop: Compared) -> None:
-        """Record a loop that is compared with those of other processes."""
+        """Record a loop that processes compare."""
         self._register()
         self.compared.add(loop)
 
     def raise_pending(self) -> None:
-        """Raise the problem of a loop that this process left before it was found."""
+        """Raise the problem of a loop that this process has left."""
         for loop in list(self.compared):
             loop.raise_problem()
 
     def end_all(self) -> None:
-        """End all loops; exit with code 1 if one ended differently on other processes."""
+        """End all loops; exit with code 1 if one ended differently elsewhere."""
         leave_if_failed()
         watching.record_end()
         for loop in list(self.compared):
@@ -90,7 +89,7 @@ class Loops:
         self.end_readers()
 
     def end_readers(self) -> None:
-        """End all threads that read ahead: one that places batches at shutdown aborts Python."""
+        """End all readers: one that places batches at shutdown aborts Python."""
         waiting = [reader for reader in list(self.readers) if reader.ask_to_end()]
         end = time.monotonic() + JOIN_TIMEOUT_S
         for reader in waiting:
@@ -120,13 +119,13 @@ _NUM_FRAMES = 4
 def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     """Iterate over `items`, computing at most `depth` of them ahead.
 
-    An exception in `items` reaches the consumer in order, with its own traceback. The thread ends
-    with the items, when the generator is closed or deleted, or with the program.
+    An exception in `items` reaches the consumer in order. The thread ends with the items, when the
+    generator is closed or deleted, or with the program.
     """
     if depth == 0:
         yield from items
         return
-    # The thread must not reference this generator, or it would keep it alive.
+    # The thread must not keep this generator alive.
     producer = _Producer(iter(items), depth)
     producer.start()
     loops = active_loops  # at interpreter exit the module may be cleared
@@ -147,8 +146,7 @@ class _Producer(threading.Thread):
 
     def run(self) -> None:
         try:
-            # Acquire before computing, so that at most `depth` items exist, each perhaps on a
-            # device.
+            # First, so that at most `depth` items exist, each perhaps on a device.
             while self._free.acquire() and not self._is_asked.is_set():
                 self._ready.put((next(self._items), None))
         except StopIteration:
@@ -183,7 +181,7 @@ class _Producer(threading.Thread):
         return "".join(traceback.format_list(stack)).rstrip()
 
     def ask_to_end(self) -> bool:
-        """Ask the thread to end after its item; return whether a caller should wait."""
+        """Ask the thread to end; return whether a caller should wait."""
         if self._is_asked.is_set():  # at interpreter exit `threading` may be cleared
             return False
         self._is_asked.set()

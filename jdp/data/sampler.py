@@ -8,8 +8,7 @@ import numpy as np
 
 from jdp.validation import int_at_least
 
-# Six rounds pass the randomness tests of `tests/data/test_permutation.py` for 1,000 rows; four
-# fail.
+# Six rounds pass `tests/data/test_permutation.py` for 1,000 rows; four fail.
 NUM_ROUNDS = 8
 
 _ODD, _OTHER_ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
@@ -17,7 +16,7 @@ _HALF = np.uint64(32)
 
 
 def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
-    """Return the rows at these positions of the order determined by the keys.
+    """Return the rows at positions of the order that the keys determine.
 
     A Feistel network permutes the cells of a grid: the `num_rows` rows and fewer than
     sqrt(num_rows) extra cells. From an extra cell the network is applied again (cycle walking), so
@@ -45,7 +44,7 @@ def _shuffled_cells(cells: np.ndarray, height: int, width: int, keys: np.ndarray
     return moved * sizes[1] + other
 
 
-# Return moved + hash(other), modulo a size of at most 2**32; products wrap at 64 bits.
+# moved + hash(other), modulo a size of at most 2**32; products wrap at 64 bits.
 def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64) -> np.ndarray:
     values = other ^ key
     values *= _ODD
@@ -59,8 +58,8 @@ def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64
     return values
 
 
-# Version of the shuffled order: 1, of jdp 0.1, holds each epoch in memory; 2 computes rows on
-# demand. Both are equal up to this many rows, which are cheap to hold.
+# Of the shuffled order: 1, of jdp 0.1, holds each epoch in memory; 2 computes rows on demand. Both
+# are equal up to this many rows.
 LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 
 
@@ -178,10 +177,9 @@ class Sampler(Iterator[np.ndarray]):
         known, held = self._held
         is_held = self.order == 1 or self.num_rows <= _NUM_HELD_ROWS
         if epoch != known:
-            # Free the old order first: two at once would double the peak memory.
+            # First: two orders at once would double the peak memory.
             self._held = known, held = None, np.empty(0, self._dtype)
-            # A spawn key, since lists [seed, epoch] with seeds above 32 bits can consist of the
-            # same words.
+            # Since lists [seed, epoch] with seeds above 32 bits can consist of the same words.
             entropy = np.random.SeedSequence(self.seed, spawn_key=(epoch,))
             if is_held:
                 held = np.arange(self.num_rows, dtype=self._dtype)
@@ -193,12 +191,12 @@ class Sampler(Iterator[np.ndarray]):
 
 
 def facts_of(sampler: Sampler) -> dict[str, Any]:
-    """Return the values that determine the stream of rows, for JSON."""
+    """Return what determines the stream of rows, for JSON."""
     return {name: getattr(sampler, name) for name in ("num_rows", "seed", "shuffle", "order")}
 
 
 def continued(sampler: Sampler, saved: Mapping[str, Any], *, allows_new_data: bool) -> Sampler:
-    """Return a sampler that continues an earlier run's stream."""
+    """Return a sampler that continues an earlier stream."""
     facts = facts_of(sampler)
     before = {"order": 1} | {name: saved[name] for name in saved if name != "num_batches"}
     position, order = before.pop("position"), before.pop("order")

@@ -1,4 +1,4 @@
-"""Maps the rows of a batch to processes, and places them on the devices."""
+"""Maps a batch's rows to processes, and places them on devices."""
 
 import re
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
 
 
 class Leaf(NamedTuple):
-    """One leaf of a process's host batch."""
+    """A leaf of a process's host batch."""
 
     name: str
     shape: tuple[int, ...]  # of this process's rows
@@ -70,7 +70,7 @@ def process_rows(
 
 
 def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
-    """Shard a global batch over the ranks of a mesh; leaves already there stay."""
+    """Shard a global batch over a mesh's ranks; leaves already there stay."""
     named, treedef = host_arrays.flattened(batch, "`batch`")
     if any(host_arrays.is_table(leaf) for _, leaf in named):
         of = [host_arrays.columns(leaf, _name(path)) for path, leaf in named]
@@ -100,7 +100,7 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
             "train together, and jdp cannot know which rows of the global batch it holds. Make "
             "batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
         )
-    # Copy first: JAX may alias a NumPy array for a CPU device, and the caller may refill it.
+    # Copy first: JAX may alias it for a CPU device, and the caller may refill it.
     if not isinstance(leaf, jax.Array):
         leaf = host_arrays.native(np.array(host_arrays.array(leaf, _name(path))))
         host_arrays.require_numbers(leaf.dtype, str(Leaf(_name(path), leaf.shape, leaf.dtype)))
@@ -173,7 +173,7 @@ class Layout:
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
 
     def of_later(self, batch: Any) -> "Layout":
-        """Return the layout of a later batch: this one unless shapes differ."""
+        """Return a later batch's layout: this one unless shapes differ."""
         leaves, _, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
@@ -189,7 +189,7 @@ class Layout:
         return self if tuple(leaves) == self.leaves else Layout.of_batch(batch, self.sharding)
 
     def place(self, batch: Any) -> Any:
-        """Place this process's host batch on its devices, as its shard of the global batch."""
+        """Place this process's host batch as its shard of the global batch."""
         leaves, arrays, treedef = _leaves(batch)
         for leaf, array in zip(leaves, arrays, strict=True):
             host_arrays.require_fits(array, leaf.name)
@@ -220,7 +220,7 @@ def _name(path: tuple) -> str:
 
 
 def _of_list_of_rows(batch: Any) -> str:
-    """Return the error for a list of single rows as a batch, or ""."""
+    """Return the error for a list of single rows as a batch."""
     is_of_dicts = isinstance(batch, list) and all(isinstance(row, dict) for row in batch)
     if not is_of_dicts or len(batch) < 2 or any(row.keys() != batch[0].keys() for row in batch):
         return ""
@@ -253,7 +253,7 @@ def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[i
 
 
 def _require_own_shapes(batch: Any) -> None:
-    """Refuse a node that keeps its arrays' shape as data: a shard of its rows has another."""
+    """Refuse a node that keeps its arrays' shape as data: a shard's is another."""
     named, _ = host_arrays.flattened(batch, "`batch`", _has_shape)
     for path, node in named:
         if not _has_shape(node):
@@ -264,7 +264,7 @@ def _require_own_shapes(batch: Any) -> None:
             grown = treedef.unflatten(more).shape
         except Exception:  # its class takes other arrays alone: JAX says so in the step
             continue
-        # A sparse array, or a shape that counts the rows; others may be of one row.
+        # A sparse array, or a shape that counts the rows.
         counts_rows = hasattr(node, "todense") or node.shape[:1] == np.shape(leaves[0])[:1]
         if counts_rows and tuple(grown) == tuple(node.shape):
             kind = type(node).__name__

@@ -1,4 +1,4 @@
-"""Checks during a loop that all processes get equally many batches."""
+"""Checks that all processes get equally many batches."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ class LoopEnd(NamedTuple):
     """
 
     process: int
-    num_batches: int  # that the loop got
+    num_batches: int
     how: str  # "end", "left", "error" or "on"
     text: str = ""
 
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     """Return the problem of a loop that ended in `first`, for the process with the end `mine`.
 
-    None if both got equally many batches, or `mine` may still get as many.
+    None if both got equally many batches, or `mine` may still.
 
     >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
     process 0 ended its loop after 9 batches, but process 1 continued to batch 10: each step ...
@@ -76,10 +76,10 @@ def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
 # its waits for other ranks are aborted, and after LAST_GRACE_S the process exits.
 GRACE_S, LAST_GRACE_S = 1.0, 3.0
 
-# A thread that waits in the store aborts the interpreter's shutdown, so it polls.
+# A wait in the store would abort the interpreter's shutdown.
 _POLL_S = 0.5
 
-# Seconds for a process that left its loop to report the exception that ended it.
+# For a process that left its loop to report the exception that ended it.
 _UNCAUGHT_S = 0.3
 
 
@@ -105,7 +105,7 @@ def hand_out_equally(
 
 
 class _Loop:
-    """One loop of this process, and what is known about the other processes' loops.
+    """One loop of this process, and what is known about the others'.
 
     All processes give a loop the same name, and share these entries below it in the store: "first",
     the first `LoopEnd`; a note of each process whose loop ended equally; and "verdict", once all
@@ -130,7 +130,7 @@ class _Loop:
         self._thread.start()
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
-        """Return the next batch, or None if all processes have ended."""
+        """Return the next batch; None once all processes have ended."""
         try:
             batch = next(batches)
         except StopIteration:
@@ -151,20 +151,20 @@ class _Loop:
         raise AssertionError(f"{self._mine}, and no process had ended")
 
     def end(self, how: str, text: str = "") -> None:
-        """Report how this loop ended, see `LoopEnd`, without waiting for the others."""
+        """Report this end, see `LoopEnd`, without waiting."""
         with self._lock:
             if self._mine is not None:
                 return
             self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
         if how == "error":
             self._raised.set()  # this process raises the error itself
-        with self._lock:  # the watcher's comparison may delete the keys
+        with self._lock:  # the watcher may delete the keys
             if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
                 self._first = mine
         self._compare()
 
     def stop(self) -> None:
-        """End the loop at program exit, and wait for the ends of the other processes."""
+        """End the loop at program exit, and wait for other processes."""
         try:
             if kv_store.is_open():
                 self.end("left")
@@ -181,7 +181,7 @@ class _Loop:
             with self._propagating_errors():
                 raise kind(self._problem.text)
 
-    # A process that left the loop may wait for this one at the start of its next loop.
+    # It may wait for this process at the start of its next loop.
     def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 
@@ -210,7 +210,7 @@ class _Loop:
         return self._settled.wait(min(agree.timeout_s(), threading.TIMEOUT_MAX))
 
     def _wait_for_others(self) -> None:
-        with progress.WAITING:  # hang reports must not say that it waits for data
+        with progress.WAITING:  # not for data
             is_settled = self._is_settled()
         if not is_settled:
             text = (
@@ -221,7 +221,7 @@ class _Loop:
         self.raise_problem()
 
     def _watch(self) -> None:
-        is_own = False  # whether an exception of this process ended the loop
+        is_own = False  # an exception of this process ended the loop
         try:
             # The process that ended first knows "first", which may be deleted before it reads it.
             first = self._wait_for(f"{self._prefix}/first", unless=lambda: self._first is not None)
@@ -238,13 +238,13 @@ class _Loop:
                     is_own, self._problem = cause[0] == self._me, Problem(True, cause[1])
         except OtherFailedError as error:
             self._problem = Problem(True, str(error))
-        except Exception as error:  # the store is closed, and the run cannot continue
+        except Exception as error:  # the run cannot continue without the store
             text = f"the loops of the processes cannot be compared any more: {error!r}"
             self._problem = Problem(True, text)
         if self._problem is None:
             prefetcher.active_loops.compared.discard(self)
         elif not is_own and (self._mine is None or self._mine.how != "error"):
-            # An error of this process is more specific.
+            # This process's own error is more specific.
             this_process.current.why_over = self._problem.text
         self._settled.set()
         if self._problem is not None and not this_process.current.is_interrupted:
@@ -258,9 +258,9 @@ class _Loop:
                 raise OtherFailedError(uncaught[1])
         return None if text is None else json.loads(text)
 
-    # End this process's wait in a step that the others do not run.
+    # Of its wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:
-        # Print first: if the process with the store exits, JAX ends this one.
+        # First: if the process with the store exits, JAX ends this one.
         print(f"jdp: {problem}", file=sys.stderr, flush=True)
         self._stop.wait(GRACE_S)  # earlier steps may end
         place = self._place()
@@ -277,7 +277,7 @@ class _Loop:
             print(text, file=sys.stderr, flush=True)
             prefetcher.leave()
 
-    # The position of the loop's thread, which does not change while it waits.
+    # Of the loop's thread, which does not change while it waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)
