@@ -16,7 +16,7 @@ from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
-# jdp's own: a float32 sum keeps all digits, and one rank gets its own leaves back.
+# jdp's own: float32 sums keep all digits, and one rank gets its own leaves back.
 ALGORITHMS: tuple[AllReduce, ...] = (auto, native, ring, split, xla)
 
 __all__ = [

@@ -47,7 +47,7 @@ def auto(
 
 
 def choice(axis_name: AxisName, mesh: Mesh | None) -> tuple[Callable[..., list], str | None]:
-    """Return the algorithm of `auto` in the traced code, and why it is not `native`, or None."""
+    """Return the algorithm of `auto` in the traced code, and why it is not `native`."""
     reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
     return (xla if reason else native), reason
 

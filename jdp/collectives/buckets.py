@@ -36,14 +36,14 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
             buckets.append(bucket)
         bucket.append(i)
         filling[dtype] = bucket, used + num_bytes
-    # With several dtypes, the bucket that was started first may be complete last.
+    # Of several dtypes, the first bucket may be complete last.
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 
 def plan_with(
     leaves: Sequence[jax.Array], bucket_bytes: int, further: Sequence[jax.Array]
 ) -> list[list[int]]:
-    """Return the buckets of `plan`, with small further arrays in the last bucket of their dtype."""
+    """Return the buckets of `plan`, with small `further` arrays in the last of their dtype."""
     buckets = plan(leaves, bucket_bytes)
     dtypes = [leaf.dtype for leaf in (*leaves, *further)]
     for i in range(len(leaves), len(dtypes)):
@@ -62,7 +62,7 @@ def summed(
     axes: tuple[str, ...],
     further: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Sum leaves, then small `further` arrays, over ranks, in the buckets of `plan_with`."""
+    """Sum leaves, then `further` arrays, over ranks, in the buckets of `plan_with`."""
     given = [*leaves, *further]
     sent = list(map(parts, given))
     buckets = plan_with(sent[: len(leaves)], bucket_bytes, sent[len(leaves) :])
@@ -74,7 +74,7 @@ def summed(
 
 
 def parts(leaf: jax.Array) -> jax.Array:
-    """Return real and imaginary parts of a complex array, `[2, ...]`; any other array unchanged.
+    """Return real and imaginary parts of a complex array, `[2, ...]`; others unchanged.
 
     NCCL and the native kernels sum floats only.
     """
@@ -91,12 +91,12 @@ def joined(summed: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate the leaves of one bucket into one vector."""
+    """Concatenate the leaves of a bucket."""
     return jnp.concatenate([leaf.ravel() for leaf in bucket])
 
 
 def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Invert `pack`: split a vector into leaves with the shapes of `like`."""
+    """Invert `pack`, given shapes in `like`."""
     ends = np.cumsum([leaf.size for leaf in like])
     pieces = jnp.split(vector, ends[:-1])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, like, strict=True)]

@@ -1,4 +1,4 @@
-"""The numbers of the native calls of a program, and the order in which they run.
+"""The numbers and the order of a program's native calls.
 
 XLA may reorder independent operations differently on each rank, and merges equal operations. So
 each call has a unique number, and takes a token from the previous call.
@@ -18,14 +18,13 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-# The calls of the CPU library, and the index of the token operand.
+# The calls of the CPU library, and the index of the token.
 NATIVE = frozenset(
     "jdp_add_rows_native jdp_all_gather jdp_all_reduce jdp_all_to_all jdp_reduce_scatter "
     "jdp_take_rows_native".split()
 )
 TOKEN = 3
 
-# The calls between GPUs that start a reduction, and that wait for it.
 START, DONE = "jdp_ring_start", "jdp_ring_done"
 
 PART_OF_ANOTHER = "the step is part of a larger program, and jdp sees only the step."
@@ -38,24 +37,24 @@ class _Order:
         self.beside_xla = beside_xla
         self.numbers = itertools.count()
         self.token: jax.Array | None = None
-        self.trace: Any = None  # the trace that made the token; no other may use it
+        self.trace: Any = None  # that made the token; no other may use it
         self.trace_of_step = jax.extend.core.get_opaque_trace_state()
 
 
 class _Outside:
-    """The state for calls outside jdp's steps: the last trace, and its calls by leaf types."""
+    """For calls outside jdp's steps: the last trace, and its calls by leaf types."""
 
     def __init__(self) -> None:
         self.trace: Any = None
         self.num_equal: Counter[int] = Counter()
 
 
-# JAX caches the trace of a user's jitted function by this value: it must not reuse an all-reduce of
-# a step in a program that does not order its all-reduces.
+# Part of the key of JAX's trace caches: a user's jitted function must not reuse an all-reduce of a
+# step in a program that does not order its all-reduces.
 _traced_where = jax.make_user_context("")
 _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 _outside = _Outside()
-# Number of a function's steps that are part of another program.
+# That are part of another program, by function.
 _num_steps: Counter[str] = Counter()
 
 
@@ -63,7 +62,7 @@ _num_steps: Counter[str] = Counter()
 def entered(
     *, why_not: str | None = None, series: str = "", beside_xla: bool = False
 ) -> Iterator[None]:
-    """Order the native calls traced in the body of the `with`, all of one program."""
+    """Order the native calls traced in the body, all of one program."""
     token = _order.set(_Order(why_not, series, beside_xla))
     where = "step beside XLA" if beside_xla else "step"
     try:
@@ -74,7 +73,7 @@ def entered(
 
 
 def next_series(name: str) -> str:
-    """Return a unique name for a step of `name` that is part of a larger program.
+    """Return a unique name for a step that is part of a larger program.
 
     It is equal in all processes that create their steps in the same order.
     """
@@ -83,7 +82,7 @@ def next_series(name: str) -> str:
 
 
 def why_not() -> str | None:
-    """Return why this program's all-reduces are not ordered, or None."""
+    """Return why this program's all-reduces are not ordered."""
     order = _order.get()
     if order is None:
         return (
@@ -94,19 +93,19 @@ def why_not() -> str | None:
 
 
 def is_beside_xla() -> bool:
-    """Whether XLA's collectives may run beside the program's native calls; False outside a step."""
+    """Whether XLA's collectives may run beside the program's native calls."""
     order = _order.get()
     return order is not None and order.beside_xla
 
 
 def is_in_step() -> bool:
-    """Whether a call traced now belongs to a step, and to no function or loop within it."""
+    """Whether a call traced now belongs to a step, and no function or loop within it."""
     order = _order.get()
     return order is not None and order.trace_of_step == jax.extend.core.get_opaque_trace_state()
 
 
 def require(reason: str | None) -> None:
-    """Raise a ValueError if there is a reason against a program's native calls."""
+    """Raise a ValueError with a reason against native calls."""
     if reason:
         raise ValueError(
             f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
@@ -118,8 +117,8 @@ def require(reason: str | None) -> None:
 def next_number(bucket: Sequence[jax.Array]) -> int:
     """Return the number of the program's next all-reduce, >= 0.
 
-    It is part of the key of the compilation cache, so it is equal in every process and run. It
-    counts from 0, or derives from the shapes of `bucket` if jdp does not trace the whole program.
+    It is in the compilation cache's key, so equal in every process and run: it counts from 0, or
+    derives from the shapes of `bucket` if jdp does not trace the whole program.
     """
     order = _order.get()
     if order is not None:
@@ -134,12 +133,12 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
 
 
 def derived(number: int, by: str) -> int:
-    """Return the number of an all-reduce that JAX derives from another."""
+    """Return the number of an all-reduce derived from another."""
     return zlib.crc32(f"{number} {by}".encode()) % 2**30 + 2**30
 
 
 def token() -> jax.Array | None:
-    """Return the token of the last all-reduce of this trace, or None."""
+    """Return the token of this trace's last all-reduce."""
     order = _order.get()
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None
@@ -147,7 +146,7 @@ def token() -> jax.Array | None:
 
 
 def first_token() -> jax.Array | None:
-    """Return the token of the last all-reduce, or a new one, for a loop; None without an order."""
+    """Return the last token, or a new one, for a loop; None without an order."""
     order = _order.get()
     if order is None or order.why_not is not None:
         return None
@@ -158,8 +157,7 @@ def first_token() -> jax.Array | None:
 def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """Return `(token, *args) -> (token, result)` for a function with native calls in a loop.
 
-    Its first call follows the call with the given token; it returns the token of its last call.
-    None is passed through.
+    Its first call follows the given token; it returns that of its last call. None passes through.
     """
 
     @functools.wraps(fn)

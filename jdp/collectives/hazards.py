@@ -1,4 +1,4 @@
-"""What makes a program's native calls unsafe: order, XLA beside them, overwritten arrays."""
+"""What makes native calls unsafe: order, XLA beside them, overwritten arrays."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +11,7 @@ from jdp.analysis.rules.collectives import RULES
 from jdp.collectives import call_order
 from jdp.collectives.call_order import NATIVE, START, TOKEN
 
-# XLA gives a rank two threads that may block on other ranks, and its own collectives use one, so
-# only one chain of native calls is safe.
+# Two threads of a rank may block on others, and XLA's collectives use one.
 _MAX_CHAINS = 1
 
 # Returns its operands, see `jdp/reduction/wait_order.py`.
@@ -20,7 +19,7 @@ _TIED = "jdp_tied"
 
 
 def why_unordered(jaxpr: Any) -> str | None:
-    """Return why ranks could match different all-reduces, or None.
+    """Return why ranks could match different all-reduces.
 
     JAX traces a user's jitted function once for all its calls, which then repeat the numbers of its
     all-reduces without jdp's token between them.
@@ -59,8 +58,6 @@ _NONE: _Places = frozenset()
 
 
 class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
-    """The chains of visited bodies; `bodies` as of `jaxprs.bodies_by_equation`."""
-
     def __init__(self, bodies: dict[int, list[Any]]):
         super().__init__()
         self.bodies = bodies
@@ -82,7 +79,7 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
             token, passed_on = given.origin(eqn.invars[TOKEN]), id(eqn.outvars[0])
             number = frozenset([eqn.params["number"]])
             found = found.joined(_Chains(int(token not in given), number, False))
-            given.discard(token)  # a second call with this token may run beside the first
+            given.discard(token)  # a second call with it may run beside the first
             given.add(passed_on)
             continue
         if name == "ffi_call" and eqn.params["target_name"] == START:  # it does not block
@@ -113,11 +110,10 @@ class _Tokens(set[int]):
         self._origin: dict[int, int] = {}  # a variable -> the one whose value it has
 
     def origin(self, atom: Any) -> int:
-        """Return the id of the variable that a value comes from."""
+        """Return the id of a value's first variable."""
         return self._origin.get(id(atom), id(atom))
 
     def holds(self, atom: Any) -> bool:
-        """Whether a value is one of the tokens."""
         return self.origin(atom) in self
 
     def rename(self, eqn: Any) -> None:
@@ -145,20 +141,19 @@ def _counts(eqn: Any) -> tuple[int, ...]:
 def _of_loop(
     body: Any, entering: _Places, known: _Known, num_constants: int, num_carry: int
 ) -> tuple[_Chains, _Places]:
-    """Return the chains of a loop that carries its token, as `_chains` does."""
     alone, made = _chains(body, frozenset(), known)
-    if max(made, default=0) >= num_carry:  # a stacked output, as for a derivative's backward pass
+    if max(made, default=0) >= num_carry:  # a stacked output, as for a backward pass
         return alone, frozenset()
     around = entering | {num_constants + i for i in made}
     within, leaving = _chains(body, around, known)
     if leaving != {i - num_constants for i in around} or max(leaving, default=0) >= num_carry:
-        return alone, frozenset()  # an iteration's calls do not wait for the previous one's
+        return alone, frozenset()  # each iteration's calls do not wait for the previous one's
     begun = len(around - entering)
     return within._replace(num_chains=within.num_chains + begun), leaving
 
 
-# Whether a program reads arrays after a native all-gather has overwritten them. XLA would copy such
-# an array first, which takes longer than a gather that overwrites no array.
+# Whether a program reads arrays after a native all-gather has overwritten them. XLA would copy them
+# first, which takes longer than a gather that overwrites nothing.
 
 
 _GATHER = "jdp_all_gather"  # the one primitive that overwrites operands
@@ -177,7 +172,7 @@ def is_read_later(jaxpr: Any) -> bool:
 
 
 def _is_read_later(jaxpr: Any, read: frozenset[int]) -> bool:
-    """As `is_read_later`, for a jaxpr whose inputs in `read` are read after it."""
+    """As `is_read_later`, if inputs in `read` are read afterwards."""
     jaxpr = jaxprs.opened(jaxpr)
     later = {id(x) for x in jaxpr.outvars} | {id(jaxpr.invars[i]) for i in read}
     for eqn in reversed(jaxpr.eqns):
@@ -195,7 +190,6 @@ def _is_read_later(jaxpr: Any, read: frozenset[int]) -> bool:
 
 
 def _overwritten(eqn: Any) -> Iterator[Any]:
-    """Yield the arrays that an equation overwrites: the operands after its leaves."""
     if any(eqn.params.get("overwrites", ())):
         yield from eqn.invars[-sum(eqn.params["overwrites"]) :]
 
@@ -203,10 +197,9 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 # Whether XLA may run one of its collectives beside a native call, on CPUs.
 #
 # XLA has one thread for each device, and one pool with as many threads for all devices. Threads of
-# both wait for other ranks, and large operations also need threads of the pool. If each rank waits
-# in one operation at a time, the pool has a thread for the rank that the others wait for. If a rank
-# may wait in a native call and in a collective of XLA, all threads may wait: a deadlock (8 ranks on
-# 2 cores, in the first step). In such a program the native calls wait on jdp's own threads.
+# both wait for other ranks, and large operations also need the pool. If a rank may wait in a native
+# call and in a collective of XLA, all threads may wait: a deadlock (8 ranks on 2 cores, in the
+# first step). In such a program the native calls wait on jdp's own threads.
 #
 # A loop returns to XLA while its call waits on such a thread. XLA then starts collectives after the
 # loop before those inside have run, so ranks match different collectives: sums were wrong without
@@ -217,14 +210,14 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 # signal or wrong numbers. Such a program must not be cached.
 
 
-# Non-native lookups exchange rows of a table with XLA's collectives.
+# Non-native lookups use XLA's collectives.
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
 _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS
 
 # XLA runs these as programs of their own, and inlines other bodies.
 _CONTROL_FLOW = {"cond", "scan", "while"}
 
-# A body is analysed once for each of its calls, up to this number.
+# A body is analysed once for each call, up to this number.
 _MAX_BODIES = 10_000
 
 
@@ -234,13 +227,13 @@ def has_collectives_of_xla(jaxpr: Any) -> bool:
 
 
 def runs_beside(jaxpr: Any) -> bool:
-    """Whether a native call and a collective of XLA may be independent of each other."""
+    """Whether a native call and a collective of XLA may be independent."""
     found = _Waits(jaxpr)
     return found.is_unknown or any(_pairs(found.native, found.xla))
 
 
 def why_not_beside(jaxpr: Any) -> str | None:
-    """Return why a program must not make native calls, or None.
+    """Return why a program must not make native calls.
 
     XLA orders its collectives by their start. A loop or branch with native calls on jdp's threads
     starts long before its collectives have run.
@@ -257,7 +250,7 @@ def why_not_beside(jaxpr: Any) -> str | None:
 
 
 def loses_order(jaxpr: Any) -> bool:
-    """Whether XLA may lose the order of collectives in a program loaded from a cache."""
+    """Whether XLA may lose the order of collectives in a cached program."""
     found = _Waits(jaxpr)
     return found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.xla, found.xla))
 
@@ -276,12 +269,11 @@ class _Wait(NamedTuple):
     within: frozenset[int]
 
     def is_left_before(self, other: "_Wait") -> bool:
-        """Whether `other` is outside a loop or branch that contains this operation."""
+        """Whether `other` is outside a loop or branch around this one."""
         return not self.within <= other.within
 
 
 def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wait]]:
-    """Yield pairs of independent operations, one of each list."""
     for one in ones:
         for other in others:
             if not one.before & other.bit and not other.before & one.bit:
@@ -291,7 +283,7 @@ def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wai
 class _Waits:
     """The operations of a program that wait for other ranks, each with a bit.
 
-    A variable's value is the union of the bits of all operations that it depends on.
+    A variable's value is the bits of all operations that it depends on.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -309,11 +301,11 @@ class _Waits:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the program was too large for a full analysis."""
+        """Whether the program was too large to analyse."""
         return self._num_bodies > _MAX_BODIES
 
     def kinds_of(self, jaxpr: Any) -> frozenset[bool]:
-        """Return the kinds of operations in a jaxpr: True for native, False for XLA's."""
+        """Return the kinds of operations in a jaxpr: True is native."""
         if id(jaxpr) not in self._kinds:
             names = jaxprs.primitive_names(jaxpr)
             kinds = {True} if names & call_order.NATIVE else set()
@@ -321,7 +313,7 @@ class _Waits:
         return self._kinds[id(jaxpr)]
 
     def follow(self, jaxpr: Any, ins: Sequence[int]) -> list[int]:
-        """Record the operations of a jaxpr, and return the bits of its outputs for `ins`."""
+        """Record a jaxpr's operations; return the bits of its outputs."""
         self._num_bodies += 1
         if self._num_bodies > _MAX_BODIES:
             return [0] * len(jaxpr.outvars)
@@ -363,7 +355,7 @@ class _Waits:
             self.follow(condition, [*ins[:num_first], *carry])
             outs = self.follow(body, ins[num_first:])
             return [_common(pair) for pair in zip(carry, outs, strict=True)]
-        # One iteration of a scan: XLA may run the body without a loop.
+        # XLA may run one iteration without a loop.
         bodies = jaxprs.bodies(eqn)
         if len(bodies) == 1 and len(bodies[0].invars) == len(ins):
             outs = self.follow(bodies[0], ins)
@@ -375,10 +367,7 @@ class _Waits:
 
 
 def _without_unread(jaxpr: Any) -> Any:
-    """Return a jaxpr without dead code, as JAX lowers it.
-
-    A step gathers all shards of the state, and reads few of them.
-    """
+    """Return a jaxpr without dead code, as JAX lowers it."""
     body = jaxprs.opened(jaxpr)
     return partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0]
 

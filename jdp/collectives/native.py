@@ -68,7 +68,7 @@ def native(
 
 
 def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Raise a ValueError if native calls cannot run here on CPUs."""
+    """Raise a ValueError if native calls cannot run on CPUs."""
     platform = _platform(mesh)
     _require(
         _why_unable(axes, mesh)
@@ -78,7 +78,7 @@ def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
 
 
 def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
-    """Return why `auto` does not choose `native` here, or None; equal in every process."""
+    """Return why `auto` does not choose `native`; equal in every process."""
     if _platform(mesh) == "gpu":
         return (
             "the ranks are on GPUs, between which it has not been measured yet; to try it, write "
@@ -121,7 +121,7 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
             "that are split over it before a call of foreign code."
         )
     if platform == "cpu":
-        # Ask the processes first: one may have no library, and all need the same answer.
+        # First: one process may have no library.
         return shared_memory.why_apart(mesh, axes) or cpu_runtime.why_missing()
     if mesh is None:
         return (
@@ -155,7 +155,7 @@ def reserved(
     axes: tuple[str, ...],
     mesh: Mesh | None,
 ) -> int:
-    """Return the key of these GPUs' communicator, with memory reserved for the buckets."""
+    """Return the key of the GPUs' communicator, with memory for the buckets."""
     _require(_why_unable(axes, mesh))
     assert mesh is not None  # None would have raised above
     here = communicator.communicator(mesh, axes)

@@ -20,7 +20,7 @@ from jdp.collectives.cpu.primitives import (
 from jdp.collectives.native import require_cpu
 from jdp.collectives.xla import Scale
 
-# Whole-byte dtypes: XLA may pack several elements of others into a byte.
+# XLA may pack several elements of others into a byte.
 COPIED_DTYPES = SUMMED_DTYPES | {"bool", "complex64", "complex128"}
 
 
@@ -34,8 +34,8 @@ def reduce_scatter(
 ) -> list[list[jax.Array]]:
     """Reduce-scatter as `shards.reduce_scatter` does.
 
-    Each element is summed as in `collectives.native`: in rank order, in at least float32, scaled
-    and rounded once. So a shard has the bits of the same slice of the all-reduce.
+    Each element is summed as in `collectives.native`, so a shard has the bits of the same slice of
+    the all-reduce.
     """
     axes = axis.names(axis_name)
     require_cpu(axes, mesh)

@@ -61,12 +61,12 @@ def _ring(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     to_next = [(i, (i + 1) % n) for i in range(n)]
     chunks = jnp.pad(x, (0, -x.size % n)).reshape(n, -(-x.size // n))
 
-    # Reduce-scatter: afterwards rank r holds the complete sum of chunk r + 1.
+    # Reduce-scatter: afterwards rank r holds the sum of chunk r + 1.
     for step in range(n - 1):
         received = lax.ppermute(chunks[(rank - step) % n], axis_name, to_next)
         chunks = chunks.at[(rank - step - 1) % n].add(received)
 
-    # All-gather: complete chunks are only copied, so all ranks end with equal bits.
+    # All-gather: chunks are only copied, so all ranks end with equal bits.
     for step in range(n - 1):
         received = lax.ppermute(chunks[(rank - step + 1) % n], axis_name, to_next)
         chunks = chunks.at[(rank - step) % n].set(received)

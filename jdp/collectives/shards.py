@@ -60,7 +60,6 @@ def all_gather(
     It is linear; `reduce_scatter` is its transpose.
 
     Args:
-      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
       overwrite: for each leaf None or an array like its result, whose memory a native call reuses.
         XLA writes this rank's shard into a dead array, so only the other shards are copied; it
         copies a live array first.
@@ -81,11 +80,8 @@ def all_to_all(
 ) -> list[list[jax.Array]]:
     """Send every rank of `axis_name` its slice of each leaf, and concatenate the received slices.
 
-    A leaf gets the value of `lax.all_to_all(leaf, axis_name, split, joined, tiled=True)`. It is
-    linear; its transpose swaps each pair of dims.
-
-    Args:
-      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
+    As `lax.all_to_all(leaf, axis_name, split, joined, tiled=True)`. It is linear; its transpose
+    swaps each pair of dims.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, [[split for split, _ in own] for own in dims], lax.axis_size(names))
@@ -94,7 +90,7 @@ def all_to_all(
 
 
 def is_native(names: tuple[str, ...], mesh: Mesh | None) -> bool:
-    """Whether this module's calls are native here; the same choice, and so bits, as of `auto`."""
+    """Whether these calls are native here, as `auto` chooses."""
     return not (call_order.why_not() or why_not(names, mesh))
 
 
@@ -105,7 +101,6 @@ def _chosen(names: tuple[str, ...], mesh: Mesh | None) -> Any:
 def _require_dims(
     buckets: Sequence[Sequence[jax.Array]], dims: Sequence[Sequence[int | None]], num_ranks: int
 ) -> None:
-    """Raise a ValueError unless every split leaf has a dim of a divisible size."""
     if [len(bucket) for bucket in buckets] != [len(own) for own in dims]:
         raise ValueError(
             f"dims must have one number for each leaf, but {[len(own) for own in dims]} were given "

@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
     why_missing: str | None
 
     def required(self) -> Any:
-        """Return the functions, or raise a RuntimeError with the reason."""
+        """Return the functions, or raise a RuntimeError."""
         if self.functions is None:
             raise RuntimeError(f"{self.why_missing} jdp.collectives.xla needs no library.")
         return self.functions
@@ -55,7 +55,7 @@ def load(
     if absent:
         text = f"it has no {absent[0]}, so it is of another version of jdp: install jdp again"
         return Loaded(None, f"{path.name} does not load: {text}.")
-    # A handler newer than XLA would prevent the whole backend from starting.
+    # A handler newer than XLA would prevent the backend from starting.
     built_with = divmod(getattr(functions, _VERSION)(), 1000)
     if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
         return Loaded(
@@ -73,7 +73,7 @@ def load(
 
 
 def runtime_version() -> tuple[int, int] | None:
-    """Return the (major, minor) version of XLA's FFI in jaxlib's headers, or None."""
+    """Return the (major, minor) version of XLA's FFI in jaxlib's headers."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     if not header.exists():
         return None

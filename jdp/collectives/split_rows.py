@@ -2,9 +2,8 @@
 
 If the rows are sharded, each rank sends the ids of the rows that it needs to their owners, each id
 once, and receives the rows; to add, it sends the rows too. This takes rounds of a fixed size: one
-if all ranks own about equally many of the needed rows, up to n if one rank owns all. No row is
-dropped. If another dim is sharded, every rank gets all ids, and each sends its part of the rows
-back in one round.
+if all ranks own about equally many of the needed rows, up to n if one rank owns all. If another dim
+is sharded, every rank gets all ids, and each sends its part of the rows back in one round.
 
 In a round with s rows for each of n ranks, a rank sends n s ids and n s rows, in two calls; to add,
 in one. If several rounds are possible, one call before them finds their number.
@@ -27,17 +26,17 @@ from jdp.collectives import call_order, shards
 from jdp.collectives.cpu.primitives import Calls, all_gather_p, all_to_all_p
 from jdp.collectives.native_shards import COPIED_DTYPES
 
-# A token that orders an exchange's calls; None for XLA's, which XLA orders.
+# Orders an exchange's calls; None for XLA's, which XLA orders.
 Token = Any
 
 
 class Collectives(Protocol):
-    """The calls of an exchange, each with a unique name within it."""
+    """The calls of an exchange, each with a unique name."""
 
     num_ranks: int
 
     def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
-        """Concatenate `x`, `[r, ...]` of one shape on all ranks, along dim 0."""
+        """Concatenate `x`, of one shape on all ranks, along dim 0."""
         ...
 
     def sent(
@@ -67,7 +66,7 @@ class XlaCollectives(NamedTuple):
 def exchange_and_take(
     calls: Collectives, token: Token, part: jax.Array, ids: jax.Array, *, dim: int
 ) -> tuple[Token, jax.Array]:
-    """Return a token and rows of the table, as `take_rows` does."""
+    """Return a token and rows, as `take_rows` does."""
     flat = ids.reshape(-1)
     if dim == 0:
         token, rows = _take_from_rows(calls, token, part, flat)
@@ -87,7 +86,7 @@ def exchange_and_add(
     num_rows: int,
     dim: int,
 ) -> tuple[Token, jax.Array]:
-    """Return a token and this rank's shard of a sum of rows, as `add_rows` does."""
+    """Return a token and a shard, as `add_rows` does."""
     flat, rows = ids.reshape(-1), rows.reshape(ids.size, *rows.shape[ids.ndim :])
     if dim == 0:
         return _add_to_rows(calls, token, rows, flat, num_rows // calls.num_ranks)
@@ -102,7 +101,6 @@ def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
 
     A little more than an equal share, at most `num_ids` and `rows_per_rank`.
 
-    >>> round_size(8000, 10**6, 8), round_size(100, 10**6, 8), round_size(8000, 20, 8)
     (1282, 48, 20)
     """
     equal = -(-num_ids // num_ranks)
@@ -118,7 +116,7 @@ class _Route(NamedTuple):
       place: `[ids]`, the index of each id in `wanted`.
       owner: `[ids]`, the rank that owns each id.
       num_rounds: `[]`, the same on every rank; or an int.
-      size: rows per round, see `round_size`.
+      size: rows per round.
     """
 
     wanted: jax.Array
@@ -234,8 +232,8 @@ def add_rows(
     return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
-# Primitives, because JAX cannot transpose a loop with collectives. Under `vmap` the ids of a batch
-# are one lookup, where JAX would batch the loop.
+# Because JAX cannot transpose a loop with collectives. Under `vmap` the ids of a batch are one
+# lookup, where JAX would batch the loop.
 take_p = jax.extend.core.Primitive("jdp_take_rows")
 add_p = jax.extend.core.Primitive("jdp_add_rows")
 
@@ -246,7 +244,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 @take_p.def_abstract_eval
 def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
-    """Return the type of the rows of a lookup."""
+    """Return the type of a lookup's rows."""
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
     return jax.core.ShapedArray((*ids.shape, *whole[1:]), part.dtype)
 
@@ -255,7 +253,7 @@ def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_rank
 def added_type(
     rows: Any, ids: Any, *, num_rows: int, dim: int, axes: tuple[str, ...], num_ranks: int
 ) -> Any:
-    """Return the type of this rank's shard of a sum of rows `[*ids.shape, ...]`."""
+    """Return the type of this rank's shard of a sum of rows."""
     whole = (num_rows, *rows.shape[ids.ndim :])
     return jax.core.ShapedArray(_resized(whole, dim, whole[dim] // num_ranks), rows.dtype)
 
@@ -282,7 +280,7 @@ def _add_transpose(cotangent: Any, rows: Any, ids: Any, **params: Any) -> list[A
 def _batch(primitive: Any, args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, Any]:
     (x, ids), (x_dim, ids_dim) = args, dims
     is_take = primitive is take_p
-    if ids_dim is None:  # the batch dim becomes the first dim of the rows
+    if ids_dim is None:  # the batch dim becomes the first one of the rows
         x = jnp.moveaxis(x, x_dim, 1 if is_take else ids.ndim)
         out = primitive.bind(x, ids, dim=dim + (dim > 0), **params)
         return out, ids.ndim if is_take else 1

@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 Scale = float | jax.Array
 
 MiB = 2**20
-# GPUs of a host send about this many bytes in the startup time of an all-reduce.
+# GPUs of a host send about this in the startup time of an all-reduce.
 _LEAST_COMBINED = 8 * MiB
 # XLA's default of `xla_gpu_all_reduce_combine_threshold_bytes`.
 _MOST_COMBINED = 30 * MiB
@@ -53,8 +53,7 @@ def combine_options(num_bytes: int) -> dict[str, int]:
     """Return XLA's options for merging a step's psums on GPUs, or {} for its defaults.
 
     A merged psum starts with its last gradient, and the backward pass cannot hide the last psum. So
-    a step with few gradients is faster with several small psums: at least eight, unless starting
-    them would dominate.
+    a step with few gradients is faster with at least eight psums, unless their start dominates.
 
     >>> combine_options(32 * MiB)
     {'xla_gpu_all_reduce_combine_threshold_bytes': 8388608}
@@ -70,8 +69,8 @@ def combine_options(num_bytes: int) -> dict[str, int]:
 def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
     """Return XLA's options for gathers and reduce-scatters in groups, on GPUs.
 
-    XLA would merge neighboring groups and gather both before either is used: a matmul could not
-    hide the gather, and more memory would be in use at once.
+    XLA would merge neighboring groups: a matmul could not hide the gather, and more memory would be
+    in use at once.
     """
     if not group_bytes:
         return {}
@@ -91,7 +90,7 @@ def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
 
 
 def scaled(x: jax.Array, scale: Scale) -> jax.Array:
-    """Return `x` times the `[]` factor `scale`, in the dtype of `x`."""
+    """Return `x` times a `[]` factor, in the dtype of `x`."""
     if isinstance(scale, (int, float)) and scale == 1:
         return x
     # In at least float32, since 1 / 3 in bfloat16 is 0.2 % too large. lax traces in a quarter less

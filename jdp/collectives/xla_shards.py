@@ -81,7 +81,7 @@ def all_to_all(
     ]
 
 
-# StableHLO refuses to split or concatenate zero-size arrays.
+# StableHLO refuses to split or concatenate empty arrays.
 def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
     if leaf.size == 0:
         return lax.slice_in_dim(leaf, 0, leaf.shape[dim] // lax.axis_size(names), axis=dim)
@@ -110,7 +110,7 @@ def _does_not_wait(mesh: Mesh | None) -> bool:
 
 
 def _exchanged(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
-    """Reduce-scatter by an all-to-all of as many bytes, and a local sum."""
+    """Reduce-scatter by an all-to-all, and a local sum."""
     if leaf.size == 0:
         return _scattered(leaf, dim, names, aborts)
     num_ranks = lax.axis_size(names)

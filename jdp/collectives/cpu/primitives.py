@@ -1,4 +1,4 @@
-"""JAX primitives of the native collectives, with derivatives and batching."""
+"""JAX primitives of the native collectives."""
 
 import functools
 import itertools
@@ -21,9 +21,9 @@ from jdp.collectives.xla import Scale, scaled
 
 
 def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
-    """Return the operands before the leaves, which are equal in all rows of a `vmap`.
+    """Return the operands before the leaves, equal in all rows of a `vmap`.
 
-    `vmap` maps them where it turns a `cond` into a select, with all operands of a branch.
+    `vmap` maps them where it turns a `cond` into a select.
     """
     before = zip(args[: call_order.TOKEN + 1], places, strict=False)
     return [
@@ -31,9 +31,8 @@ def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
     ]
 
 
-# XLA drops its own dead collectives, but keeps all leaves of a native call, whose token the next
-# call reads. A step gathers its whole state and reads few leaves, so JAX's dead-code elimination
-# drops the others before XLA.
+# XLA keeps all leaves of a native call, whose token the next call reads. A step gathers its whole
+# state and reads few leaves, so JAX's dead-code elimination drops the others before XLA.
 
 
 _NUM_BEFORE = call_order.TOKEN + 1
@@ -47,7 +46,7 @@ def drop_dead_results(primitive: Any, *, of_leaves: Sequence[str] = ()) -> None:
 def _without_unread(
     of_leaves: Sequence[str], is_read: Sequence[bool], eqn: Any
 ) -> tuple[list[bool], Any]:
-    """Return which operands are needed, and the reduced equation, or None."""
+    """Return which operands are needed, and the reduced equation."""
     _, *leaves = is_read
     if all(leaves) or not any(is_read):
         kept = eqn if any(is_read) else None
@@ -59,7 +58,7 @@ def _without_unread(
         "invars": [x for x, flag in zip(eqn.invars, needed, strict=True) if flag],
         "outvars": [eqn.outvars[i] for i in chosen],
     }
-    if not any(leaves):  # The next call waits for the one before this.
+    if not any(leaves):  # The next call waits for this one.
         return needed, eqn.replace(primitive=lax.copy_p, params={}, **changes)
     params = dict(eqn.params)
     for name in of_leaves:
@@ -104,7 +103,7 @@ def _run(*args: Any, **params: Any) -> Any:
     return jax.jit(functools.partial(all_reduce_p.bind, **params))(*args)
 
 
-# JAX types the results as uniform, so a typed shard_map may return them as P().
+# JAX types them as uniform, so a typed shard_map may return them as P().
 @all_reduce_p.def_abstract_eval
 def _sum_type(rank: Any, group: Any, scale: Any, *rest: Any, **params: Any) -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in rest]
@@ -133,7 +132,7 @@ def _sum_transpose(
     axes: tuple[str, ...], number: int, **params: Any,
 ) -> list[Any]:  # fmt: skip
     # As for psum: each rank's loss depends on the sum, so the cotangents add up; but not in a typed
-    # shard_map, where all ranks have the same cotangent.
+    # shard_map, where all ranks have the same one.
     given = [ad.instantiate_zeros(ct) for ct in cotangents[1:]]
     if axis.is_typed(axes):
         given = [axis.as_varying(scaled(ct, scale), axes) for ct in given]
@@ -147,8 +146,7 @@ def _sum_transpose(
     return [None] * _NUM_BEFORE + given
 
 
-# Rows of a vmap are summed independently, unless vmap gives them the name of the axis: then the
-# call sums over the rows.
+# Rows of a vmap are summed independently, unless vmap gives them the axis's name.
 def _sum_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Any, **params: Any
 ) -> tuple[Any, Any]:
@@ -185,14 +183,13 @@ mlir.register_lowering(all_reduce_p, _lower_sum, platform="cpu", cacheable=False
 #   overwrites: of an all-gather, for each leaf whether its result reuses the memory of an operand
 #     after the leaves, whose value is ignored,
 #   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
-# In a typed shard_map the results vary, except whole sums. The scale of an all-gather and of an
-# all-to-all is 1. Reduce-scatter and all-gather are mutual transposes; an all-to-all's transpose
-# swaps its dims.
+# In a typed shard_map the results vary, except whole sums. Reduce-scatter and all-gather are mutual
+# transposes; an all-to-all's transpose swaps its dims.
 reduce_scatter_p = jax.extend.core.Primitive(cpu_runtime.REDUCE_SCATTER)
 all_gather_p = jax.extend.core.Primitive(cpu_runtime.ALL_GATHER)
 all_to_all_p = jax.extend.core.Primitive(cpu_runtime.ALL_TO_ALL)
 _ONE = np.float32(1)
-_WHOLE = -1  # the native code's dim of an unsplit leaf
+_WHOLE = -1  # in the native code: unsplit
 
 
 def _split_and_joined(primitive: Any, dim: Any) -> tuple[int | None, int | None]:
@@ -208,7 +205,7 @@ def _typed(
 ) -> list[Any]:  # fmt: skip
     resized = []
     for x, dim in zip(leaves[: len(dims)], dims, strict=True):
-        if dim is None:  # equal on every rank, as an all-reduce's result
+        if dim is None:  # equal on every rank
             resized.append(jax.core.ShapedArray(x.shape, x.dtype))
             continue
         shape = list(x.shape)
@@ -225,7 +222,7 @@ def _lower(
     name: str, context: Any, *args: Any, axes: Any, dims: tuple[Any, ...],
     overwrites: tuple[bool, ...] = (), **params: Any,
 ) -> Any:  # fmt: skip
-    # In place only for leaves inside arrays of the results' size.
+    # In place only inside arrays of the results' size.
     places = [call_order.TOKEN, *(_NUM_BEFORE + i for i, flag in enumerate(overwrites) if flag)]
     if len(places) > 1:
         context, args = _put_into_wholes(context, args, dims, overwrites)
@@ -321,7 +318,7 @@ def _batch(
         for x, place in zip(leaves, places[_NUM_BEFORE:], strict=True)
     ]
     is_batched = [place is not None for place in places[_NUM_BEFORE:]]
-    if axis_data.name in axes:  # vmap gives its rows the name of the axis
+    if axis_data.name in axes:  # its rows have the name of the axis
         if axes != (axis_data.name,):
             raise NotImplementedError(
                 f"{primitive.name} over {axes}, of which a vmap has taken the name "
@@ -342,7 +339,7 @@ def _batch(
 
 
 def _scatter_rows(rows: jax.Array, dim: int | None, scale: Any) -> jax.Array:
-    """Return each row's slice of the sum: `[n, ...]`, `dim` divided by n if given."""
+    """Return each row's slice of the sum, `[n, ...]`."""
     is_float = jnp.issubdtype(rows.dtype, jnp.floating)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if is_float else rows
     total = wide.sum(0, dtype=wide.dtype)
@@ -353,12 +350,10 @@ def _scatter_rows(rows: jax.Array, dim: int | None, scale: Any) -> jax.Array:
 
 
 def _gather_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
-    """Return the concatenated rows `[n, ...]`, once for each row."""
     return jnp.broadcast_to(whole := jnp.concatenate([*rows], axis=dim), (len(rows), *whole.shape))
 
 
 def _exchange_rows(rows: jax.Array, dims: tuple[int, int], scale: Any) -> jax.Array:
-    """Return each row's received slices, concatenated: `[n, ...]`."""
     split, joined = dims
     slices = [jnp.split(row, len(rows), axis=split) for row in rows]
     return jnp.stack([jnp.concatenate(each, axis=joined) for each in zip(*slices, strict=True)])
@@ -390,16 +385,14 @@ SUMMED_DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
 )
 
-# MLIR compares all leaves of a call pairwise: 1.5 s for 10,000 leaves.
+# Of a call, since MLIR compares them pairwise: 1.5 s for 10,000.
 _MAX_LEAVES = 512
 
 
 class Calls:
     """The calls that one function traces, each of which waits for the previous one.
 
-    Args:
-      axes: axes of the ranks, which number the ranks in this order.
-      mesh: the mesh of the ranks; None if unknown.
+    `axes` number the ranks in their order. `mesh` may be None if unknown.
     """
 
     def __init__(self, axes: tuple[str, ...], mesh: Mesh | None):
@@ -416,7 +409,7 @@ class Calls:
     def summed(
         self, primitive: Any, bucket: Sequence[jax.Array], scale: Scale, **params: Any
     ) -> list[jax.Array]:
-        """Return the sums of leaves of one dtype, times `scale`, a number or `[]` float."""
+        """Return the sums of leaves of one dtype, times `scale`."""
         # The call fuses a number's scaling into its rounding. Integers are scaled as XLA's sums
         # are.
         dtype = bucket[0].dtype
@@ -433,7 +426,7 @@ class Calls:
         overwritten: Sequence[jax.Array | None] = (),
         **params: Any,
     ) -> list[jax.Array]:
-        """Return the results of a primitive with a `[]` `scale`, in calls of 512 leaves."""
+        """Return a primitive's results with a `[]` `scale`, in calls of 512 leaves."""
         results: list[jax.Array] = []
         for first in range(0, len(bucket), _MAX_LEAVES):
             chosen = slice(first, first + _MAX_LEAVES)
@@ -452,7 +445,7 @@ class Calls:
         return results
 
     def end(self) -> None:
-        """Record the token of the last call, for the program's next calls."""
+        """Record the last token for the program's next calls."""
         if isinstance(self._token, jax.Array):
             call_order.passed(self._token)
 

@@ -1,4 +1,4 @@
-"""The native CPU library, loaded on first use, and the deadlines of both libraries."""
+"""The native CPU library, loaded on first use, and deadlines."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ _timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout
 
 
 def why_missing() -> str | None:
-    """Return why there is no native library, or None; loads it without starting a backend."""
+    """Return why there is no native library; loads it without a backend."""
     return _loaded().why_missing
 
 
@@ -62,19 +62,19 @@ def set_timeout_s(timeout_s: float) -> None:
 
 
 def wait_at_least(seconds: float) -> None:
-    """Raise the deadline of every wait for another rank, unless the user called `set_timeout_s`."""
+    """Raise the deadline for other ranks, unless the user has set it."""
     if not _timeout_of_author_s and seconds > timeout_s():
         _functions().jdp_set_timeout_s(seconds)
         gpu_runtime.set_timeout_s(seconds)
 
 
 def timeout_s() -> float:
-    """Return the deadline of every wait for another rank, in seconds."""
+    """Return the deadline of every wait for another rank."""
     return _functions().jdp_timeout_s()
 
 
 def abort(reason: str) -> None:
-    """End all waits for other ranks, until `reset`; waiting CPU ranks raise `reason`."""
+    """End all waits for other ranks, until `reset`."""
     _functions().jdp_abort(reason.encode())
     gpu_runtime.abort()
 
@@ -116,8 +116,7 @@ class Segment(NamedTuple):
 def create_segment(num_ranks: int) -> Segment:
     """Create memory through which `num_ranks` ranks of this host's processes reduce.
 
-    It is anonymous, and freed with its last process. Every process, this one included, must
-    `attach` it.
+    It is anonymous, and freed with its last process. Every process must `attach` it, this one too.
     """
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))
@@ -129,7 +128,7 @@ def create_segment(num_ranks: int) -> Segment:
 def attach(
     communicator: int, group: int, num_ranks: int, local_ranks: Sequence[int], segment: Segment
 ) -> None:
-    """Attach the segment of a `group` of ranks, for this process's `local_ranks`."""
+    """Attach a `group`'s segment for this process's `local_ranks`."""
     functions, ranks = _functions(), (ctypes.c_int32 * len(local_ranks))(*local_ranks)
     if functions.jdp_communicator_attach(
         communicator, group, num_ranks, ranks, len(ranks), segment.pid, segment.file, segment.nonce
@@ -138,7 +137,7 @@ def attach(
 
 
 def target(name: str, *, beside_xla: bool) -> str:
-    """Return a call's XLA target; `beside_xla` blocks a jdp thread, some microseconds slower."""
+    """Return a call's XLA target; `beside_xla` blocks a jdp thread, microseconds slower."""
     return f"{name}_start" if beside_xla else name
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and the memory through which their processes reduce."""
+"""Which ranks share a host, and their shared memory."""
 
 import functools
 import math
@@ -16,9 +16,9 @@ from jdp.worker import progress
 
 
 def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
-    """Return why the ranks along `axes` share no memory, or None.
+    """Return why the ranks along `axes` share no memory.
 
-    The first call for a mesh of several processes attaches the memory, so all of them must make it.
+    The first call for a mesh attaches the memory, so all its processes must make it.
     """
     if jax.process_count() == 1:
         return None
@@ -31,7 +31,7 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Return the key of the memory that ranks along `axes` share, 0 within one process."""
+    """Return the key of the memory of ranks along `axes`, 0 within one process."""
     if mesh is None or jax.process_count() == 1:
         return 0
     return _shared(mesh, axes).communicator
@@ -57,17 +57,16 @@ NOT_JOINED = "the processes were not joined by jax.distributed.initialize."
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Return the key of the communicator of the ranks along `axes`, > 0.
+    """Return the key of the ranks' communicator, > 0.
 
-    It is part of the program, and so of the compilation cache's key: equal in every process and
-    run.
+    It is in the compilation cache's key, so equal in every process and run.
     """
     ids = [device.id for device in mesh.devices.flat]
     return 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
 
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the devices that reduce together along `axes`, `[group][rank]`."""
+    """Return the devices that reduce together, `[group][rank]`."""
     names = list(mesh.axis_names)
     others = [i for i, name in enumerate(names) if name not in axes]
     devices = np.transpose(mesh.devices, others + [names.index(name) for name in axes])
@@ -75,7 +74,7 @@ def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def why_on_several(peers: tuple[int, ...]) -> str | None:
-    """Return why `peers` are on several hosts, or None; a collective call."""
+    """Return why `peers` are on several hosts; a collective call."""
     me, host = jax.process_index(), own_host()
     for process, theirs in agree.all_gather(peers, host, what="hosts").items():
         if theirs != host:
@@ -101,13 +100,13 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
     if not math.isinf(progress.own.longest_wait_s):
-        # A process may save or compile for that long; the hang detector finds one that hangs.
+        # A process may save or compile for that long.
         cpu_runtime.wait_at_least(progress.own.longest_wait_s)
     return None
 
 
 def _made(num_ranks: int) -> cpu_runtime.Segment | str:
-    """Create memory, or return why not, since the other processes wait for an answer."""
+    """Create memory, or return why not: the other processes wait for an answer."""
     try:
         return cpu_runtime.create_segment(num_ranks)
     except OSError as error:
@@ -115,7 +114,6 @@ def _made(num_ranks: int) -> cpu_runtime.Segment | str:
 
 
 def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]) -> str | None:
-    """Attach the segments of this process's groups; return why it cannot, or None."""
     me = jax.process_index()
     try:
         for number, (group, segment) in enumerate(zip(groups, made, strict=True)):

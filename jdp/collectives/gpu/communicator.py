@@ -25,19 +25,19 @@ from jdp.collectives.gpu.start_done import pairs
 from jdp.collectives.xla import xla
 from jdp.distributed import agree, kv_store
 
-# The test compares a reduction of known numbers with lax.psum before the first use. A matmul runs
-# beside it, as in a step: XLA must be able to load it while the reduction waits.
+# The test compares a reduction with lax.psum. A matmul runs beside it, as in a step: XLA must be
+# able to load it while the reduction waits.
 
 
-# (dtype, size) of buckets, at least one for each algorithm of jdp/csrc/cuda/plan.cc. Values count
-# up to the modulus, so that all sums are exact.
+# (dtype, size), at least one for each algorithm of jdp/csrc/cuda/plan.cc. Values count up to the
+# modulus, so that all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}
-_WIDTH = 512  # rows and columns of the matmul
+_WIDTH = 512  # of the matmul
 
 
 def self_test_difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
-    """Reduce known numbers; return how the results differ from lax.psum's, or ""."""
+    """Return how sums of known numbers differ from lax.psum's, or ""."""
     try:
         compared = jax.block_until_ready(comparison(mesh, axes, key)())
     except (RuntimeError, ValueError) as error:  # JAX raises either for a failed run
@@ -107,15 +107,14 @@ _log = logging.getLogger("jdp")
 
 
 class UnavailableError(Exception):
-    """These GPUs cannot reduce together; the message is equal on all processes."""
+    """These GPUs cannot reduce together; equal on all processes."""
 
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
     """Return the communicator of the ranks along `axes` of a mesh of GPUs.
 
-    All processes make the first call, which opens it. A mesh of described GPUs, for compilation,
-    opens no GPU, and its programs cannot run.
+    All processes make the first call, which opens it. With described GPUs, programs only compile.
     """
     made = Communicator(mesh, axes)
     made.open()
@@ -125,12 +124,7 @@ def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
 class Communicator:
     """The ranks along some axes of a mesh of GPUs, as this process sees them.
 
-    All groups of ranks share one key. A call finds its rank by the key and its device, which is in
-    only one group.
-
-    Attributes:
-      key: identifies it in calls.
-      why_not: why it cannot be used, or None.
+    All groups of ranks share `key`; a call finds its rank by it and its device.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
@@ -140,7 +134,7 @@ class Communicator:
         self._groups = shared_memory.groups(mesh, axes)
         self._peers = tuple(sorted({device.process_index for device in mesh.devices.flat}))
         me = jax.process_index()
-        # This process's ranks -> (group, rank). XLA and CUDA number the GPUs equally.
+        # Rank -> (group, rank). XLA and CUDA number the GPUs equally.
         self._ends = {
             End(self.key, device.local_hardware_id): place
             for place, device in np.ndenumerate(self._groups)
@@ -187,7 +181,7 @@ class Communicator:
             return
 
         def grow() -> None:
-            # A failed step is not in flight; the reader of its results gets the error.
+            # A failed step is not in flight; its reader gets the error.
             for array in jax.live_arrays(self._mesh.devices.flat[0].platform):
                 with contextlib.suppress(RuntimeError, ValueError):
                     array.block_until_ready()
@@ -210,7 +204,7 @@ class Communicator:
 
         self._all("looked for GPUs", require_gpus)
 
-    # All processes finish a stage before any of them starts the next.
+    # All processes finish a stage before the next.
     def _connect(self) -> None:
         num_ranks = self._groups.shape[1]
         found = self._all(
@@ -244,7 +238,7 @@ class Communicator:
 
     def _test(self) -> None:
         def require_equal() -> None:
-            # In another thread, because this one traces a program that would include the test.
+            # Since this one traces a program that would include the test.
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(
                     self_test_difference, self._mesh, self._axes, self.key
@@ -262,7 +256,7 @@ class Communicator:
         )
 
     def _all(self, doing: str, action: Callable[[], Any]) -> dict[int, Any]:
-        """Call `action` in all processes; return process -> result once all have ended."""
+        """Call `action` in all processes; return their results once all have ended."""
         value, failure = None, ""
         with agree.propagating_errors(self._peers, f"while it {doing}"):
             try:
@@ -278,6 +272,6 @@ class Communicator:
 
 
 def room_of(bucket: Sequence[Any]) -> int:
-    """Return the bytes of a bucket in an arena, as `jdp/csrc/cuda` counts them."""
+    """Return a bucket's bytes in an arena, as `jdp/csrc/cuda` counts them."""
     padded = [-(-leaf.size * leaf.dtype.itemsize // 16) * 16 for leaf in bucket]
     return max(-(-sum(padded) // 256) * 256, 256)

@@ -1,4 +1,4 @@
-"""The native CUDA library: communicators of GPUs, as this process's ranks see them.
+"""The native CUDA library, as this process's ranks see it.
 
 It ran on one GPU, with ranks of one process and of several, and never between GPUs.
 """
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from jdp.collectives.shared_library import LIB, Loaded, load, runtime_version
 
-# The deadline of every wait, until `set_timeout_s`: the same as on CPUs.
+# Until `set_timeout_s`, as on CPUs.
 TIMEOUT_S = 300.0
 
-PCIE = 0  # the topology that every GPU has
+PCIE = 0  # what every GPU has
 
 _PATH = LIB / "libjdp_cuda.so"
 _HANDLERS = {
@@ -56,11 +56,11 @@ class End(NamedTuple):
     ordinal: int
 
     def call(self, function: str, *args: Any) -> int:
-        """Call a function of the library for this rank, see `jdp/csrc/cuda/c_api.h`."""
+        """Call a function of `jdp/csrc/cuda/c_api.h` for this rank."""
         return _require(getattr(_functions(), f"jdp_cuda_{function}")(*self, *args))
 
     def open(self, rank: int, num_ranks: int, topology: int, arena_bytes: int) -> None:
-        """Allocate this rank's memory, and replace an end with the same key and device."""
+        """Allocate this rank's memory; replaces an equal end."""
         self.call("open", self.ordinal, rank, num_ranks, topology, arena_bytes)
         _open_ends.append(self)
 
@@ -75,18 +75,18 @@ class End(NamedTuple):
         return bool(self.call("close"))
 
     def export(self) -> bytes:
-        """Return the bytes with which other ranks, in any process, open its memory."""
+        """Return bytes with which ranks in any process open its memory."""
         blob = ctypes.create_string_buffer(_functions().jdp_cuda_blob_bytes())
         self.call("export", blob)
         return blob.raw
 
     def connect(self, blobs: Sequence[bytes]) -> None:
-        """Open the memory of all ranks, given each `export` in rank order."""
+        """Open the memory of all ranks, given their `export` in rank order."""
         joined = b"".join(blobs)
         self.call("import", ctypes.create_string_buffer(joined, len(joined)))
 
     def algorithms(self) -> str:
-        """Return a line with the algorithm for each range of bucket sizes."""
+        """Return a line with the algorithm for each range of sizes."""
         return _functions().jdp_cuda_describe(*self).decode()
 
 
@@ -94,12 +94,12 @@ _open_ends: list[End] = []
 
 
 def why_missing() -> str | None:
-    """Return why there is no CUDA library, or None; loads it, without a GPU."""
+    """Return why there is no CUDA library; loads it, without a GPU."""
     return _loaded().why_missing
 
 
 def why_no_gpus() -> str | None:
-    """Return why this process sees no GPU, or None."""
+    """Return why this process sees no GPU."""
     num_devices = _functions().jdp_cuda_num_devices()
     if num_devices < 0:
         return f"there are no GPUs that CUDA could use: {_last_error()}."
@@ -109,7 +109,7 @@ def why_no_gpus() -> str | None:
 def topology(num_ranks: int) -> int:
     """Return the connection between GPUs that reduce together: 0 PCIe, 1 NVLink.
 
-    A process that sees fewer than `num_ranks` GPUs, as with CUDA_VISIBLE_DEVICES, returns 0.
+    A process that sees fewer than `num_ranks` GPUs returns 0.
     """
     functions = _functions()
     if functions.jdp_cuda_num_devices() < num_ranks:
@@ -124,20 +124,20 @@ def set_timeout_s(timeout_s: float) -> None:
 
 
 def check() -> None:
-    """Raise a RuntimeError if a reduction of this process's GPUs has failed by now."""
+    """Raise a RuntimeError if a reduction has failed by now."""
     for end in _open_ends:
         end.call("check")
 
 
 def abort() -> None:
-    """End all waits of this process's GPUs, and of GPUs that reduce with them."""
+    """End all waits of this process's GPUs, and of their peers."""
     if _open_ends:
         _functions().jdp_cuda_abort()
 
 
 def reset() -> None:
     """Clear an abort, and failed and unfinished reductions, while all processes are idle."""
-    # The first round waits for all kernels, so that none writes after the second round clears.
+    # The first round waits for all kernels, so that none writes after the second one clears.
     for end in 2 * _open_ends:
         end.call("reset")
 

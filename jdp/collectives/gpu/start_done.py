@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.xla import Scale
 
-# The token from a start to its done; it only orders the calls.
+# From a start to its done; only orders the calls.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -63,7 +63,7 @@ def pairs(
     tokens = between(lax.optimization_barrier(tokens))
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
-        # The same order on every rank, since XLA might reorder them.
+        # XLA might reorder them differently on each rank.
         after, leaves = done(
             token, bucket, names, after=after, scale=scale, number=i, communicator=communicator
         )
@@ -79,7 +79,7 @@ def start(
     number: int,
     communicator: int = 0,
 ) -> jax.Array:
-    """Start the ring over one bucket; the leaves must not change before `done` gets the token."""
+    """Start the ring over a bucket, which must not change before `done` gets the token."""
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
     call = jax.ffi.ffi_call(call_order.START, TOKEN)
     return call(jnp.asarray(scale, wide), *bucket, **_attributes(axis_name, number, communicator))
@@ -95,7 +95,7 @@ def done(
     number: int,
     communicator: int = 0,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Wait for the ring over one bucket that `start` began."""
+    """Wait for the ring that `start` began."""
     names = axis.names(axis_name)
     shapes = [TOKEN, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in bucket)]
     aliases = {i + 1: i for i in range(len(shapes))}
