@@ -1,1 +1,1 @@
-"""One process among several: joining a run, agreement between processes, shutdown."""
+"""Joins processes to a run, compares them, and ends them."""

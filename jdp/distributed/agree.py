@@ -1,4 +1,4 @@
-"""Gathers values of all processes, finds where they differ, and broadcasts bytes."""
+"""Gathers values of all processes, finds differences, broadcasts bytes."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# Gathers of each group, which make the store's keys unique.
+# Of each group; they make the store's keys unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
 # Gathers of each group that found a failure.
 _num_failures: Counter[tuple[int, ...]] = Counter()
@@ -40,19 +40,19 @@ def set_timeout_s(timeout_s: float) -> None:
 
 
 def timeout_s() -> float:
-    """Return how long this process waits for another in a comparison, in seconds."""
+    """Return how long this process waits for another in a comparison."""
     return this_process.current.timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
-    """Return the processes with devices in `mesh`, or only this one if the store is closed."""
+    """Return the processes with devices in `mesh`; only this one if the store is closed."""
     if not kv_store.is_open():
         return (jax.process_index(),)
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
 def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -> dict[int, Any]:
-    """Return process -> value, for the values that all processes of a group pass to this call."""
+    """Return process -> value that all processes of a group pass to this call."""
     me = jax.process_index()
     if group == (me,):
         return {me: value}
@@ -81,13 +81,13 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             )
             raise RuntimeError(with_code("JDP207", text))
         found[process] = answer["value"]
-    if number:  # all processes are here, so all have read the previous values
+    if number:  # all have read the previous values
         kv_store.delete(_key(group, number - 1, me))
     return found
 
 
 def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
-    """Return process -> value, for the processes that offer a value under the same key in time.
+    """Return process -> value, for the processes that offer a value in time.
 
     It never raises, and processes need not call it: it explains failures that some may not have
     seen.
@@ -116,17 +116,17 @@ def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A failure gathered in the body is known to all processes.
+        # A failure gathered in the body is known to all.
         if len(group) > 1 and _num_failures[group] == before:
             _num_failures[group] += 1
             text = f"{doing}, so no process can continue: {type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # the store may have ended with its process
+            with contextlib.suppress(Exception):  # the store may have ended
                 _report_failure(group, text[:4000])
         raise
 
 
 def odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
-    """Return (process or rank with an unusual value, one with the usual value), or None.
+    """Return (process or rank with an unusual value, one with the usual value).
 
     >>> odd_one({0: "a", 1: "a", 2: "b"}), odd_one({0: "a", 1: "a"})
     ((2, 0), None)
@@ -146,7 +146,7 @@ def first_difference(
 ) -> int:
     """Return the index of the first item that differs between two processes.
 
-    If one process only has further items, it is the other's number of items.
+    If one only has further items, it is the other's number of items.
     """
     lengths = all_gather(group, len(items), what="lengths")
     start, stop = 0, max(lengths[process] for process in pair)
@@ -162,7 +162,7 @@ def first_difference(
 
 
 def digest(items: Sequence[Any] | np.ndarray) -> str:
-    """Return 16 hexadecimal digits of a sequence of items, or of the bits of an array."""
+    """Return 16 hexadecimal digits of items, or of an array's bits."""
     if isinstance(items, np.ndarray):
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
@@ -202,15 +202,14 @@ def _key(group: tuple[int, ...], number: int, process: int) -> str:
     return f"jdp/gathered/{zlib.crc32(repr(group).encode())}/{number}/{process}"
 
 
-# Chunks bound the temporary memory, and have few sizes, since each size is compiled.
+# They bound the temporary memory, and have few sizes, since each size is compiled.
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 64 << 20, 1 << 12
 
 
 def broadcast_bytes(data: np.ndarray | None, num_bytes: int, group: Sequence[int]) -> np.ndarray:
     """Broadcast bytes of one process of a group; a collective call.
 
-    Args:
-      data: `[num_bytes]` uint8 on that process, which it gets back; None on the others.
+    `data` is `[num_bytes]` uint8 on that process, which it gets back; None on the others.
     """
     received = np.empty(num_bytes, np.uint8) if data is None else data
     if len(group) == 1:

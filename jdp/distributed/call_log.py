@@ -1,4 +1,4 @@
-"""The last calls of this process that all processes must make in the same order."""
+"""This process's last calls, which all processes must make in the same order."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ class Call:
 
 
 class Described(NamedTuple):
-    """A `Call` as other processes read it from the store."""
+    """A `Call` as other processes read it."""
 
     what: str
     name: str
@@ -45,35 +45,35 @@ class CallLog:
         self._latest: deque[tuple[int, Call]] = deque(maxlen=NUM_KEPT)
 
     def record(self, call: Call) -> Call:
-        """Record a call that starts, and return it."""
+        """Record a call that starts."""
         # With its number, since another thread may read between these lines.
         self._latest.append((self.num_calls + 1, call))
         self.num_calls += 1
         return call
 
     def latest(self) -> dict[int, Described | None]:
-        """Return number -> call for the last calls; None for a refused call."""
+        """Return number -> call for the last calls; None for a refused one."""
         return {
             number: None if call.was_refused else Described(call.what, call.name, {**call.shapes()})
             for number, call in self._latest.copy()
         }
 
 
-# Threads of this process that wait for another process in a comparison.
+# Threads of this process in a comparison.
 num_waiting = 0
-# By group of processes.
+# By group.
 logs: dict[tuple[int, ...], CallLog] = {}
 
 
 def log_of(group: tuple[int, ...]) -> CallLog:
-    """Return the log of a group of processes."""
+    """Return a group's log."""
     return logs.setdefault(group, CallLog())
 
 
 def first_difference(
     mine: Mapping[int, Described | None], theirs: Mapping[int, Described | None]
 ) -> tuple[int, Any, Any] | None:
-    """Return (number, call, call) of the first call that two processes make differently, or None.
+    """Return (number, call, call) of the first call that two processes make differently.
 
     Two comparisons count as equal, since `all_gather` compares them itself.
 

@@ -1,4 +1,4 @@
-"""Finds this process's place in the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
+"""This process's place by the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
 
 `jax.distributed.initialize()` alone would use a Slurm allocation without srun, where a process
 waits for others that were never started, and would assign one GPU to each process.
@@ -43,7 +43,7 @@ def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple
 
 # JAX's formula for Slurm: the port follows from the job id.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
-# JAX gives all steps of a job one port, so that their processes would join each other's runs.
+# JAX gives all steps of a job one port: their processes would join each other's runs.
 _JOBS_BETWEEN_STEPS = 997
 
 
@@ -70,7 +70,7 @@ def first_host(hosts: str) -> str:
 
 
 def num_tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of this step on this host.
+    """Return the number of this step's tasks on this host.
 
     >>> num_tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
     3
@@ -82,7 +82,7 @@ def num_tasks_here(environment: Mapping[str, str]) -> int:
     return tasks[min(number("SLURM_NODEID", environment, 0), len(tasks) - 1)]
 
 
-# mpiexec of MPICH and Intel MPI: size, rank, local rank, local size.
+# MPICH and Intel MPI: size, rank, local rank, local size.
 _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
 # torchrun, and JAX (Kubeflow's JAX runtime): size, rank, where process 0 listens.
@@ -155,7 +155,7 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     return None
 
 
-# Without Slurm or mpiexec, as by prun, PMIx tells the rank and not the size.
+# Without Slurm or mpiexec, as by prun, PMIx does not tell the size.
 def _require_no_pmix(environment: Mapping[str, str]) -> None:
     if "SLURM_PROCID" not in environment and number("PMIX_RANK", environment, 0) > 0:
         raise RuntimeError(
@@ -196,7 +196,7 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
     )
 
 
-# JAX itself reads the address, but not the numbers.
+# JAX itself reads only the address.
 def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not set(_JAX) <= set(environment):
         return None

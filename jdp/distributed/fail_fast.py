@@ -1,4 +1,4 @@
-"""Ends a failed process at once, without waiting for the processes that it trains with."""
+"""Ends a failed process at once, without waiting for the others."""
 
 import atexit
 import contextlib
@@ -23,21 +23,19 @@ from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
 from jdp.worker.progress import own
 
-# Must fit a message to the launcher; the end of a traceback explains most.
+# Must fit a message to the launcher; the end explains most.
 MAX_TRACEBACK_CHARS = 80_000
 
-# Key of an uncaught exception's report to the other processes' loops.
+# Key of a report to the other processes' loops.
 UNCAUGHT = "jdp/uncaught"
-# Of an exception's text in a report.
 TEXT_CHARACTERS = 600
 
-# A failing process waits up to 2 s until the others have read its report, and prints its traceback.
-# If process 0 exited first, JAX would end this process meanwhile.
+# Others read the report for up to 2 s. If process 0 exited first, JAX would end this one meanwhile.
 _GRACE_S = 3.0
 # Process 0 holds the store: if it exits first, JAX ends the others before they print where Ctrl-C
 # interrupted them.
 _INTERRUPT_GRACE_S = 1.0
-# Seconds for the last lines of `jdp.log`.
+# For the last lines of `jdp.log`.
 _LINES_S = 1.0
 _POLL_S = 0.05
 # Errors of JAX and pickle that newcomers meet, and what to write.
@@ -70,7 +68,7 @@ _HINTS = (
     ),
 )
 
-# Seconds for a report; then the traceback is shown without it.
+# For a report; then the traceback is shown without it.
 _REPORT_S = 2.0
 
 
@@ -82,19 +80,19 @@ def fail_fast() -> None:
     """Make this process exit at once after an uncaught exception or `sys.exit`.
 
     At exit, JAX would wait minutes for the other processes, while they wait for this one in a
-    collective. Under a launcher, this process reports its traceback. A second call has no effect.
+    collective. Under a launcher, this process reports its traceback.
     """
     if this_process.current.excepthook is not None:
         return
     this_process.current.excepthook = sys.excepthook
     sys.excepthook = _show_and_leave
     sys.exit = _exit
-    # Before the handlers that wait for other processes or report a normal end.
+    # Before handlers that wait for others or report a normal end.
     atexit.register(leave_if_failed)
 
 
 def hint_at_uncaught() -> None:
-    """Add a hint to an uncaught exception of JAX or pickle; a second call has no effect."""
+    """Add a hint to an uncaught exception of JAX or pickle."""
     hook = sys.excepthook
     is_ours = isinstance(hook, functools.partial) and hook.func is _show_with_hint
     if hook is not _show_and_leave and not is_ours:
@@ -123,7 +121,7 @@ def _show_and_leave(
 ) -> None:
     assert this_process.current.excepthook is not None
     _add_hint(error)
-    # As progress, so that a launcher reports the error and not a hang.
+    # So that a launcher reports the error and not a hang.
     own.slot.write_progress()
     report_uncaught(error)
     this_process.current.excepthook(kind, error, where)
@@ -145,7 +143,7 @@ def _leave_by(kind: type[BaseException], error: BaseException, where: TracebackT
 
 
 def report_uncaught(error: BaseException) -> None:
-    """Report an exception to the loops of other processes, unless such a loop caused it."""
+    """Report an exception to other processes' loops, unless one caused it."""
     this_process.current.is_interrupted = isinstance(error, KeyboardInterrupt)
     if this_process.current.why_over is not None or isinstance(error, OtherFailedError):
         return
@@ -162,7 +160,7 @@ def report_uncaught(error: BaseException) -> None:
 def uncaught(
     peers: Sequence[int], *, timeout_s: float, or_own: bool = False
 ) -> tuple[int, str] | None:
-    """Return (process, text) of an uncaught exception, or None."""
+    """Return (process, text) of an uncaught exception."""
     end = time.monotonic() + timeout_s
     while True:
         if or_own and (error := this_process.current.leaving_by) and not _is_success(error):
@@ -197,8 +195,8 @@ def _is_success(error: BaseException) -> bool:
 
 def leave_if_failed() -> None:
     """End this process after an uncaught exception; for exit handlers that wait."""
-    # Another hook may have replaced this module's. Python records an exception before it calls any
-    # hook; at a prompt the recorded one may be old.
+    # Another hook may have replaced ours. Python records an exception before it calls any hook; at
+    # a prompt the recorded one may be old.
     is_ours = this_process.current.excepthook is not None
     is_replaced = is_ours and sys.excepthook is not _show_and_leave
     is_prompt = hasattr(sys, "ps1") or sys.flags.interactive

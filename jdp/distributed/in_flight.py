@@ -1,4 +1,4 @@
-"""Steps in flight: limits their number, and raises the errors of those that have run."""
+"""Steps in flight: limits their number, and raises their errors."""
 
 import atexit
 import operator
@@ -42,8 +42,7 @@ class CalledProgram:
       arguments: compares the arguments between processes, or None.
       jaxprs: the latest programs of the step on its mesh, with the names of their inputs.
       check: raises a RuntimeError for a failure that JAX does not report.
-      why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`, or
-        None.
+      why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
       waits_in_xla: whether the last traced program has collectives of XLA.
     """
 
@@ -59,7 +58,6 @@ class StepCall:
 
     Attributes:
       number: of the call among those of the step, from 1.
-      program: what it runs.
       given: the compared arguments.
       reports: of the ranks; None during the dispatch.
       weight: of the batch, `[]` float, ready when the call has run; -inf after an overflow of a sum
@@ -93,18 +91,18 @@ class StepCall:
         return bool(self.integer_sums)
 
     def differs(self) -> bool:
-        """Wait for the call; return whether its arguments differ between processes."""
+        """Wait; return whether its arguments differ between processes."""
         # All ranks of a process got the same arguments.
         differs = None if self.reports is None else self.reports.differs
         return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
 
     def weight_error(self) -> str | None:
-        """Wait for the call; return the error for invalid weights, or None."""
+        """Wait; return the error for invalid weights."""
         given = None if self.reports is None else self.reports.weight
         return None if given is None else self.program.why_invalid(self.weight, given)
 
     def overflow(self) -> str | None:
-        """Wait for the call; return the lines of sums, one of which overflowed, or None."""
+        """Wait; return the lines of sums, one of which overflowed."""
         if not self.integer_sums or not np.isneginf(self.weight.addressable_data(0)):
             return None
         return " or ".join(line or "a line of a library" for line in self.integer_sums)
@@ -114,7 +112,7 @@ class StepCall:
         return any(map(pytrees.is_deleted, (self.weight, *(self.reports or ()))))
 
     def difference(self, timeout_s: float) -> str | None:
-        """Return a sentence about the argument that differs between processes, or None."""
+        """Return a sentence about an argument that differs between processes."""
         if self.arguments is None or self.given is None:
             return None
         if not (self.given.small or self.given.large):
@@ -122,12 +120,12 @@ class StepCall:
         return self.arguments.difference(self.given, timeout_s=timeout_s)
 
 
-# Seconds without a finished step until the processes compare their calls.
+# Without a finished step until the processes compare their calls.
 PATIENCE_S = 5.0
 
 
 class Overdue:
-    """Checks the calls in flight periodically, and ends this process if an overdue one differs."""
+    """Checks the calls in flight, and ends this process if an overdue one differs."""
 
     def __init__(self, patience_s: float = PATIENCE_S):
         self._patience_s = patience_s
@@ -182,13 +180,13 @@ _ON_CPU = {
 
 
 def is_failed_run(error: Exception) -> bool:
-    """Whether XLA raised `error`, because it could not compile or finish a program."""
+    """Whether XLA could not compile or finish a program."""
     # JAX raises a ValueError with XLA's status for a failed ahead-of-time program.
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def why_failed(error: Exception) -> str:
-    """Return the cause in an error of XLA, without status, stack and final full stop.
+    """Return the cause in an error of XLA, without status and stack.
 
     >>> why_failed(RuntimeError("DEADLINE_EXCEEDED: jdp: rank 1: nothing from rank 0 for 30 s."))
     'rank 1: nothing from rank 0 for 30 s'
@@ -218,16 +216,16 @@ def _callback_raised(text: str) -> str:
 # devices. Elsewhere a few steps in flight hide dispatch.
 _MAX = 8
 
-# Seconds for the arguments of other processes after a failed step.
+# For the arguments of other processes after a failed step.
 _EXPLAIN_FAILURE_S = 2.0
 
 # Python aborts the process if a step calls back during interpreter shutdown.
 _END_S = 10.0
 
 _calls: deque[StepCall] = deque()
-# Weights of the latest calls forgotten after a failure of their step.
+# Weights of calls forgotten after a failure of their step.
 _forgotten: deque[Any] = deque(maxlen=4 * _MAX)
-# The call being dispatched: JAX runs a small CPU program before the dispatch returns.
+# JAX runs a small CPU program before the dispatch returns.
 _being_made: deque[StepCall] = deque(maxlen=1)
 _overdue = Overdue()
 
@@ -266,17 +264,17 @@ def drain() -> None:
 
 
 def latest_spec() -> StepSpec | None:
-    """Return the step of the latest call in flight, or None."""
+    """Return the step of the latest call in flight."""
     return _calls[-1].spec if _calls else None
 
 
 def latest_call() -> StepCall | None:
-    """Return the latest call in flight, or None."""
+    """Return the latest call in flight."""
     return _calls[-1] if _calls else None
 
 
 def settle() -> None:
-    """Wait for all steps in flight, and leave their errors to the next step."""
+    """Wait for all steps, and leave their errors to the next one."""
     for call in tuple(_calls):
         _wait_for(call)
 
@@ -296,7 +294,7 @@ class Unchecked:
         return any(call.differs() or call.overflow() or call.weight_error() for call in self._calls)
 
     def require_right(self) -> None:
-        """Wait for these steps, and raise their errors or those of earlier steps."""
+        """Wait for these steps, and raise their or earlier errors."""
         if self._calls:
             while any(call is self._calls[-1] for call in _calls):
                 _drain(len(_calls) - 1)
@@ -304,7 +302,7 @@ class Unchecked:
 
 
 def require_right_states() -> None:
-    """Raise the error of a wrong training step again, since all later states are wrong."""
+    """Raise a wrong training step's error again, since all later states are wrong."""
     if this_process.current.state_error is not None:
         raise RuntimeError(this_process.current.state_error)
 
@@ -340,7 +338,7 @@ def _drain(num_left: int) -> None:
 
 
 def _error_of(call: StepCall) -> str | None:
-    """Return the error of a call that ran to its end, or None."""
+    """Return the error of a call that ran to its end."""
     if call.differs():
         assert call.arguments is not None and call.given is not None
         return call.arguments.explained(call.given, str(call))
@@ -358,7 +356,7 @@ def _error_of(call: StepCall) -> str | None:
 
 
 def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
-    """Return the error for a call that failed while it ran, and forget its step's other calls."""
+    """Return the error for a call that failed, and forget its step's other calls."""
     difference = call.difference(_EXPLAIN_FAILURE_S)
     cause = f" It was not the same call on all processes: {difference}" if difference else ""
     _forget(call.spec)
@@ -386,7 +384,7 @@ def _wait_for(call: StepCall) -> bool:
 
 
 def _forget(spec: StepSpec) -> None:
-    """Remove the calls of a step; other steps may continue, or have their own errors."""
+    """Remove the calls of a step; others may have their own errors."""
     others = [call for call in _calls if call.spec is not spec]
     _forgotten.extend(call.weight for call in _calls if call.spec is spec)
     _calls.clear()

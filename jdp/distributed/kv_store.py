@@ -1,4 +1,4 @@
-"""JAX's key-value store of the joined processes, for small values."""
+"""JAX's key-value store of the joined processes."""
 
 import contextlib
 import threading
@@ -11,12 +11,12 @@ _LONGEST_S = 86400.0
 
 
 def is_open() -> bool:
-    """Whether `jax.distributed` joined the processes, and this JAX version exposes its store."""
+    """Whether the processes are joined, and this JAX exposes its store."""
     return _client() is not None
 
 
 def put(key: str, value: str) -> None:
-    """Put a value that all processes can read, once for each key."""
+    """Put a value, once for each key."""
     _client().key_value_set(key, value)
 
 
@@ -44,7 +44,7 @@ def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
     """
 
     def run() -> None:
-        with contextlib.suppress(Exception):  # the store may have ended with its process
+        with contextlib.suppress(Exception):  # the store may have ended
             write()
 
     thread = threading.Thread(target=run, daemon=True, name="jdp store")
@@ -54,7 +54,7 @@ def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
 
 
 def get_now(key: str) -> str | None:
-    """Return the value of `key` without waiting, or None."""
+    """Return the value of `key` without waiting."""
     try:
         return _client().key_value_try_get(key)
     except Exception as error:
@@ -64,7 +64,7 @@ def get_now(key: str) -> str | None:
 
 
 def get(key: str, *, timeout_s: float) -> str | None:
-    """Wait for the value of a key, and return it; None after the timeout."""
+    """Wait for the value of a key; None after the timeout."""
     try:
         return _client().blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
     except Exception as error:
@@ -74,19 +74,19 @@ def get(key: str, *, timeout_s: float) -> str | None:
 
 
 def wait_for_all(name: str, *, timeout_s: float) -> None:
-    """Wait until all processes have made this call, once for each name, in any thread."""
+    """Wait until all processes have made this call, once for each name."""
     if is_open():
         # The barrier rejects an infinite timeout.
         _client().wait_at_barrier(name, int(min(timeout_s, _LONGEST_S) * 1000))
 
 
 def keys(prefix: str) -> list[str]:
-    """Return the keys with a value below `prefix`, without `prefix`."""
+    """Return the keys below `prefix`, without it."""
     return [key.removeprefix(prefix) for key, _ in _client().key_value_dir_get(prefix)]
 
 
 def delete(key: str) -> None:
-    """Delete the value of `key`, or all values below a `key` that ends with "/"."""
+    """Delete a key, or all below a `key` that ends with "/"."""
     _client().key_value_delete(key)
 
 

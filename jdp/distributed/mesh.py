@@ -25,15 +25,15 @@ from jdp.worker import build_info, source_files, watching
 from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus, require_few_cpu_ranks
 
-# JAX's default wait for processes to join; under a launcher, the launcher reports a missing one.
+# JAX's default; a launcher reports a missing process.
 JOIN_TIMEOUT_S = 300
 _JAX_WAITS_LONGER_S = 60
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
-# Without a launcher, JAX ends the other processes this long after one is gone; its default is 100.
+# Without a launcher, JAX ends the others this long after one is gone; its default is 100.
 HEARTBEAT_TIMEOUT_S = 30
-# A launcher notices it at once. JAX measures this time with the wall clock, and would abort every
-# process if the clock jumped by more.
+# A launcher notices it at once. JAX measures with the wall clock, and would abort every process if
+# the clock jumped by more.
 _LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
 
 # JAX imports the first two in 20 ms when it lowers its first program; `socket` the third when it
@@ -42,7 +42,6 @@ _LATE_IMPORTS = ("jaxlib.mlir.dialects.mhlo", "jaxlib.mlir.dialects.builtin", "e
 
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
-# Unreachable from other hosts.
 _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
@@ -50,8 +49,8 @@ def join() -> None:
     """Find the other processes, if any, and connect JAX with them.
 
     Under `jdp run`, wait for the launcher's assignment. Otherwise read the environment
-    (`cluster_env`); without its variables this process is alone. A call has no effect after another
-    one, or after the user's own `jax.distributed.initialize`.
+    (`cluster_env`). Without effect after another call, or the user's own
+    `jax.distributed.initialize`.
     """
     source_files.record()
     launched = current()
@@ -75,12 +74,12 @@ def join() -> None:
         preemption.let_children_end()
 
 
-# Work that a standby does before other processes wait for it.
+# What a standby does before other processes wait for it.
 def _prepare() -> None:
     for name in _LATE_IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    build_info.source_digest()  # which processes compare, and which is cached
+    build_info.source_digest()  # processes compare it, and it is cached
     # A full collection takes 60 ms; after `freeze`, later ones skip the existing objects.
     gc.collect()
     gc.freeze()
@@ -138,7 +137,6 @@ def _initialize(timeout_s: int, **place: Any) -> None:
 # JAX aborts a process that waited too long, with C++ addresses and no reason.
 @contextlib.contextmanager
 def _ends_unless_joined(timeout_s: float, place: Mapping[str, Any]) -> Iterator[None]:
-    """End this process with an error if the body has not ended in time."""
     names = ("process_id", "num_processes", "coordinator_address")
     process_id, number, address = (place[name] for name in names)
     error = TimeoutError(
@@ -160,7 +158,7 @@ def _without_grpc_proxy() -> Iterator[None]:
     """Let gRPC connect to process 0 directly, even if http_proxy or https_proxy is set.
 
     A proxy does not reach this host's loopback interface, and rarely another host of the run. gRPC
-    reads `grpc_proxy` first, once for each connection; an empty one means no proxy.
+    reads `grpc_proxy` first, once for each connection.
     """
     before = {name: os.environ[name] for name in _GRPC_PROXIES if name in os.environ}
     if before:  # JAX warns about any such variable
@@ -303,7 +301,7 @@ def current_mesh() -> Mesh:
 
 
 def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
-    """Return the mesh of a state's leaves, or else of `init`, with the axis `axis_name`."""
+    """Return the mesh of a state's leaves, or else of `init`, with this axis."""
     names = axis.names(axis_name)
     wanted = set(names)
     for leaf in leaves:
@@ -317,7 +315,7 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
 
 
 def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
-    """Return the number of ranks of `mesh` along `axis_name`."""
+    """Return the number of ranks along `axis_name`."""
     names = axis_name if isinstance(axis_name, tuple) else axis.names(axis_name)
     return _num_ranks(mesh, names)
 
@@ -329,7 +327,7 @@ def _num_ranks(mesh: Mesh, names: tuple[str, ...]) -> int:
 
 @functools.lru_cache
 def sharding_of_rows(mesh: Mesh, names: tuple[str, ...]) -> NamedSharding:
-    """Return the sharding of a batch's rows over the ranks of `mesh` along some axes."""
+    """Return the sharding of a batch's rows along some axes."""
     return NamedSharding(mesh, PartitionSpec(names))
 
 
@@ -341,7 +339,7 @@ def _cpu_devices(num: int) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", num)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:
-        pass  # a backend already runs, and may have enough devices
+        pass  # a running backend may have enough devices
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
     if len(found) < num:
         raise ValueError(
@@ -353,7 +351,7 @@ def _cpu_devices(num: int) -> list[jax.Device]:
 
 
 def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
-    """Refuse a mesh without the axes `wanted`."""
+    """Refuse a mesh without these axes."""
     missing = [name for name in wanted if name not in mesh.axis_names]
     if missing:
         raise ValueError(

@@ -29,11 +29,11 @@ from jdp.worker import launcher_client
 from jdp.worker.launcher_client import Assignment
 from jdp.worker.progress import own
 
-# `jdp run` gives a run an id, kept in `metrics.jsonl.run`, so that no run continues another's file.
-# In the file itself it would be a row without a step.
+# The run's id, kept in `metrics.jsonl.run`, so that no run continues another's file. In the file
+# itself it would be a row without a step.
 
 
-# Opened by this process.
+# By this process.
 _claimed: set[Path] = set()
 
 
@@ -84,10 +84,10 @@ def _owner_file(path: Path) -> Path:
 
 _log = logging.getLogger("jdp")
 
-# Lines that wait for their steps; only a slow disk makes more wait.
+# For their steps; only a slow disk makes more wait.
 _MAX_WAITING = 1000
 _END_S = 10.0
-# Seconds between attempts to write a refused line, and until it is an error.
+# Between attempts to write a refused line, and until it is an error.
 _RETRY_S, _PATIENCE_S = 0.2, 10.0
 # A killed process may still be exiting.
 _LOCK_S = 5.0
@@ -98,7 +98,7 @@ _REPEATED = (
     "%d. Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
 )
 OWN_NAMES = ("step", "time")
-# The progress line's metrics, and users' names for them.
+# In the progress line, and users' names for them.
 _SHOWN = {
     "loss": ("train/loss", "loss"),
     "learning_rate": ("lr", "learning_rate"),
@@ -168,11 +168,11 @@ class MetricsFile:
         self._raise_refusal(_PATIENCE_S)
 
     def opened(self, given: Sequence[OwnTracker | NamedTracker]) -> tuple[Sequence[Tracker], bool]:
-        """Return the trackers of this file, and whether a run began."""
+        """Return this file's trackers, and whether a run began."""
         return self._tracked.opened(given)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the thread has written all lines; return whether it has."""
+        """Wait until all lines are written; return whether they are."""
         end = time.monotonic() + timeout_s
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
@@ -181,11 +181,11 @@ class MetricsFile:
         return not self._lines.unfinished_tasks
 
     def flush_trackers(self, timeout_s: float) -> bool:
-        """Wait until the trackers have all lines; return whether they have."""
+        """Wait until trackers have all lines; return whether they have."""
         return self._tracked.flush(timeout_s)
 
     def end_thread(self) -> None:
-        """End the thread once it has written all lines; log an error that was not raised."""
+        """End the thread after all lines; log an unraised error."""
         with contextlib.suppress(OSError):
             self.flush(_END_S)
         hangs = self._lines.unfinished_tasks and self._refusal is None
@@ -246,7 +246,7 @@ class MetricsFile:
                     f"metrics[{gone[0]!r}] of step {step} was donated before it was written, so "
                     "the line is missing. Give jdp.log a copy: jnp.copy(x)."
                 ) from None
-            # The step failed; the next call of a step raises its error.
+            # The step failed; its next call raises the error.
             self._last[frozenset(scalars)] = step - 1
             return
         line = {"step": step, "time": round(at, 3)} | {k: _in_json(v) for k, v in values.items()}
@@ -274,7 +274,7 @@ class MetricsFile:
         return True
 
 
-# Return the file, and the last step of each set of metric names.
+# And the last step of each set of metric names.
 def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str], int]]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "ab", buffering=0))
@@ -310,7 +310,7 @@ def _lock(file: io.FileIO, path: Path) -> None:
             )
 
 
-# Drop a line that a killed process did not complete.
+# Drops a line that a killed process did not complete.
 def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], int]:
     last: dict[frozenset[str], int] = {}
     begins_at, end = None, 0
@@ -343,7 +343,7 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
     return last
 
 
-# `jdp run` shows it.
+# In `jdp run`.
 def _show_loss(step: int, values: dict[str, Any]) -> None:
     found = {
         shown: values[name]
@@ -375,7 +375,7 @@ def _refused(path: Path, error: OSError) -> OSError:
     )
 
 
-# Append all of a line, or on a full disk no part, which could not be read.
+# All of a line, or on a full disk no part, which could not be read.
 def _append(file: io.FileIO, line: bytes) -> None:
     done = 0
     try:

@@ -1,4 +1,4 @@
-"""`log`: metrics of steps as lines of JSON, each step once however often processes die."""
+"""`log`: lines of JSON, each step once however often processes die."""
 
 import atexit
 import functools
@@ -24,7 +24,7 @@ _MEASURED = (optax.SnapshotState, optax.MonitorState)
 
 
 def of_state(state: Any) -> dict[str, Any]:
-    """Return the scalars by name, copied to one device, so that the state may be donated."""
+    """Return the scalars by name, copied, so that the state may be donated."""
     leaves, tree = jax.tree.flatten(state)
     indices = _indices(tree)
     if not indices:
@@ -69,7 +69,6 @@ def _values(node: Any) -> dict[str, Any]:
 
 
 def _keys(path: Any) -> list[str]:
-    """Return the dict keys on a path."""
     return [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
 
 
@@ -183,7 +182,7 @@ log.flush = flush  # type: ignore[attr-defined]
 
 
 def end() -> None:
-    """Wait until all lines are written, and close the files; a later `log` reopens its file."""
+    """Write all lines, and close the files; a later `log` reopens its file."""
     for each in list(_open.files.values()):
         each.end_thread()
     _open.files.clear()
@@ -207,7 +206,7 @@ def _register_end() -> None:
 
 
 _register_end()
-# The writing threads are not in a forked child, which then has its own files.
+# A forked child lacks the writing threads, and has its own files.
 os.register_at_fork(after_in_child=_open.__init__)
 
 

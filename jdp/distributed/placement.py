@@ -16,7 +16,7 @@ from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.pytrees import is_array, is_key
 
-# Smaller arrays are copied on the host first: less than a millisecond for the second copy.
+# Smaller ones are copied on the host first: less than a millisecond for the second copy.
 LARGE_BYTES = 1 << 20
 
 
@@ -24,7 +24,7 @@ def copied_from_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
     """Return an array on devices that does not share the memory of `value`.
 
     JAX copies a host array to a CPU device only if its memory is not aligned, and aliases it
-    otherwise, whatever `may_alias` is. Aliased memory cannot be donated: the step would copy it.
+    otherwise, despite `may_alias`. Aliased memory cannot be donated.
     """
     if value.dtype.kind in "iufc":  # JAX would narrow int64 too, and warn of it
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
@@ -133,7 +133,7 @@ def placed(
 
 
 def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy an array that all processes hold to their devices, without comparing values."""
+    """Copy an array that all processes hold, without comparing values."""
     if is_key(leaf):
         data = copy_to(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -148,7 +148,7 @@ def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
 def _require_agreement(
     treedef: Any, leaves: Sequence[Any], targets: Mapping[int, NamedSharding], mesh: Mesh
 ) -> None:
-    """Refuse a state whose values differ between processes; `targets` has the copied leaves."""
+    """Refuse values that differ between processes; `targets` has the copied leaves."""
     if NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
         return  # a process that trains alone must not wait for others
     is_new = [i in targets and not _is_on(leaf, mesh) for i, leaf in enumerate(leaves)]
@@ -160,9 +160,8 @@ def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Arr
     if not all(target.is_fully_addressable for target in targets):
         # device_put would compare the values of all processes, leaf by leaf.
         return list(map(copy_to, leaves, targets))
-    # Numbers become strongly typed: a weak type would change at the first step, which would compile
-    # twice. Copied first, since device_put may alias the caller's memory; one call for all small
-    # leaves.
+    # Strongly typed: a weak type would change at the first step, which would compile twice. Copied
+    # first, since device_put may alias the caller's memory; one call for all small leaves.
     strong = list(map(_copy, leaves, targets))
     return jax.device_put(strong, list(targets))
 

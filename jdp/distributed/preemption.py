@@ -25,8 +25,8 @@ class Preemption:
 
     With several processes, JAX listens for SIGTERM in each (it checks once a second), and they
     agree on a step that none has started; the other signals become SIGTERM. With one process, a
-    Python handler listens, which only the main thread can install; in another thread, a signal ends
-    the process. SIGUSR1 and SIGUSR2 stay if they are ignored or have a C handler.
+    Python handler listens, which only the main thread can install. SIGUSR1 and SIGUSR2 stay if they
+    are ignored or have a C handler.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Preemption:
         """Restore the previous handlers."""
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
-                # None: a handler that Python did not install, and cannot install again.
+                # None: a handler that Python cannot install again.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def call_earlier_handlers(self) -> None:
-        """Send SIGUSR1 and SIGUSR2 again, to the handlers that `stop_listening` restored."""
+        """Send SIGUSR1 and SIGUSR2 again, to the restored handlers."""
         for number in self._received.intersection(_USER):
             if callable(self._before[number]):
                 signal.raise_signal(number)
@@ -77,7 +77,7 @@ class Preemption:
 
 
 def _is_taken(number: int) -> bool:
-    """Whether a signal is ignored, or has a C handler such as that of `faulthandler`."""
+    """Whether a signal is ignored, or has a C handler as of `faulthandler`."""
     handler = signal.getsignal(number)
     if callable(handler):
         return False

@@ -15,14 +15,14 @@ class ThisProcess:
     """The state that `jdp.init` sets up; `current` is the only instance.
 
     Attributes:
-      mesh: of the last `jdp.init`, or None.
+      mesh: of the last `jdp.init`.
       hosts: host name by process of that mesh, if it has several.
-      timeout_s: seconds to wait for others in comparisons; inf: no limit.
-      excepthook: the `sys.excepthook` that `fail_fast` replaced, or None.
-      state_error: the error of a wrong training step, which makes later states wrong, or None.
-      why_over: why no process can continue, as found by a loop over batches, or None.
-      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits, or
-        None. Python reports an uncaught one only after all blocks.
+      timeout_s: to wait for others in comparisons; inf: no limit.
+      excepthook: the `sys.excepthook` that `fail_fast` replaced.
+      state_error: the error of a wrong training step, which makes later states wrong.
+      why_over: why no process can continue, as found by a loop over batches.
+      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits.
+        Python reports an uncaught one only after all blocks.
       is_interrupted: whether Ctrl-C ends this process.
       has_restored: whether a Checkpointer restored a saved state.
       has_reported_failure: to the launcher.
@@ -42,7 +42,7 @@ class ThisProcess:
 
     @contextlib.contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Record the exception that leaves a `with` block of jdp, while the block still waits."""
+        """Record the exception that leaves a `with` block of jdp."""
         before, self.leaving_by = self.leaving_by, error
         try:
             yield
@@ -54,7 +54,7 @@ current = ThisProcess()
 
 
 def own_host() -> str:
-    """Return a name of this host; a network namespace, such as a container's, counts as a host."""
+    """Return a name of this host; a network namespace, as of a container, counts as one."""
     try:  # processes of one host see each other in /proc
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
         return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])

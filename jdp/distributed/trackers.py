@@ -1,4 +1,4 @@
-"""Dispatches the metrics of a run to functions, writers, and trackers such as W&B."""
+"""Dispatches metrics to functions, writers, and trackers such as W&B."""
 
 import contextlib
 import csv
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-# Kind -> the module that it needs.
+# Kind -> module.
 NEEDS = {"csv": "csv", "mlflow": "mlflow", "tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -30,15 +30,14 @@ class NamedTracker:
 
 
 def beside(file: Path, what: str) -> Path:
-    """Return the path of a file that belongs to a file of metrics."""
+    """Return the path of a file beside a file of metrics."""
     return file.with_name(f"{file.name}.{what}")
 
 
 class RunNote:
     """Metadata of a tracker's run, in a file beside the file of metrics.
 
-    Args:
-      file: of metrics; another first line means another run.
+    Another first line of `file` means another run.
 
     Attributes:
       last: the last step that the run is known to have, or -1.
@@ -56,7 +55,7 @@ class RunNote:
         self.names = {frozenset(each) for each in found["names"]} if is_same else set()
 
     def run_id(self, begin: Callable[[], str]) -> str:
-        """Return the id of the run, or of a new one from `begin`."""
+        """Return the id of the run, or of a new one."""
         if self._id is None:
             self._id = begin()
         return self._id
@@ -91,7 +90,7 @@ class TrackedRun(Protocol):
 
 
 class _Rebuilt:
-    """A run that is rebuilt from the file of metrics when it resumes."""
+    """Rebuilt from the file of metrics when it resumes."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
@@ -243,7 +242,7 @@ class OwnTracker:
         self.name: str = getattr(writer, "__qualname__", None) or type(writer).__qualname__
 
     def flush(self) -> None:
-        """Flush the writer, if it has a method for it."""
+        """Flush the writer, if it can."""
         if callable(flush := getattr(self.writer, "flush", None)):
             flush()
 
@@ -258,12 +257,12 @@ class FileTracker:
         self.named, self.name = named, named.kind
         self._note = RunNote(file, named.kind)
         self._run = BEGIN[named.kind](named, file, self._note)
-        self._before = [*_in_file(file)]  # written by earlier processes
+        self._before = [*_in_file(file)]  # by earlier processes
         self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._is_retry = False
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the values of a step; the first call also writes lines that the run lacks."""
+        """Write the values of a step, after lines that the run lacks."""
         if frozenset(values) not in self._note.names:
             self._note.names.add(frozenset(values))
             self._note.write()
@@ -302,7 +301,7 @@ Tracker = OwnTracker | FileTracker
 
 
 class TrackerQueue:
-    """Dispatches the lines of a file of metrics to its trackers, in a thread."""
+    """Dispatches a file's lines to its trackers, in a thread."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -315,11 +314,11 @@ class TrackerQueue:
         self._error: BaseException | None = None
 
     def opened(self, given: Sequence[OwnTracker | NamedTracker]) -> tuple[list[Tracker], bool]:
-        """Return the trackers of this file, and whether a run began, in the caller's thread."""
+        """Return this file's trackers, and whether a run began."""
         num_runs = len(self._runs)
         with self._opening:
             found = [self._opened(each) for each in given]
-            # Not by the writing thread: no thread can start at the end of the interpreter.
+            # Not by the writing thread: none can start at the end of the interpreter.
             if found and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._dispatch, name="jdp track", daemon=True
@@ -340,12 +339,12 @@ class TrackerQueue:
         return self._runs[-1]
 
     def put(self, step: int, values: Mapping[str, Any], trackers: Sequence[Tracker]) -> None:
-        """Queue the values of a step, which the file has; called in one thread."""
+        """Queue the values of a step, which the file has; in one thread."""
         if trackers:
             self._lines.put((step, values, trackers))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all lines are dispatched and flushed; return whether they are."""
+        """Wait until all lines are flushed; return whether they are."""
         return self._for_all(timeout_s, lambda each: each.flush())
 
     def close(self, timeout_s: float) -> int:
@@ -455,7 +454,7 @@ def trackers_of(also: Any) -> Sequence[OwnTracker | NamedTracker]:
 
 
 def _in_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the step and values of each line of a file of metrics."""
+    """Yield the step and values of each line."""
     with open(file) as lines:
         for line in lines:
             if not line.endswith("\n"):

@@ -1,1 +1,1 @@
-"""Checks that all processes run the same program with the same arguments and state."""
+"""Checks that all processes run the same program with the same values."""

@@ -1,4 +1,4 @@
-"""Checks that all processes call a step with the same further arguments and state."""
+"""Checks that all processes call a step with the same arguments and state."""
 
 import itertools
 import weakref
@@ -18,7 +18,7 @@ from jdp.distributed.checks.hashes import is_small
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 
-PART = " part "  # separates a leaf's name from its shard's position along further axes
+PART = " part "  # between a leaf's name and its shard's position along further axes
 
 WHY = "Ranks that get other arguments train different models, or wait for each other forever."
 ADVICE_FOR_STATE = (
@@ -33,7 +33,7 @@ ADVICE = (
 
 
 def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return a sentence that names the first differing leaf and its process, or None.
+    """Return a sentence that names the first differing leaf and its process.
 
     >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
     '`key` has other values on process 2 than on process 0.'
@@ -58,7 +58,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
 
 
 def described(leaf: Any) -> str:
-    """Return dtype, shape and digest of a leaf, and the values of at most four."""
+    """Return a leaf's dtype, shape, digest, and at most four values."""
     leaf = pytrees.without_key(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
@@ -67,10 +67,10 @@ def described(leaf: Any) -> str:
     return f"{value.dtype}{[*value.shape]} {agree.digest(value)}{shown}"
 
 
-# Seconds to wait for the arguments of others after a difference.
+# To wait for others' arguments after a difference.
 _EXPLAIN_S = 20.0
 
-# Steps of each name in this process, so that all processes name a call alike.
+# Of each name, so that all processes name a call alike.
 _num_steps: Counter[str] = Counter()
 
 
@@ -92,7 +92,7 @@ class Given(NamedTuple):
 
 
 class Arguments:
-    """Compares the arguments of one step between the processes of its mesh."""
+    """Compares a step's arguments between the processes of its mesh."""
 
     def __init__(self, mesh: Mesh, spec: StepSpec):
         self._mesh = mesh
@@ -102,7 +102,7 @@ class Arguments:
         number = _num_steps[spec.name]
         _num_steps[spec.name] += 1
         self._calls = (f"{spec.name}/{number}/{call}" for call in itertools.count())
-        # Index of an argument -> its leaves in the last call, their names and hashes.
+        # Argument -> its leaves in the last call, their names and hashes.
         self._last: dict[int, tuple[list[weakref.ref], list[str], Any, jax.Array]] = {}
 
     @property
@@ -111,7 +111,7 @@ class Arguments:
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def checksums(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
-        """Hash the arguments of one call of the step, without waiting."""
+        """Hash the arguments of one call, without waiting."""
         small: dict[str, Any] = {}
         large: list[tuple[list[str], list[jax.Array]]] = []
         checksums = [self._hashed(0, args[0], large, unknown) if unknown else self.zero]
@@ -123,8 +123,8 @@ class Arguments:
         return Given(next(self._calls), tuple(checksums), small, large)
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the types of the checksums, for a program that is only compiled."""
-        # Types, since the mesh may only describe devices.
+        """Return the checksums' types, for a program that is only compiled."""
+        # Since the mesh may only describe devices.
         where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
         shape = (*self._mesh.devices.shape, 2)
         described = jax.ShapeDtypeStruct(shape, np.uint32, sharding=where)
@@ -136,14 +136,14 @@ class Arguments:
         return hashes.zero(self._mesh)
 
     def require_equal(self, given: Given) -> None:
-        """Compare the arguments before a step first runs, on all processes of the mesh."""
+        """Compare the arguments before a step first runs, on all processes."""
         gathered = agree.all_gather(self._group, self._described(given), what="arguments of a step")
         if difference := first_difference(gathered):
             text = f"{difference} {WHY} Nothing was sent or donated. {ADVICE}"
             raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
-        """Return a sentence about the leaf that differs between processes, or None."""
+        """Return a sentence about a leaf that differs between processes."""
         if len(self._group) == 1:
             return None
         try:
@@ -154,7 +154,7 @@ class Arguments:
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
     def explained(self, given: Given, call: str) -> str:
-        """Return the error for `call`, whose arguments differed between processes."""
+        """Return the error for a call with different arguments."""
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:
@@ -199,7 +199,7 @@ class Arguments:
         hashed, checksum = hashes.folded(
             self._mesh, [x for *_, x in placed], [n for n, *_ in placed]
         )
-        # A NumPy array is mutable, so hash it in each call.
+        # A NumPy array is mutable: hash it in each call.
         is_kept = all(isinstance(leaf, jax.Array) for leaf in leaves)
         refs = [weakref.ref(leaf) for leaf in leaves] if is_kept else []
         return refs, [name for _, name, _ in placed], hashed, checksum
@@ -210,7 +210,7 @@ class Arguments:
             split = {
                 name for part in sharding.spec if part is not None for name in axis.names(part)
             }
-            # The step gathers a leaf that is sharded over the ranks, so all ranks use the same one.
+            # The step gathers a leaf that is sharded over ranks: all use the same.
             return None if split & set(self._axis_name) else leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
@@ -219,7 +219,7 @@ class Arguments:
         return jax.make_array_from_callback(value.shape, where, lambda index: value[index])
 
     def _described(self, given: Given) -> dict[str, str]:
-        """Return name -> dtype, shape and digest of every leaf of a call."""
+        """Return name -> dtype, shape and digest of every leaf."""
         found = {name: described(leaf) for name, leaf in given.small.items()}
         apart = [i for i, name in enumerate(self._mesh.axis_names) if name not in self._axis_name]
         for names, hashed in given.large:

@@ -1,8 +1,8 @@
 """Checks whether the processes wait for each other in different calls.
 
 A process publishes its last calls in the store when it exits, or when none of its calls has ended
-for `PATIENCE_S`. While it waits, process 0 of a group compares the calls of all processes with its
-own; the others compare theirs with those of process 0.
+for `PATIENCE_S`. While it waits, process 0 of a group compares all processes' calls with its own;
+the others compare theirs with those of process 0.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from jdp.error_codes import with_code
 PATIENCE_S = 3.0
 _POLL_S = 0.5
 _END_S = 2.0
-_NUM_SHOWN = 3  # shapes in an error
+_NUM_SHOWN = 3
 
 _WHY = (
     "Their ranks wait for each other, or add up different sums. All processes of a mesh must make "
@@ -31,10 +31,9 @@ _WHY = (
 
 
 class DifferentCalls:
-    """Ends this process if its calls differ from another process's, and no call ends.
+    """Ends this process if its calls differ from another's, and no call ends.
 
-    Args:
-      patience_s: seconds without a new call until the comparison.
+    `patience_s` is from the last new call to the comparison.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -46,7 +45,7 @@ class DifferentCalls:
         self._publisher: threading.Thread | None = None
 
     def watch_end(self) -> None:
-        """Publish this process's calls when it exits; call this once the processes are joined."""
+        """Publish this process's calls when it exits; for joined processes."""
         # Registered after JAX's handler, and so run before it, while the store is open.
         atexit.unregister(self._end)
         atexit.register(self._end)
@@ -55,7 +54,7 @@ class DifferentCalls:
             self._publisher.start()
 
     def poll(self, is_waiting: bool) -> None:
-        """Start a comparison, without waiting for it, if no call began or ended for long."""
+        """Start a comparison, without waiting, if no call began or ended for long."""
         now, num_calls = time.monotonic(), _num_calls()
         self._is_waiting = is_waiting
         if num_calls != self._num_calls:
@@ -76,7 +75,7 @@ class DifferentCalls:
                 return  # it waits for the store, as this thread would
         if self._publisher is not None:
             self._ends.set()
-            self._publisher.join(_END_S)  # bounded: the store may not answer
+            self._publisher.join(_END_S)  # the store may not answer
 
     def _publish_at_end(self) -> None:
         self._ends.wait()
@@ -84,7 +83,7 @@ class DifferentCalls:
 
     def _compare(self, num_calls: int) -> None:
         _publish()
-        with contextlib.suppress(Exception):  # the store may have ended with its process
+        with contextlib.suppress(Exception):  # the store may have ended
             while _num_calls() == num_calls and self._is_waiting:
                 for group, log in [*call_log.logs.items()]:
                     if text := _difference(group, log.latest()):

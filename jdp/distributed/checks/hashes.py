@@ -22,10 +22,8 @@ def folded(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Hash every device's shard of every leaf, and combine the hashes of a device.
 
-    It uses no collective, and does not wait.
-
-    Args:
-      numbers: an int >= 0 for each leaf, so that equal leaves contribute differently.
+    It uses no collective, and does not wait. `numbers` are ints >= 0, so that equal leaves
+    contribute differently.
     """
     hashed, total = [], zero(where)
     for leaf, number in zip(leaves, numbers, strict=True):
@@ -44,7 +42,7 @@ def zero(where: Mesh) -> jax.Array:
 
 
 def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Return (mesh position, hashes `[leaf, 2]`) of each device of this process."""
+    """Return (mesh position, hashes `[leaf, 2]`) of each local device."""
     found: dict[tuple[int, ...], list[np.ndarray]] = {}
     for each in hashed:
         for shard in each.addressable_shards:
@@ -53,7 +51,7 @@ def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray
     return [(position, np.stack(values)) for position, values in found.items()]
 
 
-# One program for each type of leaf: one for a whole model would compile for seconds.
+# For each type of leaf: one for a whole model would compile for seconds.
 @functools.cache
 def _program(where: Mesh, spec: P) -> Any:
     device = P(*where.axis_names)
@@ -75,7 +73,7 @@ def _program(where: Mesh, spec: P) -> Any:
 
 
 def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
-    """Return (offset of this device's shard, length of the whole array) for each dim."""
+    """Return (offset of this device's shard, whole length) for each dim."""
     parts = [*spec, *[None] * (x.ndim - len(spec))]
     split = [() if part is None else axis.names(part) for part in parts]
     num_parts = [math.prod(where.shape[name] for name in names) for names in split]
@@ -115,7 +113,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
 
 def words_of(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, on the device; large elements add a dim."""
+    """Return an array's bits as uint32, on the device; large elements add a dim."""
     x = pytrees.without_key(x)
     if jax.typeof(x).memory_space != jax.memory.Space.Device:
         x = jax.device_put(x, jax.memory.Space.Device)
@@ -131,8 +129,8 @@ def words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(jnp.uint32)
 
 
-# The step itself hashes a further argument of up to this many elements and leaves. A separate
-# program hashes a larger one if it is not the previous call's object.
+# Elements and leaves of an argument that the step itself hashes. A separate program hashes a larger
+# one if it is not the previous call's object.
 _SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
 
 _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
@@ -140,13 +138,13 @@ _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
 
 def is_small(arg: Any) -> bool:
     """Whether the step itself hashes an argument."""
-    # Elements, because a tracer has no bytes.
+    # A tracer has no bytes.
     leaves = jax.tree.leaves(arg)
     return len(leaves) <= _SMALL_LEAVES and sum(map(np.size, leaves)) <= _SMALL_SIZE
 
 
 def checksum_pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
-    """Hash the arguments of a rank inside the step: `[4]` float32, small integers."""
+    """Hash a rank's arguments inside the step: `[4]` float32, small integers."""
     total = jnp.uint32(0)
     for i, checksum in enumerate(checksums):
         each = checksum.reshape(-1, 2).sum(0, dtype=jnp.uint32)
@@ -163,10 +161,7 @@ def checksum_pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.
 def checksums_differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
     """Return whether checksum pieces differ between ranks: `[1]` bool.
 
-    Of only two different values, the ranks of both return True.
-
-    Args:
-      mine: pieces of this rank, `[4]` float32.
-      sums: sums of the pieces over the ranks, `[4]` float32.
+    Of only two different values, the ranks of both return True. `mine` are this rank's pieces,
+    `sums` those over the ranks, `[4]` float32.
     """
     return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)

@@ -85,7 +85,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
 def require_equal_copies(state: Any) -> None:
     """Raise an error unless all devices with the same shard of an array hold the same bits.
 
-    This is `check_replicas` for any sharding; leaves on one device are ignored.
+    As `check_replicas`, for any sharding; leaves on one device are ignored.
     """
     in_flight.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
@@ -101,13 +101,13 @@ def require_equal_copies(state: Any) -> None:
 
 
 def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
-    """Return the hashes of every device's shard of every leaf: `[device, leaf, 2]` uint32."""
+    """Return the hashes of every device's shards: `[device, leaf, 2]` uint32."""
     hashed, _ = hashes.folded(where, leaves, range(len(leaves)))
     mine = {
         int(np.ravel_multi_index(position, where.devices.shape)): values.tobytes().hex()
         for position, values in hashes.parts(hashed)
     }
-    rows = list(dict.fromkeys(mine.values()))  # usually one row, equal on all devices
+    rows = list(dict.fromkeys(mine.values()))  # usually one row
     value = rows, {position: rows.index(row) for position, row in mine.items()}
     table = np.zeros((where.size, len(leaves), 2), np.uint32)
     gathered = agree.all_gather(agree.peers(where), value, what="the state's hashes")
@@ -119,7 +119,7 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
 
 
 def _holders(where: Mesh, leaf: jax.Array) -> list[list[int]]:
-    """Return the mesh positions of the devices that hold each shard of a leaf."""
+    """Return the mesh positions of each shard of a leaf."""
     if leaf.sharding.is_fully_replicated:
         return [[*range(where.size)]]
     parts: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Compares programs and environments of all processes before they communicate."""
+"""Compares programs and environments of processes before they communicate."""
 
 import functools
 import hashlib
@@ -30,7 +30,7 @@ from jdp.worker import build_info, launcher_client
 from jdp.worker.build_info import version
 from jdp.worker.process_status import PATIENCE
 
-# Kept of each kind of program, and kinds.
+# Of each kind, and kinds.
 _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
 
@@ -39,7 +39,7 @@ class Lines(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return how often the program has each line, by a digest of the line."""
+        """Return how often each line occurs, by its digest."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Lines(Protocol):
         ...
 
     def difference(self, saved: Mapping[str, int]) -> str:
-        """Describe the first difference from the `counts` of another program."""
+        """Describe the first difference from another program's `counts`."""
         ...
 
 
@@ -74,7 +74,7 @@ class TracedProgram:
 
 
 class TracedPrograms:
-    """Programs by their kind: the name of the step, and all that its program depends on."""
+    """Programs by kind: name of the step, and what its program depends on."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, dict[str, Lines]] = {}
@@ -82,7 +82,7 @@ class TracedPrograms:
         self._traced: deque[weakref.ref[TracedProgram]] = deque(maxlen=_MAX_KINDS)
 
     def record(self, traced: TracedProgram) -> None:
-        """Record a program while the caller holds it, or until its lines are requested."""
+        """Record a program while the caller holds it, or until it is taken."""
         self._traced.append(weakref.ref(traced))
 
     def kinds(self) -> dict[str, dict[str, Lines]]:
@@ -136,13 +136,13 @@ class ProgramText(NamedTuple):
     def of_trace(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
         """Return the text of a traced and lowered step."""
         lines = lowered.as_text().splitlines()  # without file names, which may differ
-        # The text has only the constants that JAX does not turn into arguments.
+        # The text lacks constants that JAX turns into arguments.
         constants = [*_constants(traced.jaxpr, set())]
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
 
 def require_program(group: tuple[int, ...], program: ProgramText) -> None:
-    """Raise an error if the programs of a step differ between the processes of `group`."""
+    """Raise an error if a step's programs differ between processes."""
     shown = [program.lines, *map(_described, program.constants)]
     gathered = agree.all_gather(
         group,
@@ -228,7 +228,7 @@ def _source(lowered: Any, lines: Sequence[str], index: int) -> str:
             others.append(line)
     if len(others) != len(lines):
         return ""
-    # A constant has no location; use the first line that reads it.
+    # A constant has no location; the first line that reads it has.
     value = lines[index].partition(" = ")[0].strip()
     reads = re.compile(rf"{re.escape(value)}(?!\w)")
     readers = (i for i in range(index + 1, len(lines)) if value and reads.search(lines[i]))
@@ -247,7 +247,7 @@ def _file(line: str, places: dict[str, str]) -> str:
 
 
 def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
-    """Yield the arrays that a jaxpr captures, each inner jaxpr once; `seen` holds their ids."""
+    """Yield the arrays that a jaxpr captures, each inner jaxpr once."""
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
@@ -270,7 +270,7 @@ def _numbers(constant: Any) -> np.ndarray:
 
 
 def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
-    """Raise ValueError if the order of a compiled step's collectives differs between processes."""
+    """Raise ValueError if the order of a compiled step's collectives differs."""
     lines = schedule_of(compiled)
     gathered = agree.all_gather(group, agree.digest(lines), what="the schedule", of=f" of `{name}`")
     pair = agree.odd_one(gathered)
@@ -292,7 +292,6 @@ _COLLECTIVE = re.compile(
     r"collective-broadcast|send|recv|async)(?:-start|-update|-done)?)\("
 )
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=.*?(?=, \w+=|$)")
-# jdp's own collectives between GPUs.
 _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*backend_config=(.*)')
 
 
@@ -313,12 +312,12 @@ def schedule_of(compiled: str) -> list[str]:
     return found
 
 
-# Flags that may differ: where a process writes, and its number of devices.
+# That may differ: where a process writes, and its number of devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def require_start(mesh: Mesh, timeout_s: float | None) -> None:
-    """Raise an error if the processes of `mesh` differ in versions, devices or the mesh."""
+    """Raise an error if processes differ in versions, devices or the mesh."""
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
@@ -337,7 +336,7 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
 
 
 def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
-    """Raise ValueError if processes differ, given process -> name of a fact -> fact or None.
+    """Raise ValueError if processes differ, given process -> name -> fact.
 
     >>> require_equal_facts({0: {"JAX": "0.12.0"}, 1: {"JAX": "0.11.2"}})
     Traceback (most recent call last):
@@ -363,7 +362,7 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
         "JAX": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        # A process may lack one; it reports that when gradients are reduced, and all use XLA.
+        # A process may lack one: then all use XLA.
         "native library": _stamp("libjdp_cpu"),
         "CUDA library": _stamp("libjdp_cuda"),
         "kind of device": ", ".join(sorted({d.device_kind for d in jax.local_devices()})),
@@ -380,7 +379,7 @@ def _stamp(name: str) -> str | None:
 
 
 class FirstRuns:
-    """Compares a step between the processes of its mesh before each new trace runs."""
+    """Compares a step between processes before each new trace runs."""
 
     def __init__(self, mesh: Mesh, name: str):
         self._mesh = mesh
@@ -400,7 +399,7 @@ class FirstRuns:
         is_returned: bool,
         first: Callable[[], None],
     ) -> Any:
-        """Return `run(*args)`, after all processes agreed on the program for these shapes."""
+        """Return `run(*args)`, after all processes agreed on the program."""
         shapes = _shapes(args[1:] if is_returned else args)
         self._num_calls += 1
         what = f"call {self._num_calls} of `{self._name}`"
@@ -425,12 +424,12 @@ class FirstRuns:
         return run(*args)
 
     def on_trace(self) -> None:
-        """Record that the step is being traced; if `run` did not expect this, it compares first."""
+        """Record a trace; if `run` did not expect it, it compares first."""
         if not self._is_expected:
             raise _NewTrace
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
-        """Compare the program for these shapes, and return whether it is new."""
+        """Compare the program for these shapes; return whether it is new."""
         with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):

@@ -21,26 +21,26 @@ from jdp.worker.local_devices import num_cpus
 
 Refs = list[weakref.ref]
 
-# Leaves of the last state of each step over several processes. The steps do not own the lists:
-# processes delete a step at different times, while another step continues with its state.
+# Leaves of each step's last state over several processes. The steps do not own the lists: processes
+# delete a step at different times, while another step continues with its state.
 _returned: list[Refs] = []
 # Further leaves known to be equal on all processes.
 _vouched: Refs = []
 
 
 def vouch_for(leaves: Iterable[Any]) -> None:
-    """Record that only these leaves are known to be equal on all processes."""
+    """Record that only these leaves are known to be equal everywhere."""
     _vouched[:] = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
 def keep_known(own: Refs) -> None:
-    """Record a step's own list of its last state's leaves, which the step updates."""
+    """Record a step's own list of its last state's leaves."""
     if not any(refs is own for refs in _returned):
         _returned.append(own)
 
 
 def unknown_leaves(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
-    """Return the indices of leaves not known to be equal; `own` was passed to `keep_known`."""
+    """Return the indices of unknown leaves; `own` was passed to `keep_known`."""
     _returned[:] = [refs for refs in _returned if refs is own or _any_alive(refs)]
     if any(are_known(refs, leaves) for refs in _returned):
         return ()
@@ -49,7 +49,7 @@ def unknown_leaves(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
 
 
 def are_known(refs: Refs, leaves: Sequence[Any]) -> bool:
-    """Whether `refs` are references to `leaves`, in this order."""
+    """Whether `refs` are references to `leaves`, in order."""
     # For every leaf in every call, so without a Python loop.
     return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
 
@@ -100,7 +100,7 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
 
 
 def _of_the_first(group: tuple[int, ...], leaves: list[Any]) -> list[Any]:
-    """Return the values of a group's first process, in leaves of the same shapes."""
+    """Return the values of a group's first process."""
     values = [_numbers(leaf) for leaf in leaves]
     ends = np.cumsum([0, *(value.nbytes for value in values)])
     data = None
@@ -134,7 +134,7 @@ def _described(path: tuple, leaf: Any) -> str:
     return f"`{jax.tree_util.keystr(path)}` {what}"
 
 
-# Return the first difference between two processes' leaves as a clause; "" without a store.
+# The first difference between two processes' leaves; "" without a store.
 def _first_difference(group: tuple[int, ...], pair: tuple[int, int], shapes: list[str]) -> str:
     if not kv_store.is_open():
         return ""
@@ -157,7 +157,7 @@ def digests(values: Sequence[np.ndarray]) -> list[str]:
 
 
 def _to_hash(value: np.ndarray, pool: Executor) -> Any:
-    """Return what to hash of an array: its bytes, or checksums of them if it is large."""
+    """Return what to hash of an array: its bytes, or checksums of them."""
     words = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     if words.size <= _PIECE_BYTES:
         return words
@@ -169,7 +169,7 @@ def _digest(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-# Return the `odd_one` of a group for each digest.
+# Of each digest.
 def _odd_ones(group: tuple[int, ...], digests: list[str]) -> list[tuple[int, int] | None]:
     gathered = _all_gather(group, digests) if digests else {}
     each = [{process: its[n] for process, its in gathered.items()} for n in range(len(digests))]
