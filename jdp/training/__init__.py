@@ -1,1 +1,1 @@
-"""Decorated steps, their state, evaluation, and the check of a step."""
+"""Decorated steps, their state, evaluation, and `check_step`."""

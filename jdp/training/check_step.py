@@ -1,4 +1,4 @@
-"""`check_step`: the same step on one rank and on all, compared leaf by leaf."""
+"""`check_step`: the same step on one rank and on all, compared."""
 
 import contextlib
 import re
@@ -128,14 +128,14 @@ def compare(
 
 
 def digits_of(state: Any) -> float:
-    """Return the relative rounding of a state's 16-bit leaves, or 0."""
+    """Return the relative rounding of 16-bit leaves, or 0."""
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(state)}
     infos = [jnp.finfo(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     return max((float(info.eps) for info in infos if info.bits == 16), default=0.0)
 
 
 def digits_of_wire(state: Any) -> float:
-    """Return the relative rounding of what optimizers gather and reduce, or 0."""
+    """Return the relative rounding of what optimizers communicate, or 0."""
     nodes = jax.tree.leaves(state, is_leaf=has_optimizer)
     found = [node.tx for node in nodes if has_optimizer(node)]
     dtypes = [tx.reduce_dtype for tx in found]
@@ -144,7 +144,7 @@ def digits_of_wire(state: Any) -> float:
 
 
 def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
-    """Return each device's shard of an array, and its index."""
+    """Return each device's shard, and its index."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     by_device = {shard.device: shard for shard in leaf.addressable_shards}
@@ -170,7 +170,7 @@ def _largest(change: np.ndarray) -> float:
 
 
 def beyond(leaves: list[LeafDifference]) -> list[LeafDifference]:
-    """Return the leaves that differ by more than rounding explains."""
+    """Return the leaves with more difference than rounding explains."""
     return [leaf for leaf in leaves if not leaf.difference <= leaf.allowed]
 
 
@@ -202,9 +202,7 @@ def likely_cause(
 class _Evidence:
     """The evidence for a cause.
 
-    Attributes:
-      wrong: the leaves of the state that differ too much, at least one; or one metric.
-      program, named, equal_draws, warned: see `likely_cause`.
+    `wrong` are the leaves of the state that differ too much, at least one; or one metric.
     """
 
     found: StepDifference
@@ -490,7 +488,6 @@ def _require_alive(given: dict[str, Any]) -> None:
 
 
 def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
-    """Return the number of ranks of a mesh, at least two in one process."""
     if jax.process_count() > 1:
         raise ValueError(
             f"check_step needs all ranks in one process, and {jax.process_count()} share this "
@@ -508,7 +505,7 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
 def _explained(
     found: StepDifference, step: Step, args: tuple, keywords: dict[str, Any]
 ) -> StepDifference:
-    """Return a difference with its likely cause, found in the traced step."""
+    """Return a difference with its likely cause."""
     if lines := host_constants.changing(step, args, keywords):
         return replace(found, cause=_CHANGING.format(lines=", ".join(lines)))
     traced = step.trace(*args, **keywords)
@@ -520,7 +517,6 @@ def _explained(
 
 
 def _require_equal(step: Step, found: StepDifference) -> None:
-    """Raise a ValueError with the worst difference if there is a cause."""
     if found.cause is None:
         return
     worst = (beyond(found.leaves) or beyond(found.metrics))[0]

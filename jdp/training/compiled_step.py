@@ -1,4 +1,4 @@
-"""`CompiledStep`: one step on one mesh, traced and proved for each set of shapes, then run."""
+"""`CompiledStep`: one step on one mesh, traced and proved for each set of shapes."""
 
 import functools
 import logging
@@ -29,13 +29,13 @@ from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 from jdp.worker.build_info import version
 
-# JAX caches no program that compiles faster than this.
+# JAX caches no program that compiles faster.
 _OPTION = "jax_persistent_cache_min_compile_time_secs"
 _NEVER = float("inf")
 
 
 class _Cache:
-    """Whether JAX writes compiled programs, for all threads of the process."""
+    """Whether JAX writes compiled programs, for all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,17 +60,17 @@ _cache = _Cache()
 
 
 def begin_uncached() -> None:
-    """Keep JAX from writing compiled programs, in any thread, until as many `end_uncached`."""
+    """Keep JAX from writing compiled programs until as many `end_uncached`."""
     _cache.hold()
 
 
 def end_uncached() -> None:
-    """Let JAX write compiled programs again, once no thread needs the opposite."""
+    """Undo `begin_uncached`."""
     _cache.let_go()
 
 
 def program_facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
-    """Return what may make two programs of one step differ, as lists for JSON."""
+    """Return what may make two programs of one step differ, for JSON."""
     devices = [*mesh.devices.flat]
     return [
         [jax.__version__, version(), cpu_runtime.why_missing() is None, is_part],
@@ -107,8 +107,8 @@ def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
 def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
     """Return a new state with the shardings of the old one.
 
-    On a mesh with further axes the compiler chooses the new state's sharding; another one would
-    make the next call compile again.
+    On a mesh with further axes the compiler chooses the sharding; another one would make the next
+    call compile again.
     """
     old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
     if len(mesh.axis_names) == len(spec.axis_name) or tree != old_tree:
@@ -123,7 +123,7 @@ def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
 
 _log = logging.getLogger("jdp")
 
-# One for each set of shapes.
+# For each set of shapes.
 _MAX_JAXPRS = 8
 
 
@@ -131,9 +131,8 @@ class CompiledStep:
     """A step over `mesh`, which runs only what `step_refusals` has accepted.
 
     Args:
-      floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
-      is_part: whether it is traced into a larger program of the author's, which processes do not
-        compare.
+      floats: see `parameters.floats_of_equinox`.
+      is_part: whether it is traced into a program of the author's, which processes do not compare.
 
     Attributes:
       jaxprs: the latest traced programs, with the names of their inputs.
@@ -171,8 +170,7 @@ class CompiledStep:
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
-        # During a call or trace: the caller's arguments, not tracers, and the program that JAX
-        # traces next.
+        # During a call or trace: the caller's arguments, not tracers, and the program traced next.
         self._args: tuple = ()
         self._built: passes.Pass | None = None
         self._is_new = True
@@ -196,7 +194,7 @@ class CompiledStep:
             self._end_call(has_compiled=not self._is_part)
 
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
-        """Trace for the shapes of `args`, and prove that every rank ends with the same state."""
+        """Trace, and prove that every rank ends with the same state."""
         self._begin_call(args)
         given = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
@@ -273,7 +271,7 @@ class CompiledStep:
         return passes.build(self._rank_program, probed)
 
     def _tune(self, found: TraceFindings) -> None:
-        """Choose how XLA merges reductions, by the bytes of gradients of the first shapes."""
+        """Choose how XLA merges reductions, by the first shapes."""
         self._is_tuned = True
         options = combine_options(found.gradient_bytes)
         options |= group_options(found.group_bytes, num_ranks(self.mesh, self.spec.axis_name))
@@ -304,7 +302,7 @@ class CompiledStep:
                 self._first_runs.on_trace()
             built, self._built = self._built, None
             if built is None:
-                # The error of a proof ends this trace: JAX caches no refused program.
+                # An error of a proof ends this trace: JAX caches no refused program.
                 self._begin_compiling()
                 probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
                 built = self._build(probed)
@@ -322,7 +320,7 @@ class CompiledStep:
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
 
-    # XLA itself may add collectives if the mesh has other axes.
+    # For which XLA may add collectives.
     def _has_other_axes(self) -> bool:
         return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
 
@@ -335,9 +333,8 @@ class CompiledStep:
         return self._has_other_axes() or hazards.loses_order(jaxpr)
 
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
-        """Compile the program being traced without JAX's cache."""
         self._hold_cache()
-        # Another program than an older jdp's, which the cache may have.
+        # Another program than an older jdp's in the cache.
         weight = jax.lax.optimization_barrier(leaving.uniform.weight)
         return leaving._replace(uniform=leaving.uniform._replace(weight=weight))
 

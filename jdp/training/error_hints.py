@@ -1,4 +1,4 @@
-"""Hints for errors that JAX raises while it traces or lowers a step."""
+"""Hints for JAX's errors while it traces or lowers a step."""
 
 import contextlib
 import re
@@ -26,7 +26,7 @@ _SEPARATORS = re.compile(r", and |, | and ")
 def explained_value(
     error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Return the error to raise in place of JAX's, or None if that is not about a value."""
+    """Return the error to raise in place of JAX's about a value."""
     asked = _ASKED.search(str(error))
     if asked is None:
         return None
@@ -104,7 +104,7 @@ _SHAPES = re.compile(
     r"incompatible shapes|dot_general requires|Incompatible shapes|to generate shape"
 )
 
-# Attributes of a table that the dict of its columns lacks.
+# Of a table, and not of the dict of its columns.
 _OF_DICT = re.compile(
     r"'dict' object has no attribute|builtin_function_or_method|: 'dict' and|and 'dict'"
     r"|^unhashable type: 'slice'|^slice\("
@@ -149,7 +149,7 @@ def add_hint(
 
 
 def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
-    """Add a hint to an error that JAX raises when it maps or lowers a traced step."""
+    """Add a hint to JAX's error when it maps or lowers a step."""
     text = str(error)
     hint = None
     if _CONSTRAINT.search(text):
@@ -228,7 +228,7 @@ def _of_integers(spec: StepSpec, state: Any) -> str:
 
 
 def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) -> str | None:
-    """Return a hint if a further argument has as many rows as the global batch, or None."""
+    """Return a hint if a further argument has as many rows as the global batch."""
     leaves = jax.tree.leaves(batch)
     if num_ranks == 1 or not leaves or not jnp.shape(leaves[0]):
         return None
@@ -247,7 +247,7 @@ def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) ->
 
 
 def _of_devices(spec: StepSpec, batch: Any) -> str | None:
-    """Return a hint if a batch may have pmap's dim for the devices, or None."""
+    """Return a hint if a batch may have pmap's dim for the devices."""
     shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(batch)}
     if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[0] != 1:
         return None
@@ -259,7 +259,7 @@ def _of_devices(spec: StepSpec, batch: Any) -> str | None:
 
 
 def _of_keys(spec: StepSpec, rest: Sequence[Any], num_ranks: int) -> str | None:
-    """Return a hint if a further argument has a key for each device, as for pmap, or None."""
+    """Return a hint if an argument has a key for each device, as for pmap."""
     for i, arg in enumerate(rest, 2):
         if any(jnp.shape(leaf)[:1] == (num_ranks,) for leaf in jax.tree.leaves(arg)):
             key, rank = spec.argument(i), f"jax.lax.axis_index({spec.axis_name[0]!r})"

@@ -1,4 +1,4 @@
-"""`evaluate`: metrics over a whole set of rows, exact on any number of ranks."""
+"""`evaluate`: metrics over all rows, exact on any number of ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -77,7 +77,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
 
 def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
     fetched: list[tuple[Any, float]] = []
-    waiting: Any = None  # One batch behind, so that the devices never wait.
+    waiting: Any = None  # One batch behind, so that devices never wait.
     for batch in batches:
         _, reported, weight = run(batch)
         if waiting is not None:
@@ -86,7 +86,7 @@ def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
     if waiting is None:
         raise ValueError("evaluate got no batches, and the mean over no rows is not defined.")
     fetched.append(_fetch(*waiting))
-    in_flight.drain()  # All have run: this only raises errors of different arguments.
+    in_flight.drain()  # Only raises errors of different arguments.
     weights = [weight for _, weight in fetched]
     trees = [tree for tree, _ in fetched]
     return jax.tree.map(lambda *parts: _joined(parts, weights), *trees, is_leaf=metrics.is_rows)

@@ -148,7 +148,7 @@ def _draws(fn: Any, changed: Sequence[Any], seen: set[Any]) -> Iterator[tuple[st
 
 
 def _named(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """Yield (line, value) of each name, and each attribute of a module, in a code."""
+    """Yield (line, value) of each name, and of each module's attribute."""
     value, line = None, code.co_firstlineno
     for each in dis.get_instructions(code):
         line = each.positions.lineno or line if each.positions else line
@@ -173,7 +173,7 @@ def _content(cell: Any) -> Any:
 
 
 def changing(step: Any, args: tuple, keywords: dict[str, Any]) -> list[str]:
-    """Return the author's lines that compute another constant in each trace of a step."""
+    """Return the author's lines with another constant in each trace."""
     one, other = (type(step)(step.spec).trace(*args, **keywords).jaxpr for _ in range(2))
     lines: dict[str, None] = {}
     for eqn, again in zip(jaxprs.equations(one), jaxprs.equations(other), strict=False):

@@ -20,8 +20,8 @@ class Decay(NamedTuple):
     """A number that a leaf is multiplied by.
 
     Attributes:
-      is_rounded: whether it was computed from a number that the state holds in 16 bits.
-      is_of_count: whether it was computed from the number of steps.
+      is_rounded: computed from a number that the state holds in 16 bits.
+      is_of_count: computed from the number of steps.
     """
 
     value: float
@@ -30,13 +30,10 @@ class Decay(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A leaf plus a term.
+    """Leaf number `leaf` plus a term.
 
-    Attributes:
-      leaf: its index.
-      part: the coefficient (1 for all) of squares, or of the leaf's difference from another value,
-        in the term; None for other terms.
-      is_rounded: see `Decay`.
+    `part` is the coefficient (1 for all) of squares, or of the leaf's difference from another
+    value, in the term; None for other terms.
     """
 
     leaf: int
@@ -50,7 +47,6 @@ class KnownValue(NamedTuple):
     Attributes:
       leaves: indices of state leaves; each element of the value is from one of these, or of `sums`.
       number: the number that all elements are, if known.
-      is_rounded, is_of_count: see `Decay`.
       factor: a number that it is a multiple of.
       is_multiple: of squares, or of a leaf's difference from a value.
     """
@@ -67,7 +63,7 @@ class KnownValue(NamedTuple):
 UNKNOWN = KnownValue()
 
 
-# Operations that keep the facts of one operand.
+# Keep the facts of one operand.
 _SAME = frozenset(
     "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
     "squeeze".split()
@@ -76,7 +72,7 @@ _CHOOSING = frozenset("max min select_n".split())
 
 
 class DecayWalk:
-    """A pass over an update; `decays` maps a leaf's index to its multipliers."""
+    """A pass over an update; `decays` maps a leaf to its multipliers."""
 
     def __init__(self) -> None:
         self.decays: dict[int, set[Decay]] = {}
@@ -140,7 +136,7 @@ class DecayWalk:
 
 
 def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
-    """Return the leaves in a sum of two values; the first may be a leaf."""
+    """Return the leaves in a sum; the first value may be a leaf."""
     part = abs(term.factor) if term.is_multiple else None
     return frozenset(Sum(leaf, part, term.is_rounded) for leaf in value.leaves)
 
@@ -148,7 +144,6 @@ def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
 def _computed(
     eqn: Any, ins: Sequence[KnownValue], same: Sequence[KnownValue]
 ) -> Sequence[KnownValue]:
-    """Return the facts about an operation's results, with their numbers if known."""
     are_numbers = all(value.number is not None for value in ins) and not jaxprs.acts(eqn)
     if not ins or not are_numbers or any(v.aval.shape != () for v in eqn.outvars):
         return same
@@ -163,7 +158,7 @@ def _computed(
 
 
 def _chosen(values: Sequence[KnownValue]) -> KnownValue:
-    """Return the facts about a value whose elements each come from one of some values."""
+    """Return the facts about elements from any of some values."""
     if not all(value.leaves or value.sums for value in values):
         return UNKNOWN
     leaves = frozenset().union(*(value.leaves for value in values))
@@ -179,8 +174,8 @@ class Change(NamedTuple):
 
     Attributes:
       decays: its multipliers.
-      adds_squares: whether squares are added to the undecayed leaf.
-      is_nothing: whether the leaf is returned unchanged.
+      adds_squares: to the undecayed leaf.
+      is_nothing: the leaf is returned unchanged.
     """
 
     decays: frozenset[Decay] = frozenset()
@@ -196,7 +191,7 @@ def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
     leaves, tree = jax.tree.flatten(opt_state)
 
     def update(grads: Any, leaves: Any, params: Any) -> Any:
-        # Further arguments that optax's transformations know; others ignore them.
+        # That optax's transformations know; others ignore them.
         extra = {"value": jnp.float32(1), "grad": grads, "value_fn": lambda _: jnp.float32(1)}
         _, new = tx.update(grads, tree.unflatten(leaves), params, synced=True, **extra)
         return jax.tree.leaves(new)
@@ -204,7 +199,7 @@ def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
     wide = jax.tree.map(_wide, params)
     try:
         program = jax.make_jaxpr(update)(wide, list(map(_wide, leaves)), wide)
-    except Exception:  # It needs other arguments, or ranks: its decays are not judged.
+    except Exception:  # It needs other arguments, or ranks: not judged.
         return {}
     others = [UNKNOWN] * len(jax.tree.leaves(params))
     known = [_entering(i, leaf) for i, leaf in enumerate(_with_numbers(leaves, tx, params))]
@@ -214,16 +209,15 @@ def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
 
 
 def _change(i: int, new: KnownValue, decays: set[Decay]) -> Change:
-    """Return the change of leaf `i`, given its new value and decays."""
     parts = [(x.part, x.is_rounded) for x in new.sums if x.leaf == i and x.part is not None]
-    # Adding a fraction of a square removes, or leaves room for, that fraction of the leaf.
+    # Adding a fraction of a square leaves room for, or removes, that fraction of the leaf.
     rests = {Decay(1 - part, is_rounded) for part, is_rounded in parts if part < 1}
     adds_squares = any(part >= 1 for part, _ in parts)
     return Change(frozenset(decays | rests), adds_squares, new.leaves == {i} and not new.sums)
 
 
 def is_short(leaf: Any) -> bool:
-    """Whether a leaf is an array of 16-bit floats."""
+    """Whether a leaf is of 16-bit floats."""
     if not pytrees.is_array(leaf):
         return False
     dtype = jnp.result_type(leaf)
@@ -236,7 +230,7 @@ def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
-    """Return leaves with numbers in place of traced scalars, where `init` shows them."""
+    """Return leaves with the numbers that `init` shows for traced scalars."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return list(leaves)
     program = jax.make_jaxpr(tx.init)(params)
@@ -280,7 +274,7 @@ _INJECTED = (
 
 
 def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
-    """Refuse an optimizer state whose leaves have too few digits to be updated."""
+    """Refuse an optimizer state with too few digits."""
     named = jax.tree_util.tree_leaves_with_path(opt_state)
     short = [i for i, (_, leaf) in enumerate(named) if is_short(leaf)]
     changes = moment_changes(tx, opt_state, params) if short else {}
@@ -295,7 +289,7 @@ def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
 
 
 def _why_not(dtype: np.dtype, names: set[str], change: Change) -> str:
-    """Return why a leaf loses the values that are added to it, or ""."""
+    """Return why a leaf loses what is added to it."""
     if change.is_nothing:
         return ""
     below_1 = float(jnp.finfo(dtype).epsneg)

@@ -18,8 +18,8 @@ from jdp.step_spec import StepSpec
 def require_unshared(name: str, tree: Any) -> None:
     """Refuse a tree that holds one variable of nnx at two places.
 
-    A step would see two variables, of which its function may change one and read the other. Random
-    streams are exempt: modules share them, and use them only at initialization.
+    A step would see two variables, of which its function may change one and read the other. Modules
+    share random streams, and use them only at initialization.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -52,7 +52,7 @@ _PARTITION = (
 
 
 def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
-    """Refuse Python numbers that are attributes of modules; log other floats if all train."""
+    """Refuse Python numbers that are attributes of modules; log other floats."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if type(leaf) in (bool, int, float, complex) and _is_of_module(params, path):
             raise TypeError(
@@ -81,7 +81,7 @@ def floats_of_equinox(state: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def not_trained(floats: frozenset[str], gradients: Set[str], state: str) -> Iterator[None]:
-    """Refuse gradients of Python floats of modules, in place of any error in the body."""
+    """Refuse gradients of Python floats of modules, in place of any other error."""
     try:
         yield
     finally:
@@ -110,7 +110,7 @@ def _is_of_module(tree: Any, path: tuple) -> bool:
 
 
 def _parent(tree: Any, path: tuple) -> Any:
-    """Return a leaf's parent, or None below a node with its own flattening."""
+    """Return a leaf's parent; None below a node with its own flattening."""
     try:
         for key in path[:-1]:
             if isinstance(key, jax.tree_util.GetAttrKey):
@@ -123,7 +123,6 @@ def _parent(tree: Any, path: tuple) -> Any:
 
 
 def _log_floats(params: Any) -> None:
-    """Log the Python floats among parameters, which train as arrays do."""
     named = jax.tree_util.tree_leaves_with_path(params)
     floats = [(path, leaf) for path, leaf in named if type(leaf) is float]
     if floats:
@@ -151,14 +150,13 @@ def _of_list(path: tuple) -> tuple:
 
 
 def _num_listed(named: list[tuple[Any, Any]], path: tuple) -> int:
-    """Return the number of floats in the list of a leaf; 0 without one."""
     outer = _of_list(path)
     inner = [leaf for each, leaf in named if each[: len(outer)] == outer]
     return len(inner) if outer != path and all(type(leaf) is float for leaf in inner) else 0
 
 
 def require_numbers(name: str, tree: Any) -> None:
-    """Refuse NumPy arrays of Python objects in a tree called `name`."""
+    """Refuse NumPy arrays of Python objects."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if getattr(getattr(leaf, "dtype", None), "hasobject", False):
             raise TypeError(
@@ -168,7 +166,7 @@ def require_numbers(name: str, tree: Any) -> None:
 
 
 def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
-    """Return for each leaf of the parameters whether it trains."""
+    """Return whether each leaf of the parameters trains."""
     named = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), is_own in zip(named, rank_state.flags(params), strict=True):
         if not pytrees.is_array(leaf):
@@ -210,7 +208,7 @@ def _shown(named: list[tuple[Any, Any]]) -> str:
 
 
 def _spread(trainable: Any, params: Any) -> list[bool]:
-    """Return a flag for each leaf of the parameters, given a prefix tree."""
+    """Return a flag for each leaf, given a prefix tree."""
     try:
         spread = jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params

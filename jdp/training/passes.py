@@ -1,4 +1,4 @@
-"""The two passes over a step: `probe` traces and proves it, `build` chooses what runs."""
+"""Two passes over a step: `probe` traces and proves it, `build` chooses what runs."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
       args: of `RankProgram.mapped`.
       shard_axes: mesh axes of the state's shards.
       names: of the leaves of `args`, in order.
-      mask: index in `names` of the batch's padding mask, or None.
+      mask: index in `names` of the batch's padding mask.
     """
 
     args: tuple
@@ -37,13 +37,7 @@ class Inputs(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A program of a step, and its proof.
-
-    Attributes:
-      choices: how it differs from other programs of the step.
-      program: the traced function, see `RankProgram.mapped`.
-      traced: the names of its leaves, and the findings of its trace.
-    """
+    """A program of a step (`RankProgram.mapped`), and its proof."""
 
     inputs: Inputs
     choices: Choices
@@ -97,7 +91,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
 
 
 def _choose(choices: Choices, jaxpr: Any) -> tuple[Choices, str | None]:
-    """Return how a program's native calls must run, and why it must not make any, or None.
+    """Return how a program's native calls must run, and why it must not make any.
 
     Gathers overwrite no array that is read later.
     """
@@ -155,7 +149,7 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
 
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:
-    """Return the jaxpr of a traced program, and the names of its leaves."""
+    """Return a jaxpr, and the names of its leaves."""
     leaving = traced.out_avals
     described = Traced(
         spec=rank_program.spec,

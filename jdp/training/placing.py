@@ -1,4 +1,4 @@
-"""Places the state and the further arguments of a step before the call."""
+"""Places the state and the further arguments of a step."""
 
 import contextlib
 import logging
@@ -21,14 +21,14 @@ _VIEWED = (
     "jdp: `%s` could not donate `%s`, because a NumPy view of it is alive: the step takes %.1f MB "
     "more. Write np.array(x) in place of np.asarray(x) and jax.device_get(x), or drop the view."
 )
-_LARGE_BYTES = 1 << 16  # less memory is not worth a log line
+_LARGE_BYTES = 1 << 16  # less is not worth a log line
 _COPIED = (
     "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. If it stays as it is, copy it "
     "once, before the loop: "
     "%s = jax.device_put(%s, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), with "
     "mesh = jdp.init()."
 )
-_SLOW_BYTES = 1 << 20  # less is copied in less than a millisecond
+_SLOW_BYTES = 1 << 20  # less is copied in a millisecond
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
@@ -53,7 +53,7 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
 
 
 def require_usable(spec: StepSpec, state: Any) -> None:
-    """Refuse a state with a donated leaf, or one that a train step cannot return."""
+    """Refuse a donated leaf, or a state that no train step can return."""
     require_alive(spec, [state])
     if spec.returns_state:
         parameters.require_unshared(spec.argument(0), state)
@@ -85,7 +85,7 @@ def _is_of_optimizer(node: Any) -> bool:
 
 
 def place_rest(name: str, arg: Any, where: Mesh) -> Any:
-    """Place a further argument of a step, equal on every rank."""
+    """Place a further argument, equal on every rank."""
 
     # An array committed to one device cannot be used with the mesh; JAX copies all others.
     def place(leaf: Any) -> Any:
@@ -103,7 +103,7 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
         if isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
-            if where.is_multi_process:  # where device_put would have all processes compare it
+            if where.is_multi_process:  # else device_put has all processes compare it
                 return placement.copy_to(leaf, NamedSharding(where, PartitionSpec()))
             return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
         return leaf
@@ -112,7 +112,7 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
 
 
 def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
-    """Copy leaves of other arguments that are leaves of the state, which is donated."""
+    """Copy leaves of other arguments that are leaves of the donated state."""
     shared = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
     # For every leaf in every call, so without a Python loop.
     if shared.isdisjoint(map(id, donated)):
@@ -135,7 +135,7 @@ def _buffer(leaf: Any) -> Any:
 
 
 def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
-    """Log once a large leaf that a step could not donate because of a view on a CPU."""
+    """Log once a large leaf that a view on a CPU keeps from being donated."""
     if _VIEWED in spec.warned or where.devices.flat[0].platform != "cpu":
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -147,7 +147,7 @@ def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
 
 
 def copied_leaves(where: Mesh, rest: Sequence[Any]) -> list[Any]:
-    """Return the large leaves of further arguments that each call copies to devices."""
+    """Return the large further arguments that each call copies to devices."""
     return [
         leaf
         for leaf in jax.tree.leaves(rest)
@@ -175,17 +175,17 @@ def log_copies(spec: StepSpec, where: Mesh, rest: Sequence[Any], before: Sequenc
 
 
 def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:
-    """Refuse donated leaves, unless JAX cannot sort the keys of an argument."""
+    """Refuse donated leaves, unless JAX cannot sort an argument's keys."""
     try:
         is_gone = pytrees.any_deleted(args)
-    except ValueError:  # such keys have an error of their own
+    except ValueError:  # with an error of their own
         return
     if is_gone:
         require_alive(spec, args)
 
 
 def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
-    """Refuse arguments of a step, in order, with a donated leaf."""
+    """Refuse arguments of a step with a donated leaf."""
     for i, arg in enumerate(args):
         pytrees.require_alive(
             spec.argument(i),

@@ -1,4 +1,4 @@
-"""`RankProgram`: the author's function on a rank's rows, in a `shard_map` over all ranks."""
+"""`RankProgram`: the author's function on a rank's rows, in a `shard_map`."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from jdp.training.shard_layout import StateLayout, parted
 
 
 class SplitInputs(NamedTuple):
-    """The arguments that are sharded over the ranks; JAX names them so in its errors."""
+    """The arguments sharded over the ranks; JAX names them so in its errors."""
 
     batch: Any
     state: list[list[Any]]  # arrays of `per_rank`, and shards by dim
@@ -78,7 +78,7 @@ class RankProgram:
       checksum_spec: sharding of the last argument, the checksums of the arguments; None if
         processes do not compare arguments.
       series: see `call_order.next_series`.
-      floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
+      floats: see `parameters.floats_of_equinox`.
     """
 
     spec: StepSpec
@@ -139,9 +139,9 @@ class RankProgram:
             wholes = shard_layout.whole_state(split.state, shard_axes)
             given_state = pytrees.restore(layout.joined([state, *wholes]))
             shard_layout.claim_update(given_state, trains=spec.returns_state)
-            tree = jax.tree.structure(given_state)  # which the author's function may change
+            tree = jax.tree.structure(given_state)  # the author's function may change it
             positional, named = spec.by_keyword(rest)
-            # Called here: JAX records the whole stack for each operation of the author.
+            # Called here: JAX records the whole stack for each operation.
             call = spec.fn if spec.returns_state else self._measured
             with parameters.not_trained(self.floats, scope.marked, spec.argument(0)):
                 returned = call(given_state, split.batch, *positional, **named)
@@ -158,7 +158,7 @@ class RankProgram:
         return RankOutputs(uniform, SplitOutputs(rows, RankReports(differs, raw_weight), parts))
 
     def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
-        """Return the means of metrics over ranks, and whether arguments differ: None or bool."""
+        """Return mean metrics, and whether arguments differ, a bool or None."""
         axis_name = self.spec.axis_name
         pieces = None if self.checksum_spec is None else hashes.checksum_pieces(rest, given)
         metrics, sums = step_metrics.averaged(metrics, axis_name, pieces)
@@ -167,7 +167,6 @@ class RankProgram:
         return metrics, hashes.checksums_differ(pieces, sums, axis.size(axis_name))
 
     def _measured(self, state: Any, batch: Any, *rest: Any, **named: Any) -> Any:
-        """Return the metrics of the author's function on this rank."""
 
         def measured(state: Any) -> Any:
             before = parameters.batch_statistics(state)
@@ -178,7 +177,7 @@ class RankProgram:
         return fsdp_schedule.call_gathering(measured, state, batch)
 
     def _weight(self, scope: Scope) -> jax.Array:
-        """Return the weight of the global batch: its rows without a weight function."""
+        """Return the weight of the global batch."""
         total = scope.total
         if total is None:
             total = jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
@@ -205,12 +204,11 @@ class RankProgram:
                 )
                 raise
             raise TypeError(text) from error
-        except Exception as error:  # also those of libraries, such as Flax's of shapes
+        except Exception as error:  # also libraries', such as Flax's of shapes
             error_hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
             raise
 
     def _pair(self, returned: Any, tree: Any) -> tuple[Any, Any]:
-        """Return the new state and the metrics, given the structure of the old state."""
         if not self.spec.returns_state:
             return None, returned
         is_tuple = isinstance(returned, tuple)

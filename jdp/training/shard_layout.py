@@ -1,4 +1,4 @@
-"""Which leaves of a state are sharded over the ranks, and their shards in a step."""
+"""Which leaves of a state are sharded over the ranks."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from jdp.distributed.mesh import num_ranks
 from jdp.reduction import shard_registry
 from jdp.reduction.optimizer import Sharding, has_optimizer, sharding_of
 
-# Of a `TrainState`; a subclass may have more.
+# A subclass may have more.
 _FIELDS = ("step", "params", "opt_state", "model_state", "seed")
 
 
@@ -45,7 +45,7 @@ def state_nodes(state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _one(found: list[Any]) -> Any:
-    """Return the first of a variable's optimizers if all reduce and shard alike, else None."""
+    """Return a variable's first optimizer if all reduce and shard alike."""
     ways = {(tx.axis_name, tx.reduce_dtype, sharding_of(tx)) for tx in found}
     return found[0] if len(ways) == 1 else None
 
@@ -63,16 +63,16 @@ def optimized_parameters(node: Any) -> Any:
 
 
 def is_optimizer(node: Any) -> bool:
-    """Whether a node has an optimizer and its state: a `TrainState` of jdp, Flax or nnx."""
+    """Whether a node has an optimizer and its state."""
     return has_optimizer(node) and hasattr(node, "opt_state")
 
 
 def is_train_state(node: Any) -> bool:
-    """Whether a node is a `TrainState`; not by its class, whose module imports this one."""
+    """Whether a node is a `TrainState`, without importing its module, which imports this one."""
     return all(hasattr(node, name) for name in ("tx", *_FIELDS))
 
 
-# `shard_map` gets the state in groups of leaves with one sharding.
+# For `shard_map`: leaves with one sharding.
 UNIFORM, OWN = 0, 1
 _FIRST_DIM = 2
 _NUM_DIMS = 8
@@ -96,7 +96,7 @@ def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
 
 
 def specs(axis_name: Sequence[str], shard_axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
-    """Return the partition of each group over the mesh, except the uniform one."""
+    """Return the partition of each group but the uniform one."""
     dims = (PartitionSpec(*[None] * dim, tuple(shard_axes)) for dim in range(_NUM_DIMS))
     return (PartitionSpec(tuple(axis_name)), *dims)
 
@@ -125,7 +125,7 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
 
 
 def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[PartitionSpec]:
-    """Return the partition of each leaf of an optimizer's state over the ranks."""
+    """Return the partition of each leaf of an optimizer's state."""
     sharding = sharding_of(tx)
     if sharding is None:
         return [PartitionSpec()] * len(jax.tree.leaves(opt_state))
@@ -135,10 +135,7 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
 
 
 def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
-    """Return (parameters with sharded gradients, which of them train, `tx`) of a state.
-
-    These are of a `TrainState` of jdp or Flax, or variables of an nnx optimizer.
-    """
+    """Return (parameters with sharded gradients, which of them train, `tx`) of a state."""
     found = []
     for node, tx in state_nodes(state):
         sharding = sharding_of(tx)
@@ -151,7 +148,7 @@ def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
 
 
 def adds_whole_updates(state: Any) -> bool:
-    """Whether parameters are sharded, and code other than jdp's adds updates to them."""
+    """Whether other code than jdp's adds updates to sharded parameters."""
     return any(
         sharding.stage == 3
         and bool(jax.tree.leaves(optimized_parameters(node)))
@@ -211,13 +208,7 @@ def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state is assembled from its arrays.
-
-    Attributes:
-      treedef: of the state, as `pytrees.hold` returns it.
-      groups: the group of each array.
-      adds_whole_updates: see the function of this name.
-    """
+    """How a state (`pytrees.hold`) is assembled from the arrays of its groups."""
 
     treedef: Any
     groups: tuple[int, ...]
@@ -229,7 +220,7 @@ class StateLayout:
         return self.treedef.unflatten([next(left[group]) for group in self.groups])
 
     def parted(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Sort a list with one entry for each array into one list for each group."""
+        """Sort the entries for each array into groups."""
         lists: list[list[Any]] = [[] for _ in range(NUM_GROUPS)]
         for leaf, group in zip(leaves, self.groups, strict=True):
             lists[group].append(leaf)
@@ -268,7 +259,7 @@ def claim_update(state: Any, *, trains: bool = True) -> None:
 def state_parts(
     lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]
 ) -> list[list[jax.Array]]:
-    """Return the arrays of a new state as they leave the step, with shards of sharded ones."""
+    """Return the arrays of a new state as they leave the step, shards of sharded ones."""
     uniform, own, *by_dim = lists
     shards = [
         [shard_registry.own(leaf, dim, axes) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""`TrainState`: the state that a step reads and writes, the same on every rank."""
+"""`TrainState`: the state of a step, the same on every rank."""
 
 import dataclasses
 import difflib
@@ -26,7 +26,6 @@ from jdp.reduction.optimizer import Replicated, Sharded, sharding_of
 from jdp.training import moment_digits, parameters, shard_layout
 from jdp.validation import int_at_least
 
-# Computed by the update itself, or not an array.
 _NOT_REPLACED = frozenset(("step", "params", "opt_state", "tx", "trainable"))
 
 
@@ -74,7 +73,7 @@ def _read_by(tx: Replicated) -> set[str] | None:
 
 
 def _held_by(each: Any) -> list[Any]:
-    """Return the objects in a function or a container that may be or hold functions."""
+    """Return what may be or hold functions in a function or container."""
     if inspect.isfunction(each):
         return [x for cell in each.__closure__ or () for x in _contents(cell)]
     if inspect.ismethod(each):
@@ -110,7 +109,7 @@ _logged: set[str] = set()
 
 
 def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
-    """Return a tree with the values of the first process, on all processes of the mesh."""
+    """Return a tree with the first process's values, on all processes."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     shared = [leaf for leaf in arrays if not leaf.is_fully_addressable]
     try:
@@ -121,7 +120,7 @@ def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
 
 
 def placed(state: Any, *, copy: bool) -> Any:
-    """Place a `TrainState` on the mesh of `jdp.init()`; `copy` leaves that are already there."""
+    """Place a `TrainState`; `copy` leaves that are already there."""
     axis_name = state.tx.axis_name
     if placement.is_shapes_only():
         return state
@@ -134,7 +133,7 @@ def placed(state: Any, *, copy: bool) -> Any:
 
 
 def optimizer_state(tx: Replicated, params: Any) -> Any:
-    """Return the first state of an optimizer, sharded as it will be."""
+    """Return an optimizer's first state, sharded as it will be."""
     data_axes = set(axis.names(tx.axis_name))
     meshes = {_mesh(x, data_axes) for x in jax.tree.leaves(params)}
     mesh = meshes.pop() if len(meshes) == 1 else None
@@ -153,7 +152,7 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
 
 
 def _log_whole(tx: Replicated, error: Exception) -> None:
-    """Log the cost of a first optimizer state that is not made by one program."""
+    """Log the cost of a first state that is not made by one program."""
     is_split = sharding_of(tx) is not None
     cost = "each of its operations is a program of its own, which makes the start slower"
     if is_split:
@@ -169,7 +168,7 @@ def _log_whole(tx: Replicated, error: Exception) -> None:
 
 
 def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
-    """Log large parameters that stay whole, since the ranks divide none of their dims."""
+    """Log large parameters whose dims the ranks do not divide."""
     sharding = sharding_of(tx)
     if sharding is None:
         return
@@ -203,7 +202,7 @@ def _shardings(tx: Replicated, like: Any, mesh: Mesh) -> Any:
 
 
 def _mesh(x: Any, data_axes: set[str]) -> Mesh | None:
-    """Return the mesh of a parameter that is sharded along no further axis, or None."""
+    """Return the mesh of a parameter, if sharded along no further axis."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -216,7 +215,7 @@ _Result = TypeVar("_Result")
 
 
 def _without_apply_fn(create: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Refuse `apply_fn=`, which Flax's state takes, before Python reads the arguments."""
+    """Refuse `apply_fn=`, which Flax takes, before Python reads the arguments."""
 
     @functools.wraps(create)
     def checked(*args: _Args.args, **options: _Args.kwargs) -> _Result:
@@ -439,7 +438,7 @@ def _sizes(tree: Any) -> str:
 
 
 def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
-    # A frozen leaf becomes None, which is not a leaf, so optax never sees it.
+    # A frozen leaf becomes None, so optax never sees it.
     if all(flags):
         return tree
     leaves, treedef = jax.tree.flatten(tree)

@@ -1,6 +1,6 @@
 """`Step`: a decorated function, and the work around each call of it."""
 
-# `signal` makes enums of numbers, in more time than all else here takes.
+# `signal` makes enums, in more time than all else here takes.
 import _signal  # pyrefly: ignore[missing-import]
 import dataclasses
 import functools
@@ -101,10 +101,7 @@ class KnownState:
 class LatestCall:
     """A call of a step whose arguments needed no placing; it holds none of them.
 
-    Args:
-      program: its `CompiledStep`.
-      known: the state of the next call: the returned one, or an `eval_step`'s.
-      rest: the other arguments.
+    `known` is the state of the next call: the returned one, or an `eval_step`'s.
     """
 
     __slots__ = ("_is_alone", "_places", "_tree", "known", "program")
@@ -152,14 +149,14 @@ class LatestCall:
 def record_call(
     program: Any, given: tuple, taken: tuple, returned: Any, known: KnownState | None
 ) -> LatestCall | None:
-    """Return the record of a call, or None if an argument had to be placed."""
+    """Return the record of a call; None if an argument had to be placed."""
     placed = slice(0 if returned is None else 1, None)  # a returned state is in place
     leaves = jax.tree.leaves(given[placed])
     if not _are_taken(leaves, jax.tree.leaves(taken[placed])):
         return None
     state = given[0] if returned is None else returned
     if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in jax.tree.leaves(state)):
-        return None  # the mesh is that of `init`, which may change
+        return None  # the mesh of `init` may change
     known = KnownState(state, program.mesh, is_callers=True) if known is None else known
     return LatestCall(program, known, given[1:])
 
@@ -208,7 +205,7 @@ class Shield:
     def begin(self, shielded: list[Any]) -> None:
         """Handle interrupts until `end` with the same empty list."""
         handler = _getsignal(_SIGINT)
-        # In the trace of another step, without a handler, or in another thread.
+        # In another step's trace, without a handler, or in another thread.
         if handler is self._shielding or not callable(handler) or _get_ident() != _MAIN:
             return
         if self._is_due:
@@ -226,7 +223,7 @@ class Shield:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 
     def donates(self, state: Any) -> None:
-        """Record the arrays that the call will donate, if an interrupt would lose them."""
+        """Record arrays that the call donates, if an interrupt would lose them."""
         if _get_ident() == _MAIN:
             self._donated = state
 
@@ -264,12 +261,12 @@ class Step:
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
-        self._returned: KnownState | None = None  # the last returned state
-        self._leaves: list[weakref.ref] = []  # its leaves, over several processes
+        self._returned: KnownState | None = None
+        self._leaves: list[weakref.ref] = []  # of it, over several processes
         self._latest: LatestCall | None = None
         self._num_calls = 0
         self._copied: list[weakref.ref] = []  # large further arguments of the second call
-        self._holds_others = False  # whether the state has leaves that are not arrays
+        self._holds_others = False  # the state has leaves that are not arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""
@@ -287,7 +284,7 @@ class Step:
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         """Run one step: `(state, metrics, weight)`."""
-        latest = self._latest  # read once: another thread may replace it
+        latest = self._latest  # once: another thread may replace it
         if latest and not kwargs and latest.is_like(args) and not jax_compat.is_tracing():
             try:
                 return self._run(latest.program, args, args, self.spec.returns_state, latest)
@@ -307,7 +304,6 @@ class Step:
         is_returned: bool,
         latest: LatestCall | None,
     ) -> tuple[Any, Any, jax.Array]:
-        """Run a program on its placed arguments."""
         with self._phase:
             if compiled.arguments is not None:
                 self._order_between_processes(compiled.mesh, is_returned)
@@ -340,7 +336,6 @@ class Step:
     def _explain(
         self, error: Exception, compiled: CompiledStep, args: tuple, call: StepCall
     ) -> None:
-        """Raise jdp's error for one of JAX's that it explains."""
         if "delete" in str(error):
             placing.require_alive(compiled.spec, args)
         if in_flight.is_failed_run(error):
@@ -354,7 +349,7 @@ class Step:
         state: Any,
         latest: LatestCall | None,
     ) -> None:
-        """Record a call for the next one; the arguments are those of `_run`."""
+        """Record a call for the next one."""
         known = None
         if self.spec.returns_state:
             if latest is not None:
@@ -382,7 +377,6 @@ class Step:
                 in_flight.drain()
 
     def __reduce__(self) -> tuple[type["Step"], tuple[StepSpec]]:
-        """Pickle its options alone: programs and devices are of this process."""
         return Step, (self.spec,)
 
     def without_donation(self) -> "Step":
@@ -421,7 +415,7 @@ class Step:
         state = pytrees.hold(given) if self._holds_others else given
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
-        # A state that the last call returned is placed, and no two of its leaves share a buffer.
+        # Such a state is placed, and no two of its leaves share a buffer.
         is_returned = self._returned is not None and self._returned.are_leaves(leaves)
         is_traced = is_traced or not is_returned and _holds_tracer(leaves)
         if not is_returned:
@@ -491,15 +485,14 @@ class Step:
         return spec, (*bound.args, *(bound.kwargs[name] for name in names))
 
     def _order_between_processes(self, where: Mesh, is_returned: bool) -> None:
-        # Processes match their reductions only by order, and a CPU may run independent steps in
-        # another order in each process.
+        # Processes match reductions only by order, and a CPU may reorder independent steps.
         if is_returned and in_flight.latest_spec() in (None, self.spec):
             return
         if where.devices.flat[0].platform == "cpu":
             in_flight.drain()
 
     def _unknown(self, state: Any, is_returned: bool) -> Sequence[int]:
-        """Return the indices of a state's leaves that no step has returned."""
+        """Return the indices of leaves that no step has returned."""
         state_check.keep_known(self._leaves)
         return (
             () if is_returned else state_check.unknown_leaves(jax.tree.leaves(state), self._leaves)
