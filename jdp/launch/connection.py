@@ -21,10 +21,7 @@ def make_nonce() -> str:
 
 
 def token_proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
-    """Return a proof of the token.
-
-    It contains the sender's part, "leader" or "host", so that neither can echo the other's proof.
-    """
+    """Return a proof; its part, "leader" or "host", keeps either from echoing the other's."""
     text = f"jdp {part} {leader_nonce} {host_nonce}"
     return hmac.new(token.encode(), text.encode(errors="replace"), "sha256").hexdigest()
 
@@ -48,7 +45,6 @@ class Channel:
     Args:
       received: called with kind and facts of each message.
       closed: called once with the reason when the other end is gone, not after `close_connection`.
-      max_line_bytes: a longer line ends the connection.
       addresses: of this and the other end; a socket forgets them when the other end is gone.
       source: `source_of` the connecting end, as this end sees it.
     """
@@ -179,17 +175,17 @@ async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
     return connection
 
 
-# The longest delay between the ends of the other connection and of the lifeline.
+# The longest delay between the ends of both connections.
 LIFELINE_S = 1.0
 
 
 class Lifeline:
     """One end of a connection that carries only a farewell, by a launcher that lives on.
 
-    A dead launcher's kernel closes the connection in order, since no data waits there; a cut
-    network shows nothing, and a firewall's reset is no orderly end. So an orderly end without a
-    farewell means that the other launcher and its processes are dead. A proxy (service mesh, `ssh
-    -L`) closes its connections in order when the network behind it is cut, so it shows no death.
+    A dead launcher's kernel closes the connection in order; a cut network shows nothing, and a
+    firewall's reset is no orderly end. So an orderly end without a farewell means that the other
+    launcher and its processes are dead. A proxy (service mesh, `ssh -L`) closes in order when the
+    network behind it is cut, so it shows no death.
 
     Args:
       channel: of an authenticated peer.

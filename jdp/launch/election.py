@@ -17,12 +17,7 @@ Address = tuple[str, int]
 
 
 class Rendezvous:
-    """The addresses of `--rdzv-endpoint`, one of which this host may hold.
-
-    Attributes:
-      addresses: of the hosts that may lead, best claim first.
-      own: index of this host, or None.
-    """
+    """The addresses of `--rdzv-endpoint`, best claim first; `own` is this host's index."""
 
     def __init__(
         self, addresses: list[Address], own: int | None = None, held: socket.socket | None = None
@@ -45,7 +40,7 @@ class Rendezvous:
         return self._socket.dup()
 
     def turn_away(self) -> None:
-        """Close each connection to the own address: hosts then try another leader."""
+        """Close connections to the own address: hosts then try another leader."""
         if self._socket is not None:
             asyncio.get_running_loop().add_reader(self._socket, self._turn_away)
 
@@ -120,7 +115,7 @@ def _cannot_listen(rank: int, address: Address, error: OSError) -> ValueError:
     return ValueError(with_code("JDP310", text))
 
 
-# An unresolved name may be another host's, not yet registered.
+# It may be another host's, not yet registered.
 def _may_be_here(name: str) -> bool:
     own = socket.gethostname()
     if name.partition(".")[0].lower() == own.partition(".")[0].lower():
@@ -131,7 +126,7 @@ def _may_be_here(name: str) -> bool:
         return False
 
 
-# A host's own name may resolve to a loopback address, or not at all: then all addresses, "".
+# A loopback address, or an unresolved own name, means all addresses, "".
 def _address_here(name: str, port: int) -> Address:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -151,9 +146,8 @@ def _listening(address: Address) -> socket.socket:
 def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
     """Return the claim of a launcher; the smallest leads.
 
-    All launchers must agree on the order, or two would wait for each other: the leader of a running
-    generation, then the latest known generation (a restarted launcher knows none), then the order
-    of `--rdzv-endpoint`.
+    All launchers must agree on the order: the leader of a running generation, then the latest known
+    generation (a restarted launcher knows none), then the order of `--rdzv-endpoint`.
     """
     return [0 if has_generation else 1, -generation, listed]
 
@@ -173,9 +167,7 @@ WAIT = 2.0
 class LeaderSearch:
     """Decides which addresses a host tries to join, and in which order.
 
-    Args:
-      generation: returns the last generation of this host; -1 for none.
-      lead: makes this launcher lead.
+    `generation` returns the last one of this host, -1 for none.
     """
 
     def __init__(
@@ -255,7 +247,7 @@ class LeaderSearch:
         return given is not None and given < claim_of(False, self._generation(), self.own)
 
     def begins_to_lead(self) -> bool:
-        """Record a round without a leader; return whether this launcher leads now."""
+        """Record a round without a leader; return whether this one leads."""
         if self.leads or not self.is_elective or time.monotonic() < self._wait_until:
             return False
         self._num_rounds += 1

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from jdp.worker.local_devices import num_cpus, num_gpus
 
-# Readers of values; they raise argparse.ArgumentTypeError with what to write instead.
+# Readers of values; argparse.ArgumentTypeError says what to write instead.
 
 
 Range = tuple[int, int]  # (minimum, maximum)
@@ -215,7 +215,7 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads flags up to the program; raises ValueError where argparse would exit."""
+    """Reads flags up to the program; raises ValueError."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -76,7 +76,7 @@ class Options(NamedTuple):
     """Options of `jdp run`, see `jdp run --help`.
 
     Ranges are (minimum, maximum). None means detected, generated or absent; for
-    `local_ranks_filter` all ranks. Streams are STDOUT | STDERR by local rank; -1 is all others.
+    `local_ranks_filter` all ranks. Streams are by local rank; -1 is all others.
     """
 
     command: tuple[str, ...]

@@ -154,7 +154,7 @@ class KnownElectors:
             self._electorate = self._electorate.merged(Electorate(**known))
 
     def record_generation(self, known: dict[str, Any] | None, leader: str) -> None:
-        """Record what a leader knows, as this host joins its generation."""
+        """Record what a leader knows, as this host joins it."""
         self.record(known)
         self._leader = leader
 

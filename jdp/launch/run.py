@@ -26,11 +26,7 @@ _PEEK_S = 1.0
 
 
 class Candidacy:
-    """Leads when this host says so, and resigns for a better claim.
-
-    Args:
-      resigned: called when this launcher no longer leads.
-    """
+    """Leads when this host says so, and resigns for a better claim."""
 
     def __init__(
         self,
@@ -186,7 +182,7 @@ async def _run(options: Options, resources: HostResources, meeting: election.Ren
         await host.leave()
 
 
-# A daemon may have closed them; files would get their numbers, which are the processes' pipes.
+# A daemon may have closed them: their numbers would go to processes' pipes.
 def _open_standard_streams() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -195,7 +191,7 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-# asyncio would only log a callback's error, and the run would never end.
+# asyncio would only log the error, and the run would never end.
 def _record_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
     if not bug.done():
         bug.set_exception(context.get("exception") or RuntimeError(context["message"]))

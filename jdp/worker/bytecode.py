@@ -24,7 +24,7 @@ _LEAST_SHARE = 0.1
 
 
 class SourceFile(NamedTuple):
-    """An imported module, its source path, and where Python looks for bytecode."""
+    """An imported module, its source, and where Python looks for bytecode."""
 
     name: str
     path: str
@@ -66,10 +66,9 @@ class Uncompiled(NamedTuple):
     """Modules of this process without bytecode.
 
     Attributes:
-      modules: how many.
       s: CPU seconds to compile them.
       measured: how many were compiled to estimate `s`.
-      why: why Python keeps no bytecode, if known.
+      why: why Python keeps no bytecode.
       command: writes it.
     """
 
@@ -81,7 +80,7 @@ class Uncompiled(NamedTuple):
 
 
 def sources(step: int = 1) -> list[SourceFile]:
-    """Return the imported modules that Python's own loader read from a source file."""
+    """Return the imported modules that Python read from a source file."""
     found = {}
     for module in [*sys.modules.values()][::step]:
         if isinstance(module, ModuleType):

@@ -15,7 +15,7 @@ def catches_signal(pid: int | str, number: int) -> bool:
 
 
 def use_handler_of(other: int, number: int) -> None:
-    """Let the C handler of signal `other` also handle `number`, on any thread."""
+    """Let the C handler of `other` also handle `number`, on any thread."""
     libc, action = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_ACTION_BYTES)
     for arguments in ((other, None, action), (number, action, None)):
         if libc.sigaction(*arguments):

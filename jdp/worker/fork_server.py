@@ -49,7 +49,7 @@ _OPENBLAS_HAS_OWN_THREADS = 1  # 2: OpenMP's threads
 
 
 def why_not(own: Collection[int]) -> str | None:
-    """Return why this process must not be forked, or None; forks share or replace `own` files."""
+    """Return why not to fork this process; forks share or replace `own` files."""
     if place := source_files.find_executed(_NUMBERS):
         return f"{place[0]} names {place[1]}, which jdp.init() sets"
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
@@ -63,7 +63,7 @@ def why_not(own: Collection[int]) -> str | None:
 
 
 class ForkServer:
-    """Forks this process while it waits, on packets of `requests`."""
+    """Forks this process while it waits, on requests."""
 
     def __init__(self, requests: socket.socket, launcher: int) -> None:
         self.requests = requests

@@ -31,7 +31,7 @@ from jdp.worker.progress_board import Slot
 def hang_report(
     now: float, verdict: str, statuses: Mapping[int, ProcessStatus], causes: list[int]
 ) -> str:
-    """Return the report of a run that waits for `causes`; `now` is monotonic."""
+    """Return the report of a run that waits for `causes`, at monotonic `now`."""
     advice = _advice([statuses[i] for i in causes], [*statuses.values()])
     return "\n".join([verdict, *_lines(now, statuses, causes), f"  {advice}"])
 
@@ -117,7 +117,6 @@ class Stall(NamedTuple):
     Attributes:
       report: lines for people.
       processes: those that the others wait for, most likely cause first.
-      stalled_s: seconds for which these made no progress.
       is_over: whether all exceeded the limits of their phases.
     """
 
@@ -186,7 +185,7 @@ class HangDetector:
         return Stall(report, causes, stalled_s, is_over)
 
     def left_s(self, now: float, status: ProcessStatus) -> float:
-        """Return how long a process may still be without progress, in seconds."""
+        """Return how long a process may still be without progress."""
         if status.phase == STARTING:
             return math.inf
         return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))
@@ -269,7 +268,7 @@ _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
 
 
 def show_stacks_when_asked() -> None:
-    """Print the Python stacks at SIGQUIT, unless the script handles it."""
+    """Print the Python stacks at SIGQUIT, unless it is handled."""
     if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
         # In C: works if the process never returns to Python.
         faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
@@ -278,11 +277,8 @@ def show_stacks_when_asked() -> None:
 class SelfWatch:
     """A thread that watches this process, with a timer of `faulthandler` in case it cannot run.
 
-    Args:
-      timeout_s: seconds that a step may take; inf for no limit.
-      process: its index.
-      is_launched: whether a launcher watches it; then the thread only detects debuggers.
-      is_alone: whether no other process waits for this one.
+    `timeout_s` is for a step. If `is_launched`, it only detects debuggers. `is_alone`: no other
+    process waits for this one.
     """
 
     def __init__(
@@ -337,8 +333,8 @@ class SelfWatch:
                 if stall.is_over and self._ends:
                     os._exit(STALLED)
 
-    # Fires if the GIL is held for so long that this thread cannot run; in a lone process that may
-    # be the author's code, which has no limit.
+    # Fires if this thread cannot get the GIL; in a lone process that may be the author's code,
+    # which has no limit.
     def _arm(self, left_s: float) -> None:
         if not self._has_timer:
             return

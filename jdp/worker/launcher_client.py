@@ -1,4 +1,4 @@
-"""The launcher, as a process of `jdp run` sees it; a script without `jdp.init()` reads RANK etc."""
+"""The launcher, as a process of `jdp run` sees it."""
 
 import atexit
 import functools
@@ -29,8 +29,7 @@ class Assignment(NamedTuple):
     Args:
       generation: from 0; each recovery and resize begins the next.
       num_processes: on all hosts.
-      local_id: among the processes of this host.
-      num_local: processes on this host.
+      local_id, num_local: of the processes on this host.
       coordinator: "address:port" of process 0.
       resumes: whether a state to resume from may exist.
       gpus: indices of this process's GPUs; None if the host has none.
@@ -71,9 +70,8 @@ class LauncherClient:
     Args:
       connection: a socket to the launcher.
       board_file: descriptor of the host's progress board.
-      slot: on the board.
       commit_file: memfd of the host's commits, which outlives this process.
-      forks: answers fork requests while this process waits, or None.
+      forks: answers fork requests while this process waits.
 
     Attributes:
       forked: called in a fork once it has its own slot.
@@ -100,7 +98,7 @@ class LauncherClient:
         self._lock = threading.Lock()
 
     def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
-        """Wait for this process's assignment while the launcher lives, and set its environment."""
+        """Wait for an assignment while the launcher lives, and set the environment."""
         if self.assignment is None:
             if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
                 prepare()
@@ -130,7 +128,7 @@ class LauncherClient:
         self.tell("parked", pid=os.getpid(), cannot_fork=why)
 
     def _serve_forks(self) -> None:
-        """Fork on request until a message comes; returns in the forks, too."""
+        """Fork on request until a message comes; also returns in forks."""
         while self._forks is not None:
             requests = self._forks.requests
             ready, _, _ = select.select([self._connection, requests], [], [])

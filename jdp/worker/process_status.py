@@ -122,11 +122,8 @@ class ProcessStatus(NamedTuple):
     Attributes:
       pid: 0 if the slot is free.
       steps: training steps called, a few of which may still run.
-      progress_s: time.monotonic() of its last progress.
-      phase: such as "compiling".
-      since_s: start of the phase, likewise.
-      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for its
-        default.
+      progress_s, since_s: time.monotonic() of the last progress, and of the phase's start.
+      limit_s: for the phase without progress: inf for no limit, 0 for its default.
       timeout_s: of `jdp.init`.
       entered, done: all-reduces of the native library that its ranks entered, and left.
       bucket: of the last one entered.

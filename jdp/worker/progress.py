@@ -66,12 +66,9 @@ class CopiedState(NamedTuple):
 class StepClock:
     """Records step times of this process in its slot, see `progress_board`.
 
-    A thread waits for each step to end; the training thread only queues it.
-
-    Attributes:
-      is_usual: whether only steps, batches and the author's code ran since the last step. An
-        unusual step, such as one after a save, counts only after another: then the loop always does
-        it.
+    A thread waits for each step to end; the training thread only queues it. `is_usual`: only steps,
+    batches and the author's code ran since the last step. An unusual step, such as one after a
+    save, counts only after another: then the loop always does it.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -104,7 +101,7 @@ class StepClock:
             waits.append((begin_ns, end_ns))
 
     def add_copy(self, outputs: list[Any]) -> None:
-        """Record a copy of the state, which ends when `outputs` are ready."""
+        """Record a copy of the state, until `outputs` are ready."""
         self._calls.put(CopiedState(outputs))
 
     def begin_dispatch(self) -> None:
@@ -142,7 +139,7 @@ class StepClock:
         self._copied_ns = end_ns
 
     def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
-        """Record the end of a step, and the process's total wait in collectives."""
+        """Record a step's end, and the process's total wait in collectives."""
         last_ns, self._end_ns = self._end_ns, end_ns
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns
         if not last_ns or not call.is_counted:
@@ -181,7 +178,7 @@ class OwnProgress:
       between: the base phase after the first step.
       between_own: the same in a loop whose steps only its `Checkpointer` sees.
       unstepped: the base phase after the first request for a batch.
-      num_steps: steps called.
+      num_steps: called.
       num_counted: `num_steps` at the last call of `count_step`.
       num_own_steps: steps that were not calls of a train step.
       is_first_step: whether a process that is not alone has called no step yet.
@@ -189,9 +186,7 @@ class OwnProgress:
       longest_wait_s: how long others may keep this process waiting; inf for no limit.
       latest_kept: the newest step to resume from, in words.
       restored: what a Checkpointer restored, see `messages`.
-      closed_steps: steps of closed Checkpointers, of models trained before.
-      step_clock: None without a launcher.
-      num_running: returns the unfinished steps on the devices.
+      closed_steps: of closed Checkpointers, of models trained before.
     """
 
     def __init__(self) -> None:
@@ -213,7 +208,7 @@ class OwnProgress:
         self.num_running: Callable[[], int] = int
 
     def record_unusual(self) -> None:
-        """Record that the time until the next step does not show the speed."""
+        """Record that the time until the next step shows no speed."""
         if self.step_clock is not None:
             self.step_clock.is_usual = False
 
@@ -224,7 +219,7 @@ class OwnProgress:
             self.step_clock.add_pause(begin_ns, time.monotonic_ns(), for_others=for_others)
 
     def record_copy(self, outputs: list[Any]) -> None:
-        """Record a copy of the state, which ends when `outputs` are ready."""
+        """Record a copy of the state, until `outputs` are ready."""
         if self.step_clock is not None:
             self.step_clock.add_copy(outputs)
 
@@ -290,7 +285,7 @@ class Phase:
 
 
 class TrainStep:
-    """The context of a step's call, which its exit counts; devices may still run it."""
+    """A step's call, counted at its exit; devices may still run it."""
 
     __slots__ = ()
 
@@ -332,7 +327,7 @@ class Data(Phase):
 
 
 def count_step() -> None:
-    """Count a step of the author's loop, unless `train_step` has."""
+    """Count a step of the author's loop, unless already counted."""
     if own.num_steps == own.num_counted:
         own.phases[0] = own.between_own
         own.num_own_steps += 1

@@ -182,7 +182,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
-        """Return a new board, which other processes attach by its `fd`."""
+        """Return a board, which other processes attach by its `fd`."""
         size = num_slots * _STRIDE
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))

@@ -41,7 +41,7 @@ class Display(Protocol):
 
 
 class ProgressLine:
-    """A thread that shows the progress, with `is_plain` as lines also on terminals."""
+    """A thread that shows the progress; `is_plain`: as lines."""
 
     def __init__(self, *, is_plain: bool = False) -> None:
         self._is_plain = is_plain

@@ -13,9 +13,9 @@ class RunHistory(NamedTuple):
 
     Attributes:
       failures: (time, step or None, error) of each failure in the restart budget.
-      began: when all processes had made the first step, or None.
-      lost_s: seconds since then without new progress.
-      recoveries: how many, by the error code of the first failure of each.
+      began: when all processes had made the first step.
+      lost_s: since then, without new progress.
+      recoveries: how many, by the error code of each first failure.
     """
 
     failures: list[tuple[float, int | None, str]] = []  # noqa: RUF012
@@ -44,8 +44,8 @@ class LeaderLoss(NamedTuple):
 
     Attributes:
       at: time.monotonic() when it was noticed.
-      silent_s: seconds of silence before that.
-      step: the last that all processes of this host called, or None.
+      silent_s: before that.
+      step: the last that all processes of this host called.
     """
 
     why: str
@@ -97,7 +97,7 @@ commit 340, checkpoint 300
     target: int | None = None
 
     def parts(self) -> list[str]:
-        """Return the known numbers in words, the least important last."""
+        """Return the known numbers in words, the most important first."""
         found = [] if self.step is None else [f"step {self.step}"]
         if found and self.target is not None and self.target > 0:
             found = [f"step {self.step} of {self.target}"]
@@ -249,7 +249,7 @@ class RunProgress:
         ]
 
     def summary(self, now: float) -> RunSummary | None:
-        """Return the progress; None before the first step, unless a phase takes long."""
+        """Return the progress; None before the first step or long phase."""
         if self._began is None and self._activity is None:
             return None
         return RunSummary(

@@ -1,4 +1,4 @@
-"""The author's source files as this process read them, to find edits."""
+"""The author's source files as this process read them."""
 
 import hashlib
 import re
@@ -48,7 +48,7 @@ def digests() -> dict[str, list[str]]:
 
 
 def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first edited line of a file that both lives imported, or None."""
+    """Return the first edited line of a file that both lives imported."""
     for name, lines in _lines.items():
         digest, sums = saved.get(name, (None, ""))
         if digest is None or digest == _digest(lines):

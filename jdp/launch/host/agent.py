@@ -7,9 +7,9 @@ States, and what ends them:
   a generation  its processes run here, see `local_generation.py`; until all have ended (waiting)
   over          the run is over for this host; the message `over` leads here from any state
 
-If the leader is lost, the other hosts continue without this one. So this host kills its processes,
-keeps its standbys and commit memory, and joins again. Processes that were asked to end may first
-use their shutdown timeout, since their checkpoint counts; then it is over.
+If the leader is lost, the others continue without this host. So it kills its processes, keeps its
+standbys and commit memory, and joins again. Processes that were asked to end may first use their
+shutdown timeout, since their checkpoint counts; then it is over.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class KnownRun:
     Attributes:
       id: unique to this launcher.
       generation: the last one, -1 before the first.
-      step: the last that all processes of this host called in it, or None.
+      step: the last that all processes of this host called in it.
     """
 
     def __init__(self, options: Options) -> None:
@@ -79,7 +79,7 @@ class KnownRun:
         self.record_past(known)
 
     def record_loss(self, leader: str, why: str, silent_s: float) -> None:
-        """Record the loss of a leader after `silent_s` of silence."""
+        """Record the loss of a leader after `silent_s`."""
         text = f"the leader at {leader} was lost: {why}"
         self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
 
@@ -165,7 +165,7 @@ def _bound() -> socket.socket:
 BEAT_S = 0.2
 
 
-# Seconds for the first process to reach `jdp.init()`; a script without it may wait for the others.
+# A script without `jdp.init()` may wait for the others.
 _FIRST_S = 10.0
 
 
@@ -177,7 +177,7 @@ class Outcome(NamedTuple):
 
 
 class _First(NamedTuple):
-    """The first process of a generation here, and the assignments of its forks."""
+    """A generation's first process here, and the assignments of its forks."""
 
     process: Process
     rest: tuple[Assignment, ...]
@@ -187,11 +187,7 @@ class _First(NamedTuple):
 class Agent:
     """This host's part in a run.
 
-    Args:
-      lead: called with this launcher's id when it is to lead.
-
-    Attributes:
-      over: done when the run is over for this host.
+    `lead` is called with this launcher's id when it is to lead. `over` is done when the run is.
     """
 
     def __init__(
@@ -363,7 +359,7 @@ class Agent:
         self._first = _First(process, rest, later)
 
     def _end_first(self) -> None:
-        """Start the rest and the standbys, and let the first process continue."""
+        """Start the rest and the standbys, and release the first process."""
         assert self._first is not None
         (process, rest, later), self._first = self._first, None
         later.cancel()

@@ -16,7 +16,7 @@ PLAIN_S = 30.0
 
 
 class Console:
-    """The stdout and stderr of a launcher, written by the thread of `OutputMux` alone."""
+    """A launcher's stdout and stderr, written by the thread of `OutputMux` alone."""
 
     def __init__(
         self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None

@@ -88,8 +88,7 @@ class LeaderConnection:
       introduce: returns the facts of `join`, without the proof.
       joined: called after the join, with whether a generation runs.
       received: called with kind and facts of each later message.
-      lost: called with the reason when the leader is lost.
-      gave_up: called with the reason when this host cannot join.
+      lost, gave_up: called with the reason why the leader is lost, or this host cannot join.
 
     Attributes:
       leader: id of the last leader's launcher.

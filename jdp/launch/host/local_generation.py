@@ -57,8 +57,8 @@ def _of_cgroup(root: Path) -> list[Path]:
     return files
 
 
-# NCCL's RAS service (since 2.24) tells which ranks of a GPU job hang. A thread of each process with
-# a communicator answers for the whole job, in lines as `ncclras` reads them. Tried with NCCL 2.32.
+# NCCL's RAS service (since 2.24) tells which ranks of a GPU job hang. One process answers for the
+# whole job, in lines as `ncclras` reads them. Tried with NCCL 2.32.
 
 
 _DEFAULT = "localhost:28028"
@@ -155,7 +155,6 @@ class LocalGeneration:
     """The processes of a generation on this host.
 
     Args:
-      send: sends a message to the leader.
       ended: called when no process is left.
       stuck: called with the reason when killed processes do not end.
 
@@ -271,7 +270,7 @@ class LocalGeneration:
         self.step = step if self.step is None else min(self.step, step)
 
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, with a signal if given; kill them after the timeout."""
+        """Ask its processes to end; kill them after the timeout."""
         if self._state is State.RUNNING:
             self._state = State.STOPPING
             self._set_deadline(self._end_unless_saving)
@@ -298,7 +297,7 @@ class LocalGeneration:
             process.kill()
 
     def show_stacks(self, process_ids: list[int], *, asks_nccl: bool = False) -> None:
-        """Print the stacks of these processes; `asks_nccl`: send NCCL's report."""
+        """Print the stacks of these processes; `asks_nccl` sends NCCL's report."""
         if asks_nccl and any(it.assignment and it.assignment.gpus for it in self.processes):
             self._asking = start_task(self._ask_nccl())
         for process in self.processes:

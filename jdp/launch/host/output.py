@@ -24,11 +24,7 @@ from jdp.worker.run_progress import RunSummary
 
 
 class AppendFile:
-    """A file for appending; the first error is reported and ends it.
-
-    Args:
-      path: None for no file.
-    """
+    """A file for appending; the first error is reported and ends it."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self.path, self._say = path, say
@@ -102,8 +98,7 @@ TAIL_LINE_CHARS = 1000
 # Kept lines of a waiting standby.
 _HELD_LINES = 1000
 
-# JAX's CPU collectives print this for each rank: to the files only, unless a script's text is
-# beside.
+# JAX's CPU collectives print this for each rank: to the files only.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+\s*"
@@ -154,7 +149,7 @@ class WorkerOutput:
         self._logs = logs
 
     def assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        """Name the process, and show a standby's output from now on."""
+        """Name the process, and show a standby's output."""
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def hold(self) -> None:
@@ -184,7 +179,7 @@ class WorkerOutput:
             return list(self.tail)
 
     def receive(self, stream: int, data: bytes) -> None:
-        """Show and write bytes of `stream`, b"" at its end; in the thread."""
+        """Show and write bytes, b"" at the stream's end; in the thread."""
         for line in self._splitters[stream].split(data):
             self._file.write(line)
             if _GLOO.fullmatch(line):
@@ -235,7 +230,7 @@ _ERROR = re.compile(r"  [\w.]*(Error|Exception|Exit|Interrupt)\b")
 
 
 class OutputMux:
-    """Reads this host's processes, shows their lines, and writes their files."""
+    """Reads, shows and writes the output of this host's processes."""
 
     def __init__(
         self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
@@ -284,7 +279,7 @@ class OutputMux:
             self._waker.send(b"x")
 
     def drain(self, output: WorkerOutput) -> None:
-        """Read a process's pipes until they are empty; in the thread."""
+        """Read a process's pipes until empty; in the thread."""
         for pipe in [*output.pipes]:
             # Bounded: the process may write faster.
             for _ in range(_MAX_READS):

@@ -1,7 +1,7 @@
 """A process that briefly outlives the launcher, to kill the processes of the run.
 
 The death signal of `spawn` does not reach grandchildren. The guardian holds a pipe, which closes
-when the launcher ends in any way. It runs without jdp, so it is small and starts at once.
+when the launcher ends in any way. It runs without jdp, so it starts at once.
 """
 
 import os
@@ -24,10 +24,7 @@ class Guardian:
     """Watches over the processes of one launcher that are started after it.
 
     Start each with the variables of `environment`, and add its group; remove the group once the
-    process was killed and waited for.
-
-    Args:
-      added, removed: called with the pid of each child of the launcher.
+    process was waited for. `added` and `removed` get the pid of each child of the launcher.
     """
 
     def __init__(

@@ -10,14 +10,12 @@ from jdp.worker.exit_codes import in_words
 class Standbys:
     """The standbys of this host.
 
-    They are forks of a process that waits in `jdp.init()`; a forked standby stays in reserve.
-    Without forks they start after the first step of a generation, or when the host joins a running
-    one.
+    They are forks of a process that waits in `jdp.init()`. Without forks they start after the first
+    step of a generation, or when the host joins a running one.
 
     Args:
       number: of standbys to keep.
       start: starts one, given its likely local id, and the process to fork or None.
-      can_fork: whether processes of this host can be forked.
       ready: called when all of them wait, or when there will be none.
     """
 

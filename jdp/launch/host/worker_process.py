@@ -73,8 +73,7 @@ def memory_of_shared(
 
 
 # A helper started with `setsid` and an empty environment escapes the guardian (`reaper.py`). But
-# the launcher is a subreaper (`man 2 prctl`): it becomes the helper's parent when that one's parent
-# ends.
+# the launcher is a subreaper (`man 2 prctl`), and becomes its parent.
 
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,8 +89,7 @@ class Orphans:
     def start_adopting(self) -> None:
         """Adopt orphans from now on, if possible.
 
-        A launcher with other children, such as a sidecar, adopts none: their helpers would look
-        like the run's.
+        A launcher with other children, such as a sidecar, adopts none: theirs would look alike.
         """
         found = children()
         if found is not None and found <= self._own:
@@ -231,11 +229,10 @@ class Process:
       assignment: None for a standby.
       told: called with the process, kind and facts of each message.
       died: called with the process once it was waited for.
-      parent: a process that `can_fork`, to be forked; None: start the script.
+      parent: a process that `can_fork`; None: start the script.
 
     Attributes:
       parked: whether it has reached `jdp.init()`.
-      can_fork: whether it waits there and can be forked.
       restored_step: step at which it began.
       died_first: whether it was dying when its generation was killed.
     """
@@ -337,7 +334,7 @@ class Process:
         return self.assignment.process_id
 
     def is_dying(self) -> bool:
-        """Whether it exits; its connections close before it can be waited for."""
+        """Whether it exits; connections close before it can be waited for."""
         return self._state()[1]
 
     def can_run(self) -> bool:

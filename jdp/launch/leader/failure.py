@@ -19,14 +19,14 @@ class Cause:
     Attributes:
       code: exit code of the run if it ends now.
       full_text: with the traceback or last output of the process.
-      error_code: such as "JDP301"; "" without a fault.
-      silent_s: seconds until it was noticed.
+      error_code: "" without a fault.
+      silent_s: until it was noticed.
       is_of_program: whether a process failed by itself; false for a lost host and for SIGKILL.
       error: last line of the script's traceback.
-      step: last step that the process called, if known.
+      step: last step that the process called.
       is_sure: whether it cannot be the consequence of another failure.
       grows: not a fault: there is room for more processes.
-      noticed: its time.monotonic().
+      noticed: time.monotonic().
     """
 
     text: str

@@ -56,7 +56,6 @@ class Generation:
     Attributes:
       parts: by host, until its last process has ended.
       told: facts by kind of message and by process.
-      cause: why it ends.
       step: the last that all processes called, as far as hosts know.
     """
 
@@ -163,7 +162,7 @@ class Generation:
     def record_statuses(
         self, remote: RemoteHost, ahead_s: float, statuses: dict[str, list], windows: dict
     ) -> None:
-        """Record statuses and windows of a host, whose clock is `ahead_s` behind."""
+        """Record statuses and windows of a host, `ahead_s` behind."""
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
             self._progress.record_windows(windows)
@@ -194,7 +193,7 @@ class Generation:
             self.fail(why)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:
-        """Record why it ends, and the process to blame; a sure cause replaces an unsure one."""
+        """Record why it ends, and whom to blame; a sure cause replaces an unsure one."""
         if self.cause is None or (why.is_sure and not self.cause.is_sure):
             self.cause, self._blamed = why, None
             if process_id is not None:

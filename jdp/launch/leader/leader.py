@@ -2,8 +2,7 @@
 
 The launcher at the rendezvous address leads. With several addresses, the hosts elect one
 (`jdp/launch/election.py`), which needs a quorum for each generation (`jdp/launch/quorum.py`). An
-`Agent` manages the leader's own processes, as on any host. `jdp/worker/messages.py` lists the
-messages.
+`Agent` manages the leader's own processes, as on any host.
 
 States, and what ends them:
 
@@ -40,11 +39,7 @@ from jdp.worker.run_progress import LeaderLoss, RunHistory, RunSummary
 
 
 class LastCommits:
-    """Waits until all hosts have written their last commit to the checkpoint directory.
-
-    Args:
-      restored: step of the last restored checkpoint, if any.
-    """
+    """Waits until all hosts have written their last commit."""
 
     def __init__(self, code: int, why: str, restored: int | None, last: int | None) -> None:
         self._code, self._why, self._restored, self._last = code, why, restored, last
@@ -151,11 +146,7 @@ class RunEnd:
 class Succession:
     """Inherits the past of a run from hosts, and sends it to them.
 
-    Of the hosts in the latest generation, the one that knows most recoveries counts.
-
-    Attributes:
-      number: the last known generation; -1 for none.
-      run_id: None if unknown.
+    Of the hosts in the latest generation `number`, the one that knows most recoveries counts.
     """
 
     def __init__(self, run_id: str | None, electors: Electors, recoveries: Recoveries) -> None:

@@ -38,8 +38,7 @@ class Admission:
     """Listens for hosts, and admits those that know the token.
 
     Args:
-      listener: closed at the end.
-      judge: returns the reason to refuse a host, given the facts of its `join`, or None.
+      judge: returns the reason to refuse a host, given the facts of its `join`.
       admit: called with the channel, the facts of `join` and the leader's proof, for `welcome`.
       code: digest of this build without comments; None if no other host can come.
       claim: returns the leader's claim, see `jdp/launch/election.py`.
@@ -140,7 +139,7 @@ class Membership:
       died: called with a host whose launcher has died.
 
     Attributes:
-      home: id of the leader's own host, once known.
+      home: id of the leader's own host.
       is_ending: whether the run ends, so that no host may join.
       is_over: whether it has ended, so that hosts leave.
     """
@@ -182,14 +181,14 @@ class Membership:
         return [at for at in free_at if at > now]
 
     def remove_silent_hosts(self, now: float) -> None:
-        """Remove hosts that are silent for longer than a living host can be."""
+        """Remove hosts that are silent for too long."""
         silence_s = 1.5 * self._options.heartbeat_timeout_s
         for remote in [*self.remotes]:
             if remote.id != self.home and now - remote.heard > silence_s:
                 self._remove(remote, f"silent for {now - remote.heard:.1f} s")
 
     def go_on_without_lost_hosts(self) -> None:
-        """Send lost hosts a farewell: they must never count this launcher as dead."""
+        """Send lost hosts a farewell: they must not count this launcher as dead."""
         for remote in self._lost_remotes:
             remote.end_connection()
         self._lost_remotes.clear()

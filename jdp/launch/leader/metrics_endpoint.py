@@ -40,7 +40,7 @@ _OF_SUMMARY = (
 
 
 class ProcessMetrics(NamedTuple):
-    """Metrics of a living process; `data_s` is its wait for data."""
+    """A living process; `data_s` is its wait for data."""
 
     process_id: int
     host: str
@@ -49,13 +49,7 @@ class ProcessMetrics(NamedTuple):
 
 
 class RunMetrics(NamedTuple):
-    """Metrics of a run at a scrape.
-
-    Attributes:
-      generation: the last one; -1 before the first.
-      standbys: waiting, on all hosts.
-      summary: None before the first step.
-    """
+    """A run at a scrape; generation -1 is before the first, no summary before the first step."""
 
     generation: int
     standbys: int
@@ -105,11 +99,7 @@ class RunCollector:
 
 
 class MetricsEndpoint:
-    """Serves the metrics of a run until it is closed.
-
-    Args:
-      port: on all addresses of this host; 0 for any free one.
-    """
+    """Serves the metrics of a run on all addresses; port 0 is any free one."""
 
     def __init__(self, port: int, read: Callable[[], RunMetrics]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -133,7 +123,7 @@ class MetricsEndpoint:
 def serve(
     port: int | None, read: Callable[[], RunMetrics], say: Callable[[str], None]
 ) -> MetricsEndpoint | None:
-    """Serve the metrics if there is a port; report where, or why not."""
+    """Serve the metrics if there is a port; say where, or why not."""
     if port is None:
         return None
     try:

@@ -33,8 +33,7 @@ class Slow(NamedTuple):
 
     Attributes:
       cost_us: wait of the others in each step.
-      part: key of PARTS with most of its lost time; SEVERAL if less than half of the cost, for
-        example if it is late by turns in its input and on its host.
+      part: key of PARTS with most of its lost time; SEVERAL if less than half of the cost.
       own_us: its time in that part; for SEVERAL in all.
       usual_us: the same of the others.
     """
@@ -64,7 +63,7 @@ class _Medians:
 
 
 class Comparison:
-    """The windows of two or more processes over nearly the same steps, compared."""
+    """The windows of two or more processes over nearly the same steps."""
 
     def __init__(self, windows: Mapping[int, Window]) -> None:
         self._windows = windows
@@ -111,7 +110,7 @@ class Comparison:
         return Slow(cost_us, step_us, part, own_us, usual_us)
 
     def excess_us(self, process: int, part: str) -> int:
-        """Return how much longer than the others a process takes in a part."""
+        """Return how much longer than the others a process takes."""
         own_us = getattr(self._windows[process], part)
         return own_us - self._medians[part].without(own_us)
 
@@ -190,7 +189,7 @@ def _ms(us: int) -> str:
 
 
 class ProgressWatch:
-    """Reports to people by `say`, and to the run's events by `write`."""
+    """Reports to people by `say`, and to events by `write`."""
 
     def __init__(
         self,

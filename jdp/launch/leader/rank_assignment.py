@@ -39,7 +39,7 @@ class Part:
         )
 
     def record_statuses(self, statuses: dict[str, list], ahead_s: float) -> None:
-        """Record statuses of a host whose clock is `ahead_s` behind."""
+        """Record statuses of a host, `ahead_s` behind."""
         self.statuses = {
             int(i): ProcessStatus.of_json(each).moved(ahead_s) for i, each in statuses.items()
         }
@@ -86,7 +86,7 @@ def coordinator(plan: Plan, home: str) -> str:
 
 
 class Gathering:
-    """The time before a generation; the first (`is_start`) waits for more hosts than needed."""
+    """The time before a generation; the first waits for more hosts than needed."""
 
     def __init__(self, options: Options, is_start: bool, electors: Electors | None = None) -> None:
         self._options, self._is_start = options, is_start

@@ -71,7 +71,7 @@ _UNCACHED = "not cached: on CPUs XLA forgets the order of its collectives in a c
 
 
 class Outage:
-    """The time from a failure after `step` to the next first step, across repeated failures."""
+    """The time from a failure after `step` to the next first step."""
 
     def __init__(self, step: int | None) -> None:
         self._step = step
@@ -109,7 +109,7 @@ class Outage:
         return ", then ".join(cause.text for cause in self._causes)
 
     def record(self) -> dict[str, Any]:
-        """Return the seconds of each part and of the whole, and the lost steps."""
+        """Return the seconds of each part and in all, and the lost steps."""
         silent_s = self._causes[0].silent_s
         parts = {
             name: at - before
@@ -150,9 +150,8 @@ class Outage:
 class Recoveries:
     """Decides whether a run continues after a failure, and reports each recovery.
 
-    Attributes:
-      stepped: whether a generation has finished a step, so that the program works.
-      checkpoint_step: of the last restored checkpoint, or None.
+    `stepped`: a generation has finished a step, so the program works. `checkpoint_step` is of the
+    last restored checkpoint.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class Recoveries:
         self._outage.record_failure(why)
 
     def record_told_by_all(self, what: str, generation: Generation) -> None:
-        """Record a message of all processes; the first step ends the outage."""
+        """Record a message of all processes; a first step ends the outage."""
         told = [*generation.told[what].values()]
         if what == "restored" and told[-1].get("tier") == "checkpoint":
             self.checkpoint_step = told[-1]["step"]

@@ -47,7 +47,7 @@ class RemoteHost:
       listed: index in --rdzv-endpoint; None if it may not lead.
       generation: the last one in which it took part.
       took_part: since it joined.
-      is_ready: whether its standbys wait, or it has none, so that a change would be quick.
+      is_ready: whether its standbys wait, or it has none.
       heard: time.monotonic() of its last message.
     """
 
@@ -69,7 +69,7 @@ class RemoteHost:
         self.heard = time.monotonic()
 
     def end_connection(self, lifeline_after_s: float = 0.0) -> None:
-        """Close the connection, and later the lifeline, which may show a death."""
+        """Close the connection, and later the lifeline."""
         self.channel.close_connection()
         if self.lifeline is not None and not lifeline_after_s:
             self.lifeline.leave()

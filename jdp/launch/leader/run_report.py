@@ -35,7 +35,7 @@ EVENT_S = 30.0
 
 
 class RunReport:
-    """Reports summaries by `show`, and as event "progress" every EVENT_S and at the end."""
+    """Reports summaries by `show`, and as events, also at the end."""
 
     def __init__(self, show: Callable[[RunSummary], None], events: Events) -> None:
         self._show, self._events = show, events
