@@ -11,7 +11,7 @@ from jdp.worker import launcher_client, source_files
 
 _log = logging.getLogger("jdp")
 
-# Of a program with more different lines only a digest is kept.
+# Only a digest is kept of a program with more different lines.
 _MAX_LINES = 20_000
 _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 

@@ -81,9 +81,9 @@ class CommitMarks:
 _log = logging.getLogger("jdp")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
-# When this process ends.
+# Seconds to wait for others when this process ends.
 _LAST_S = 2.0
-# While the training thread waits.
+# Seconds to wait for others while the training thread waits.
 _PATIENCE_S = 30.0
 
 
@@ -171,7 +171,7 @@ class HostCommits:
         """From now on limit waits: the training thread waits."""
         self._awaited_at = min(self._awaited_at, time.monotonic())
 
-    # Or this process has broken up.
+    # All other shares are written, or this process has broken up.
     def _are_written(self, mine: CommitMark) -> bool:
         are_written = True
         for number in range(1, self.share.num_shares):
@@ -187,7 +187,7 @@ class HostCommits:
             are_written = are_written and mark == mine
         return are_written
 
-    # This draft, or something later.
+    # Share 0 has committed this draft, or marked something later.
     def _is_committed(self, mine: CommitMark) -> bool:
         if self._marks.read(0) == mine:
             return True

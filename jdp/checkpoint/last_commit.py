@@ -146,7 +146,7 @@ def _number(candidate: Candidate) -> tuple[int, int]:
     return facts["life"], facts["step"]
 
 
-# As (life, step), from `least` on.
+# Return (life, step), at least `least`.
 def _latest_intact(folder: Folder, least: tuple[int, int]) -> tuple[int, int] | None:
     for checkpoint in folder.checkpoints():
         if checkpoint[:2] < least:

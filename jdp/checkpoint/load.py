@@ -33,7 +33,7 @@ from jdp.validation import int_at_least
 
 _log = logging.getLogger("jdp")
 
-# Leaves of a kind in a message.
+# Maximum number of leaves of a kind in a message.
 _NUM_NAMED = 8
 
 _INSTEAD = (

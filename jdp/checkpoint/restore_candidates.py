@@ -304,7 +304,7 @@ def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
     return {key: split_state.num_missing(each) for key, each in found.items()}
 
 
-# Of a commit that a lost host made unusable.
+# Log a commit that a lost host made unusable.
 def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
     lost = max((each for each, num in num_missing.items() if num), default=key)
     if lost > key and not key.is_commit and jax.process_index() == 0:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jdp.pytrees import is_array, is_key, key_impl
 
-# So that JAX on CPUs needs no copy.
+# JAX on CPUs needs no copy of leaves with this alignment.
 _ALIGNMENT = 64
 
 ArrayForm = tuple[tuple[int, ...], np.dtype]  # shape and dtype

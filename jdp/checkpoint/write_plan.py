@@ -88,7 +88,7 @@ def _num_rows(leaf: SavedLeaf) -> int:
     return leaf.shape[0] if leaf.shape else 1
 
 
-# The first row from this byte on.
+# Return the first row that begins at or after this byte.
 def _row_at(leaf: SavedLeaf, num_rows: int, byte: int) -> int:
     if not leaf.num_bytes:
         return 0
@@ -182,7 +182,7 @@ def _mover(mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int,
     return jax.jit(moved)
 
 
-# Of a shard, by its box and writer.
+# The device that receives a shard, by box and writer.
 def _targets(
     x: jax.Array, mesh: Mesh, pairs: tuple[tuple[int, int], ...]
 ) -> dict[tuple[shards.Box, int], jax.Device]:
@@ -343,7 +343,7 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
     is_own = [owner is not None for x, owner in pairs if is_array(x)]
     split = [i for i in apart if not is_own[i]]
     parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
-    # Adjacent by process: few ranges.
+    # Adjacent by process, so that they form few ranges.
     parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
     return [i for i in apart if is_own[i]], parts
 

@@ -54,7 +54,7 @@ class _Outside:
 _traced_where = jax.make_user_context("")
 _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 _outside = _Outside()
-# That are part of another program, by function.
+# Steps that are part of another program, by function name.
 _num_steps: Counter[str] = Counter()
 
 

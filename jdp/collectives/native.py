@@ -121,7 +121,7 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
             "that are split over it before a call of foreign code."
         )
     if platform == "cpu":
-        # First: one process may have no library.
+        # Ask the processes first: one may have no library, and all need the same answer.
         return shared_memory.why_apart(mesh, axes) or cpu_runtime.why_missing()
     if mesh is None:
         return (

@@ -19,7 +19,7 @@ from jdp.error_codes import with_code
 _NUM_ROWS = 4
 # A row with a random bit is equal in 8 readings once in 128.
 _NUM_ROWS_OF_OBJECTS, _NUM_READINGS = 2, 8
-# Between two checks of a loop.
+# Batches between two checks of a loop.
 MIN_BATCHES = 1000
 _NOTE = (
     "jdp: the processes compare this row. If each process has its own rows, write "

@@ -20,7 +20,7 @@ from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
 from jdp.validation import allows, int_at_least
 
-# Of an iterator, as in grain, and of a loader, as in PyTorch.
+# State methods of an iterator, as in grain, and of a loader, as in PyTorch.
 _OF_ITERATOR = "get_state", "set_state"
 _OF_LOADER = "state_dict", "load_state_dict"
 _BYTES = "base64"

@@ -109,7 +109,7 @@ def _with_mask_field(kind: Any) -> Any:
     return type(kind.__name__, (fields, kind), {"__slots__": ()})
 
 
-# Of jdp.batches, by id because arrays are not hashable.
+# Masks of jdp.batches, by id because arrays are not hashable.
 _masks: dict[int, weakref.ref] = {}
 
 

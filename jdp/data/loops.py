@@ -35,7 +35,7 @@ class EpochPlan(NamedTuple):
     end: int  # in rows of the stream
     num_steps: int | None  # None for epochs
     tail: str  # "pad" or "drop", for epochs
-    # Of all batches alike, or the step would be traced again.
+    # All batches have it or none, or the step would be traced again.
     has_mask: bool
 
     @classmethod
@@ -122,7 +122,7 @@ class EpochPlan(NamedTuple):
 
 
 _log = logging.getLogger("jdp")
-# Two may be intended, as a comparison.
+# Two equal loops may be intended, as a comparison.
 _MOST = 2
 
 
@@ -377,7 +377,7 @@ class _HostBatches(Iterator[Any]):
         if not count:
             raise StopIteration
         self._read_to_compare()
-        # With the last valid row; the last ranks may have only padding.
+        # Pad with the last valid row; the last ranks may have only padding.
         places = np.minimum(self._mine, count - 1)
         self.rows = self._sampler.rows_at(self._position + places)
         batch = self._read(self.rows)
@@ -389,7 +389,7 @@ class _HostBatches(Iterator[Any]):
         before, self._epoch = self._epoch, self._position // self._sampler.num_rows
         if self.check is None:
             return
-        # Equal on all processes, unlike a clock.
+        # All processes count equally many batches, unlike seconds.
         if self._epoch != before and self.num_unchecked >= batch_checks.MIN_BATCHES:
             self.rows = self.check.drawn(self._epoch)
             self.checksums[self._position] = self.check.checksums(self.rows)

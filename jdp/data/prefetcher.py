@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from jdp.distributed.fail_fast import leave_if_failed
 from jdp.worker import watching
 
-# For the item in progress, so that a hanging loader does not block the program.
+# The wait for the item in progress is bounded, since a loader may hang.
 JOIN_TIMEOUT_S = 5.0
 
 

@@ -58,7 +58,7 @@ def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64
     return values
 
 
-# Of the shuffled order: 1, of jdp 0.1, holds each epoch in memory; 2 computes rows on demand. Both
+# Version of the shuffled order. 1, of jdp 0.1, holds each epoch; 2 computes rows on demand. Both
 # are equal up to this many rows.
 LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 

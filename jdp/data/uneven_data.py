@@ -79,7 +79,7 @@ GRACE_S, LAST_GRACE_S = 1.0, 3.0
 # A wait in the store would abort the interpreter's shutdown.
 _POLL_S = 0.5
 
-# For a process that left its loop to report the exception that ended it.
+# Seconds for a process that left its loop to report its exception.
 _UNCAUGHT_S = 0.3
 
 
@@ -258,7 +258,7 @@ class _Loop:
                 raise OtherFailedError(uncaught[1])
         return None if text is None else json.loads(text)
 
-    # Of its wait in a step that the others do not run.
+    # End this process's wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:
         # First: if the process with the store exits, JAX ends this one.
         print(f"jdp: {problem}", file=sys.stderr, flush=True)
@@ -277,7 +277,7 @@ class _Loop:
             print(text, file=sys.stderr, flush=True)
             prefetcher.leave()
 
-    # Of the loop's thread, which does not change while it waits.
+    # The place of the loop's thread, which does not change while it waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)

@@ -20,7 +20,7 @@ from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# Of each group; they make the store's keys unique.
+# Gathers of each group, which make the store's keys unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
 # Gathers of each group that found a failure.
 _num_failures: Counter[tuple[int, ...]] = Counter()

@@ -46,7 +46,7 @@ class CallLog:
 
     def record(self, call: Call) -> Call:
         """Record a call that starts."""
-        # With its number, since another thread may read between these lines.
+        # The number is kept with the call, since another thread may read meanwhile.
         self._latest.append((self.num_calls + 1, call))
         self.num_calls += 1
         return call
@@ -61,7 +61,7 @@ class CallLog:
 
 # Threads of this process in a comparison.
 num_waiting = 0
-# By group.
+# Logs by group of processes.
 logs: dict[tuple[int, ...], CallLog] = {}
 
 

@@ -35,7 +35,7 @@ _GRACE_S = 3.0
 # Process 0 holds the store: if it exits first, JAX ends the others before they print where Ctrl-C
 # interrupted them.
 _INTERRUPT_GRACE_S = 1.0
-# For the last lines of `jdp.log`.
+# Seconds for the last lines of `jdp.log`.
 _LINES_S = 1.0
 _POLL_S = 0.05
 # Errors of JAX and pickle that newcomers meet, and what to write.
@@ -68,7 +68,7 @@ _HINTS = (
     ),
 )
 
-# For a report; then the traceback is shown without it.
+# Seconds for a report; then the traceback is shown without it.
 _REPORT_S = 2.0
 
 

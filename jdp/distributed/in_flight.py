@@ -120,7 +120,7 @@ class StepCall:
         return self.arguments.difference(self.given, timeout_s=timeout_s)
 
 
-# Without a finished step until the processes compare their calls.
+# Seconds without a finished step until processes compare their calls.
 PATIENCE_S = 5.0
 
 
@@ -216,7 +216,7 @@ def _callback_raised(text: str) -> str:
 # devices. Elsewhere a few steps in flight hide dispatch.
 _MAX = 8
 
-# For the arguments of other processes after a failed step.
+# Seconds to wait for others' arguments after a failed step.
 _EXPLAIN_FAILURE_S = 2.0
 
 # Python aborts the process if a step calls back during interpreter shutdown.
@@ -417,7 +417,7 @@ def _num_running() -> int:
     except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it is not running
         return 0
     call_mismatch.current.poll(bool(running or _being_made or call_log.num_waiting))
-    # Also if no step runs here: other processes may be ahead or behind.
+    # Poll even if no step runs here: other processes may be ahead or behind.
     _overdue.poll([*_calls, *_being_made] if running or _being_made else [])
     return len(running)
 

@@ -33,7 +33,7 @@ from jdp.worker.progress import own
 # itself it would be a row without a step.
 
 
-# By this process.
+# Files of this process.
 _claimed: set[Path] = set()
 
 
@@ -84,10 +84,10 @@ def _owner_file(path: Path) -> Path:
 
 _log = logging.getLogger("jdp")
 
-# For their steps; only a slow disk makes more wait.
+# Lines that wait for their steps; only a slow disk makes more wait.
 _MAX_WAITING = 1000
 _END_S = 10.0
-# Between attempts to write a refused line, and until it is an error.
+# Seconds between attempts to write a line, and until an error.
 _RETRY_S, _PATIENCE_S = 0.2, 10.0
 # A killed process may still be exiting.
 _LOCK_S = 5.0
@@ -98,7 +98,7 @@ _REPEATED = (
     "%d. Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
 )
 OWN_NAMES = ("step", "time")
-# In the progress line, and users' names for them.
+# Metrics of the progress line, and users' names for them.
 _SHOWN = {
     "loss": ("train/loss", "loss"),
     "learning_rate": ("lr", "learning_rate"),
@@ -274,7 +274,7 @@ class MetricsFile:
         return True
 
 
-# And the last step of each set of metric names.
+# Return the file, and the last step of each set of metric names.
 def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str], int]]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "ab", buffering=0))
@@ -343,7 +343,7 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
     return last
 
 
-# In `jdp run`.
+# `jdp run` shows the loss.
 def _show_loss(step: int, values: dict[str, Any]) -> None:
     found = {
         shown: values[name]

@@ -123,7 +123,7 @@ def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
 
 _log = logging.getLogger("jdp")
 
-# For each set of shapes.
+# Kept programs, one for each set of shapes.
 _MAX_JAXPRS = 8
 
 
@@ -320,7 +320,7 @@ class CompiledStep:
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
 
-    # For which XLA may add collectives.
+    # XLA may add collectives for other axes.
     def _has_other_axes(self) -> bool:
         return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
 

@@ -104,7 +104,7 @@ _SHAPES = re.compile(
     r"incompatible shapes|dot_general requires|Incompatible shapes|to generate shape"
 )
 
-# Of a table, and not of the dict of its columns.
+# Attributes of a table that the dict of its columns lacks.
 _OF_DICT = re.compile(
     r"'dict' object has no attribute|builtin_function_or_method|: 'dict' and|and 'dict'"
     r"|^unhashable type: 'slice'|^slice\("

@@ -63,7 +63,7 @@ class KnownValue(NamedTuple):
 UNKNOWN = KnownValue()
 
 
-# Keep the facts of one operand.
+# Operations that keep the facts of one operand.
 _SAME = frozenset(
     "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
     "squeeze".split()
@@ -191,7 +191,7 @@ def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
     leaves, tree = jax.tree.flatten(opt_state)
 
     def update(grads: Any, leaves: Any, params: Any) -> Any:
-        # That optax's transformations know; others ignore them.
+        # Arguments of some optax transformations; the others ignore them.
         extra = {"value": jnp.float32(1), "grad": grads, "value_fn": lambda _: jnp.float32(1)}
         _, new = tx.update(grads, tree.unflatten(leaves), params, synced=True, **extra)
         return jax.tree.leaves(new)

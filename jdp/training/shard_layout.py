@@ -72,7 +72,7 @@ def is_train_state(node: Any) -> bool:
     return all(hasattr(node, name) for name in ("tx", *_FIELDS))
 
 
-# For `shard_map`: leaves with one sharding.
+# `shard_map` gets groups of leaves with one sharding.
 UNIFORM, OWN = 0, 1
 _FIRST_DIM = 2
 _NUM_DIMS = 8

@@ -181,7 +181,7 @@ def _place(array: Any) -> tuple:
     return type(array), array.shape, array.sharding, array.committed
 
 
-# By then the caller has stored the returned state.
+# Seconds after which the caller has stored the returned state.
 _DELAY_S = 0.02
 _SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident or 0

@@ -105,7 +105,7 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
     return "If it needs longer, write jdp.phase(name, timeout_s=...) or jdp.init(timeout_s=...)."
 
 
-# Until a report, if a step may take 600 s.
+# Seconds until a report, if a step may take 600 s.
 _STALL_S = 30.0
 # A longer gap between polls: the caller was stopped.
 _BLIND_S = 5.0
@@ -220,7 +220,7 @@ class HangDetector:
             return status.limit_s
         return self._timeout_of(status) * (1 if status.phase in BRIEF else PATIENCE)
 
-    # Until a report, scaled to this limit.
+    # Seconds until a report, scaled to this limit.
     def _patience_s(self, limit_s: float, status: ProcessStatus) -> float:
         timeout_s = self._timeout_of(status)
         if math.isinf(timeout_s):
@@ -238,7 +238,7 @@ def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     fewest = min(running.values())
     # The others wait for a debugged process, even ahead.
     slowest = [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
-    # Without a launcher it does not see the others.
+    # A process without a launcher does not see the others.
     return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 

@@ -32,7 +32,7 @@ from jdp.worker.process_status import (
 #   compute  the rest
 
 
-# For a decision, see `Window`.
+# Records for a decision, see `Window`.
 NUM_RECORDS = 25
 # One is always being written, and a reader may lag by another.
 _NUM_SLOTS = NUM_RECORDS + 2
@@ -158,7 +158,7 @@ _NAME_BYTES = 64
 
 # Indices of 8-byte words.
 _PID, _GENERATION, _TIMEOUT, _STEPS, _PROGRESS, _SINCE = range(6)
-# Written together.
+# The limit and the name are written together.
 _LIMIT, _NAME = 6, slice(56, 56 + _NAME_BYTES)
 _PIECE = f"{8 + _NAME_BYTES}s"
 _write_step = struct.Struct(f"qqq{_PIECE}").pack_into

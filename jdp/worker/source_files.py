@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-# By path relative to the script's folder.
+# Lines by path relative to the script's folder.
 _lines: dict[str, list[bytes]] = {}
 # A recovery has no time to examine all modules again.
 _seen: set[str] = set()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jdp.collectives.shared_library import LIB, Loaded, load, runtime_version
 
-# Until `set_timeout_s`, as on CPUs.
+# The deadline until `set_timeout_s`, the same as on CPUs.
 TIMEOUT_S = 300.0
 
 PCIE = 0  # what every GPU has

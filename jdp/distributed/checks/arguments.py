@@ -67,10 +67,10 @@ def described(leaf: Any) -> str:
     return f"{value.dtype}{[*value.shape]} {agree.digest(value)}{shown}"
 
 
-# To wait for others' arguments after a difference.
+# Seconds to wait for others' arguments after a difference.
 _EXPLAIN_S = 20.0
 
-# Of each name, so that all processes name a call alike.
+# Steps of each name, so that all processes name a call alike.
 _num_steps: Counter[str] = Counter()
 
 
@@ -124,7 +124,7 @@ class Arguments:
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return the checksums' types, for a program that is only compiled."""
-        # Since the mesh may only describe devices.
+        # Types, since the mesh may only describe devices.
         where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
         shape = (*self._mesh.devices.shape, 2)
         described = jax.ShapeDtypeStruct(shape, np.uint32, sharding=where)

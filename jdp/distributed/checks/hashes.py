@@ -51,7 +51,7 @@ def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray
     return [(position, np.stack(values)) for position, values in found.items()]
 
 
-# For each type of leaf: one for a whole model would compile for seconds.
+# A program for each type of leaf: one for a whole model compiles for seconds.
 @functools.cache
 def _program(where: Mesh, spec: P) -> Any:
     device = P(*where.axis_names)

@@ -30,7 +30,7 @@ from jdp.worker import build_info, launcher_client
 from jdp.worker.build_info import version
 from jdp.worker.process_status import PATIENCE
 
-# Of each kind, and kinds.
+# Kept programs of each kind, and kinds.
 _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
 
@@ -312,7 +312,7 @@ def schedule_of(compiled: str) -> list[str]:
     return found
 
 
-# That may differ: where a process writes, and its number of devices.
+# Flags that may differ: where a process writes, and its number of devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 

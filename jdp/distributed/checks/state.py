@@ -50,7 +50,7 @@ def unknown_leaves(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
 
 def are_known(refs: Refs, leaves: Sequence[Any]) -> bool:
     """Whether `refs` are references to `leaves`, in order."""
-    # For every leaf in every call, so without a Python loop.
+    # This runs for every leaf in every call, so it has no Python loop.
     return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
 
 
@@ -169,7 +169,7 @@ def _digest(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-# Of each digest.
+# Return the `odd_one` of each digest.
 def _odd_ones(group: tuple[int, ...], digests: list[str]) -> list[tuple[int, int] | None]:
     gathered = _all_gather(group, digests) if digests else {}
     each = [{process: its[n] for process, its in gathered.items()} for n in range(len(digests))]

@@ -336,7 +336,7 @@ class Leader:
         if at_once and generation is not None and generation.state is State.STOPPING:
             generation.kill_processes()
 
-    # After each message and on a timer.
+    # This runs after each message and on a timer.
     def _consider(self) -> None:
         if self.members.is_over:
             return
@@ -355,7 +355,7 @@ class Leader:
             self._gather(now)
         self._wake(now)
 
-    # When the next slot is free, or after LOOK_S.
+    # Wake when the next slot is free, or after LOOK_S.
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -19,7 +19,7 @@ from jdp.launch.options import Options
 from jdp.worker import build_info
 from jdp.worker.messages import MAX_LINE_BYTES
 
-# Until a connection proves that it knows the token.
+# The limit until a connection proves that it knows the token.
 VISITOR_BYTES = 1 << 16
 VISITOR_S = 10.0
 # The oldest is closed, since a host proves itself at once. A quarter of this process's descriptors

@@ -20,7 +20,7 @@ from jdp.launch.leader.failure import CODES
 from jdp.launch.leader.progress_watch import Slow
 from jdp.worker.run_progress import RunHistory, RunSummary
 
-# For a connection, and for the leader's answer.
+# Seconds for a connection, and for the leader's answer.
 TIMEOUT_S = 5.0
 
 # Attribute of a `RunSummary`, name, help.

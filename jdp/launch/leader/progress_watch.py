@@ -126,7 +126,7 @@ class Comparison:
         return own.idle_low - self._medians["idle_high"].without(own.idle_high)
 
 
-# Without known waits.
+# The own time if waits are unknown.
 def _own_us(window: Window, measure: str) -> int:
     return window.step - window.waited if measure == "waited" else window.idle
 
