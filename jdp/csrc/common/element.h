@@ -1,5 +1,4 @@
-// Element types: the type in which each is accumulated, and the rounding of a sum to an element.
-// For host and device.
+// Element types, their accumulation types, and rounding. For host and device.
 
 #pragma once
 
@@ -44,22 +43,20 @@ JDP_HOST_DEVICE inline BFloat16 to_bfloat16(float value) {
   return {static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
 }
 
-// Exact. No intermediate value is a subnormal float, because threads that flush subnormals would
-// lose it.
+// Exact. No intermediate value is subnormal, because threads that flush subnormals would lose it.
 JDP_HOST_DEVICE inline float to_float(Float16 element) {
   const uint32_t sign = static_cast<uint32_t>(element.bits & 0x8000) << 16;
   const uint32_t size = element.bits & 0x7fff;
-  // Rebias the exponent by 112, and that of infinity and NaN by 112 more.
+  // Rebias the exponent by 112, that of infinity and NaN by 112 more.
   const uint32_t special = size >= 0x7c00 ? 112u << 23 : 0;
-  // A subnormal uses the next exponent and has no implicit leading one, so subtract that again.
+  // A subnormal uses the next exponent and has no implicit leading one.
   const uint32_t subnormal = size < 0x400 ? ~0u : 0;
   const uint32_t bits = (size << 13) + (112u << 23) + special + (subnormal & 1u << 23);
   const float value = float_of(bits) - float_of(subnormal & 113u << 23);
   return float_of(sign | bits_of(value));
 }
 
-// Returns `yes` if `condition`, else `no`. Both are computed: compilers do not vectorize a loop
-// that may skip a float addition.
+// Computes both: compilers do not vectorize a loop that may skip a float addition.
 JDP_HOST_DEVICE inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -80,11 +77,11 @@ JDP_HOST_DEVICE inline Float16 to_float16(float value) {
   return {static_cast<uint16_t>(sign | select(size >= 0x477ff000, special, finite))};
 }
 
-// Signed integers are reduced as unsigned ones, which wrap around in the same way.
+// Signed integers are reduced as unsigned ones, which wrap around alike.
 enum class Type : int32_t { kF32, kF64, kBF16, kF16, kU8, kU16, kU32, kU64 };
 
-// Sum is the accumulation type, and the type in which partial sums travel between ranks. Scale is
-// the type of `scale`. Integers wrap around, as in XLA, and are not scaled.
+// Sum is the accumulation type, in which partial sums travel between ranks. Scale is the type of
+// `scale`. Integers wrap around, as in XLA, and are not scaled.
 template <typename T>
 struct Element {
   static_assert(std::is_integral<T>::value, "T must be an integer, or have a specialization below");

@@ -1,8 +1,7 @@
 // The ring all-reduce, written once for the host and for the device.
 //
 // A Link moves elements to the next rank and reads and writes this rank's own. cpu/cpu_link.h uses
-// memory shared by threads or processes; cuda/cuda_link.cuh uses peer memory, with one Link for
-// each thread block. This file depends on neither.
+// shared memory; cuda/cuda_link.cuh uses peer memory, with one Link for each thread block.
 //
 // Each rank sends 2 (n - 1) messages of 1/n of the vector, which is optimal: Patarasuk & Yuan 2009,
 // https://doi.org/10.1016/j.jpdc.2008.09.002.
@@ -21,12 +20,11 @@ namespace jdp {
 
 struct Span {
   int64_t begin;  // elements
-  int64_t size;   // elements; 0 for the last chunks of a vector shorter than the ring
+  int64_t size;   // 0 for the last chunks of a vector shorter than the ring
 };
 
-// Returns the chunk with which `rank` (any integer, taken modulo `num_ranks`) starts, out of
-// `count` elements from `begin`. Every chunk begins at a multiple of `align`, so that vector loads
-// stay possible.
+// Returns the chunk with which `rank` (modulo `num_ranks`) starts, out of `count` elements from
+// `begin`. Every chunk begins at a multiple of `align`, for vector loads.
 JDP_HOST_DEVICE inline Span chunk_span(int rank, int num_ranks, int64_t begin, int64_t count,
                                        int64_t align) {
   const int64_t chunk = (rank % num_ranks + num_ranks) % num_ranks;

@@ -1,5 +1,4 @@
-// A bucket: leaves that one call reduces, gathers or exchanges. They need not be contiguous in
-// memory.
+// Leaves that one call reduces, gathers or exchanges. They need not be contiguous in memory.
 
 #pragma once
 
@@ -38,32 +37,30 @@ auto visit(Type type, Visitor visitor) {
 
 // In a reduce-scatter `in` is the whole leaf and `out` a slice of it, in an all-gather the reverse.
 // A whole leaf has rows, and each row has one run of elements for each rank:
-// [num_rows][num_ranks][run]. A rank's slice holds its runs: [num_rows][run].
-//
-// A leaf of a reduce-scatter may stay whole: it has no runs, and each rank gets all of its sums.
+// [num_rows][num_ranks][run]. A rank's slice holds its runs: [num_rows][run]. A leaf of a
+// reduce-scatter without runs stays whole: each rank gets all of its sums.
 //
 // An all-gather of a leaf may be in place: `in` is the whole leaf `out`, in which this rank's slice
 // is in its place. Only that is read, and only the others are written.
 //
-// In an all-to-all both are whole leaves: the slices of `in` go to one rank each, and those of
-// `out` come from one rank each. A slice has its elements in the same order in both, in other runs.
+// In an all-to-all both are whole leaves. A slice has its elements in the same order in both, in
+// other runs.
 struct Leaf {
   const void* in;
   void* out;            // may be `in` in an all-reduce and in an all-gather
   int64_t count;        // elements of the whole leaf
-  int64_t run = 0;      // elements of a slice in one row; 0 for a leaf that is not cut
+  int64_t run = 0;      // elements of a slice in one row; 0 for an uncut leaf
   int64_t out_run = 0;  // the same of `out`; 0 but in an all-to-all
 
   // Whether an all-gather is in place.
   bool is_in_place() const { return run > 0 && count > 0 && in == out; }
 
-  // Elements that one rank gets in a reduce-scatter, or gives in an all-gather or an all-to-all.
+  // Elements that a rank gets in a reduce-scatter, or gives in the other two.
   int64_t slice_count(int num_ranks) const { return run > 0 ? count / num_ranks : count; }
 };
 
 // Calls visitor(rank, at, offset, size) for each run in elements [begin, begin + size) of a whole
-// leaf. The run is elements [at, at + size) of the rank's slice, and `offset` is relative to
-// `begin`.
+// leaf. The run is elements [at, at + size) of the rank's slice; `offset` is relative to `begin`.
 template <typename Visitor>
 void runs_of_whole(int64_t run, int num_ranks, int64_t begin, int64_t size, Visitor visitor) {
   int64_t row = begin / run / num_ranks;
@@ -93,7 +90,7 @@ void runs_of_slice(int64_t run, int64_t begin, int64_t size, Visitor visitor) {
   }
 }
 
-// Copies elements [begin, begin + size) of the slice of `rank` in the whole leaf `whole`.
+// Copies elements [begin, begin + size) of a rank's slice in `whole`.
 template <typename T>
 void copy_from_slice(const T* whole, int64_t run, int rank, int num_ranks, int64_t begin,
                      int64_t size, T* to) {
@@ -124,7 +121,7 @@ class Bucket {
                       });
   }
 
-  // Returns a hash of the type, of all leaf sizes and of all slices (FNV-1a).
+  // Returns a hash of type, leaf sizes and slices (FNV-1a).
   uint64_t fingerprint() const {
     uint64_t hash = 14695981039346656037u ^ static_cast<uint64_t>(type_);
     const auto add = [&](int64_t number) {

@@ -27,10 +27,10 @@ JDP_EXPORT int jdp_reset();
 // must stay valid until the process ends.
 JDP_EXPORT void jdp_set_progress(void* progress);
 
-// Creates the shared memory of a communicator. All its processes then attach it, this one included.
+// Creates the memory of a communicator. All its processes then attach it, this one included.
 //
 // Returns: a file descriptor, which must stay open while the memory is attached; -1, and sets
-//   `jdp_last_error`, if the memory cannot be created.
+// `jdp_last_error`.
 JDP_EXPORT int jdp_segment_create(int32_t num_ranks, uint64_t* nonce);
 
 // Attaches this process's ranks to the memory that process `pid` of this host created.

@@ -12,8 +12,8 @@
 
 namespace jdp {
 
-// The result of a call: the sum of the leaves of all ranks; this rank's slice of that sum; the
-// whole leaves, of which each rank has a slice; or this rank's slices of the leaves of all ranks.
+// The result: the sum of the leaves of all ranks; this rank's slice of it; the whole leaves, of
+// which each rank has a slice; or this rank's slices of the leaves of all ranks.
 enum class Operation : int32_t {
   kAllReduce = 0,
   kReduceScatter = 1,
@@ -27,7 +27,7 @@ enum class Algorithm : int32_t { kDirect = 0, kRing = 1 };
 struct Call {
   int64_t run;           // identifies one execution of a program in this process
   int64_t communicator;  // 0: all ranks are threads of this process
-  int32_t group;         // number of the group of ranks that reduce together
+  int32_t group;         // of ranks that reduce together
   int32_t bucket;        // number of the call in the program
   int32_t rank;          // within the group
   int32_t num_ranks;     // of the group
@@ -36,12 +36,12 @@ struct Call {
   Operation operation = Operation::kAllReduce;
 };
 
-// Runs `call.operation` on `bucket` with the ranks that make the same call. A sum adds the ranks in
-// order, is scaled, and is rounded once, so a reduce-scatter returns the bits of a direct
-// all-reduce. Returns when the other ranks no longer access this rank's memory.
+// Runs `call.operation` with the ranks that make the same call. A sum adds the ranks in order, is
+// scaled, and is rounded once, so a reduce-scatter returns the bits of a direct all-reduce. Returns
+// when the other ranks no longer access this rank's memory.
 Status collective(const Call& call, const Bucket& bucket);
 
-// Errors that both implementations share. `nth` counts the calls of this bucket from 1.
+// `nth` counts the calls of this bucket from 1.
 Status timed_out(const Call& call, uint64_t nth, double waited_s, const std::vector<int>& missing);
 Status peer_gone(const Call& call, uint64_t nth, const std::vector<int>& gone);
 Status was_aborted(const Call& call, uint64_t nth, const std::string& reason);

@@ -9,7 +9,6 @@
 namespace jdp {
 namespace {
 
-// State of one of this process's ranks.
 struct LocalRank {
   std::mutex busy;                        // one call at a time
   std::map<int32_t, uint64_t> num_calls;  // by bucket

@@ -9,19 +9,18 @@ namespace jdp {
 // Runs `collective` if `call.communicator` is not 0.
 Status collective_in_segment(const Call& call, const Bucket& bucket);
 
-// Routes all later calls for this communicator and group through `segment`.
+// Routes later calls for this communicator and group through `segment`.
 void attach_communicator(int64_t communicator, int32_t group, std::shared_ptr<Segment> segment);
 
-// Ends the waits of all processes, in all communicators of this process.
+// Ends the waits of all processes in this process's communicators.
 void stop_communicators(const std::string& reason);
 
-// Restarts all communicators with counters of 0. Returns false and sets `why` if one cannot be
-// restarted. Every process must call it, in any order and any number of times: all of them attach
-// the latest segment. No call of this process may be running; calls of other processes end with an
-// error.
+// Restarts all communicators with counters of 0; false sets `why`. Every process must call it, in
+// any order and any number of times: all attach the latest segment. No call of this process may be
+// running; calls of other processes end with an error.
 bool renew_communicators(std::string* why);
 
-// Removes this process from all communicators. No call may be running.
+// Leaves all communicators. No call may be running.
 void detach_communicators();
 
 }  // namespace jdp

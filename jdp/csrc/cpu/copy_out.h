@@ -1,4 +1,4 @@
-// Copies arrays, or parts of them, to other memory, where each is a box of a larger array.
+// Copies boxes to other memory, where each is a box of a larger array.
 
 #pragma once
 
@@ -15,23 +15,20 @@ struct Loop {
   int64_t stride;  // bytes in the larger array
 };
 
-// Where bytes of an array go: runs of equal length, inside of loops, the outermost first.
+// Where bytes of an array go: equal runs inside of loops, outermost first.
 struct Place {
   char* target;
-  int64_t first;  // byte of the array that is copied first
+  int64_t first;  // byte of the array
   int64_t run_bytes;
   std::vector<Loop> loops;
 
-  // Bytes that are copied.
   int64_t num_bytes() const;
 };
 
 // Reads places as Python writes them, for each array: target, first, run_bytes, number of loops,
 // and count and stride of each loop.
 //
-// Args:
-//   words: [num_words] int64, of any alignment.
-// Returns: "" and sets `places`, or what is wrong.
+// `words`: [num_words] int64, of any alignment. Returns "" and sets `places`, or what is wrong.
 std::string read_places(const void* words, size_t num_words, std::vector<Place>* places);
 
 void copy_out(const char* source, const Place& place);

@@ -1,5 +1,4 @@
-// A Link between two ranks that share memory, as threads or as processes: a mailbox with a few
-// slots.
+// A Link between two ranks that share memory: a mailbox with a few slots.
 
 #pragma once
 
@@ -16,8 +15,8 @@
 
 namespace jdp {
 
-// Messages from one rank to the next. Counters continue from call to call: when a call ends, all
-// sent messages have been received.
+// Messages from one rank to the next. Counters continue from call to call: at its end, all sent
+// messages have been received.
 struct Mailbox {
   static constexpr int kNumSlots = 2;
   static constexpr int64_t kBytes = kSlotBytes / 2;  // 256 KiB
@@ -27,11 +26,11 @@ struct Mailbox {
   alignas(128) std::byte slots[kNumSlots][kBytes];
 };
 
-// Waits for a counter of a neighbour. The error names that neighbour.
+// The error of a wait names the neighbour.
 enum class Neighbour { kPrevious, kNext };
 using WaitForNeighbour = std::function<Status(Counter&, uint32_t target, Neighbour)>;
 
-// After a failed wait, all later calls do nothing, and `status()` returns the error.
+// After a failed wait, later calls do nothing, and `status()` returns the error.
 template <typename T>
 class CpuLink {
   using E = Element<T>;
@@ -157,7 +156,7 @@ class CpuLink {
   Status status_;
 };
 
-// Runs this rank's part of a ring all-reduce.
+// Runs this rank's part of a ring.
 inline Status ring_through(Mailbox& to_next, Mailbox& from_previous, const Bucket& bucket,
                            double scale, int rank, int num_ranks, const WaitForNeighbour& wait) {
   return visit(bucket.type(), [&](auto zero) {

@@ -1,4 +1,4 @@
-// The XLA custom calls of the CPU collectives: unpack buffers and attributes, and call the library.
+// The XLA custom calls of the CPU collectives.
 
 #include <algorithm>
 #include <optional>
@@ -13,9 +13,9 @@
 namespace jdp {
 namespace {
 
-// The attribute that differs between the operations: the Algorithm of an all-reduce; for the others
-// the dim along which each leaf is split, in an all-to-all followed by the one along which the
-// slices that arrive are joined. In a reduce-scatter it is kWhole for a leaf that stays whole.
+// The attribute that differs: the Algorithm of an all-reduce; for the others the dim along which
+// each leaf is split, in an all-to-all followed by the one along which arriving slices are joined.
+// In a reduce-scatter it is kWhole for a leaf that stays whole.
 constexpr int64_t kWhole = -1;
 using Dims = ffi::Span<const int64_t>;
 template <Operation operation>
@@ -30,7 +30,7 @@ constexpr bool is_copied(Operation operation) {
 
 constexpr size_t num_dims(Operation operation) { return operation == Operation::kAllToAll ? 2 : 1; }
 
-// A call with everything that it needs after XLA's frame is destroyed.
+// All that a call needs after XLA's frame is destroyed.
 struct Task {
   Call call;
   Bucket bucket;
@@ -51,7 +51,7 @@ double scale_of(const ffi::AnyBuffer& scale) {
 }
 
 // Returns why `out` is not `in` with dim `split` divided by the number of ranks, and dim `joined`
-// multiplied by it; "" if it is. A negative dim stays as it is.
+// multiplied by it; "" if it is. A negative dim stays.
 const char* why_not_slices(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out, int64_t split,
                            int64_t joined, int64_t num_ranks) {
   const auto dims = in.dimensions(), outs = out.dimensions();
@@ -69,7 +69,7 @@ const char* why_not_slices(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out, 
   return "";
 }
 
-// Elements of a slice in one row of the whole, which is cut along `dim`; 1 if it has none.
+// Elements of a slice in one row of the whole, cut along `dim`.
 int64_t run_of(const ffi::AnyBuffer& whole, int64_t dim, int64_t num_ranks) {
   int64_t run = whole.dimensions()[dim] / num_ranks;
   for (size_t i = dim + 1; i < whole.dimensions().size(); ++i) run *= whole.dimensions()[i];
@@ -80,7 +80,7 @@ Leaf leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
   return {in.untyped_data(), out.untyped_data(), static_cast<int64_t>(in.element_count())};
 }
 
-// As above, for a leaf that is cut along `dims`. Returns null and sets `why` if it is not.
+// As above, for a leaf cut along `dims`. Returns null and sets `why`.
 std::optional<Leaf> cut_leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out,
                                 const int64_t* dims, int64_t num_ranks, Operation operation,
                                 const char** why) {
@@ -173,7 +173,7 @@ ffi::Error handle(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ff
   return task.has_error() ? task.error() : task->run();
 }
 
-// Blocks a thread of jdp, for programs in which XLA's collectives may run at the same time.
+// Blocks a thread of jdp, since XLA's collectives may run at the same time.
 template <Operation operation>
 ffi::Future start(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
                   ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> token, ffi::RemainingArgs leaves,
@@ -206,8 +206,7 @@ constexpr auto& start_all_to_all = start<Operation::kAllToAll>;
 }  // namespace
 }  // namespace jdp
 
-// The version of the FFI headers that this library was built with. An older runtime must not load
-// it.
+// The version of the FFI headers. An older runtime must not load the library.
 extern "C" JDP_EXPORT int jdp_ffi_api_version();
 
 int jdp_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }

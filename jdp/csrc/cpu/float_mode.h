@@ -25,8 +25,8 @@ inline FloatMode float_mode() {
 inline void set_float_mode(const FloatMode& mode) { std::fesetenv(&mode); }
 #endif
 
-// Makes this thread round to nearest and keep subnormal numbers, for as long as the object exists.
-// XLA's threads flush them to 0, and a sum must not depend on the thread that computes it.
+// Makes this thread round to nearest and keep subnormal numbers while the object exists. XLA's
+// threads flush them, and a sum must not depend on the thread that computes it.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() {

@@ -11,7 +11,7 @@
 namespace jdp {
 namespace {
 
-// Threads are kept. There are as many as the largest number of tasks that have run at once.
+// Threads are kept, as many as the largest number of concurrent tasks.
 class Threads {
  public:
   void run(std::function<void()> task) {

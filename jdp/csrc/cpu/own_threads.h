@@ -6,8 +6,8 @@
 
 namespace jdp {
 
-// Runs `task` on a thread on which no other task waits. The thread uses the caller's float mode,
-// since XLA may run later operations on it.
+// Runs `task` on a thread without other tasks, in the caller's float mode, since XLA may run later
+// operations on it.
 void run_on_own_thread(std::function<void()> task);
 
 }  // namespace jdp

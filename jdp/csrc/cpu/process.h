@@ -14,10 +14,10 @@ Process this_process();
 
 inline int pid_of(Process process) { return static_cast<int>(process >> 40); }
 
-// Whether the process has ended. A zombie counts as ended. False if /proc cannot be read.
+// Whether the process has ended, as a zombie has. False if /proc cannot be read.
 //
-// Reads /proc instead of testing a file lock: the kernel releases POSIX locks when any code in the
-// process closes the file, and other locks are inherited by forked children.
+// A file lock would not do: the kernel releases POSIX locks when any code in the process closes the
+// file, and forked children inherit other locks.
 bool has_ended(Process process);
 
 }  // namespace jdp

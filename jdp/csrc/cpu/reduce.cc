@@ -8,8 +8,8 @@
 namespace jdp {
 namespace {
 
-// The sums and results of a block stay in the L1 cache for any number of ranks. Local arrays alias
-// nothing, so compilers vectorize the loops.
+// Stays in the L1 cache for any number of ranks. Local arrays alias nothing, so compilers vectorize
+// the loops.
 constexpr int64_t kBlockBytes = 4096;
 
 // Calls store(begin, results, size) for each block.
@@ -50,7 +50,7 @@ inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs,
 }
 
 #ifdef __x86_64__
-// The library may run on another CPU than it was built on, so detect features at run time.
+// The library may run on another CPU than it was built on.
 const bool has_avx2 = __builtin_cpu_supports("avx2");
 
 template <typename T, typename Store>

@@ -1,4 +1,4 @@
-// The arithmetic: sums the elements of all ranks.
+// Sums the elements of all ranks.
 
 #pragma once
 
@@ -9,14 +9,12 @@
 namespace jdp {
 
 // Writes the sum of `num_inputs` (>= 1) vectors, added in order, scaled and rounded once, to each
-// of `num_outputs` vectors. An output may be the same vector as an input, but must not partly
-// overlap one.
+// of `num_outputs` vectors. An output may be an input, but must not partly overlap one.
 template <typename T>
 void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
             int64_t count, typename Element<T>::Scale scale);
 
-// The same for elements [begin, begin + count) of a whole leaf with `num_inputs` slices of these
-// runs (see Leaf). Writes each sum to its slice.
+// The same for elements [begin, begin + count) of a whole leaf; writes each sum to its slice.
 template <typename T>
 void reduce_to_slices(const T* const* inputs, int num_inputs, T* const* slices, int64_t run,
                       int64_t begin, int64_t count, typename Element<T>::Scale scale);

@@ -10,8 +10,8 @@
 namespace jdp {
 namespace {
 
-// Bytes of a tile in one rank's memory. With smaller tiles ranks claim more often. With larger ones
-// ranks wait longer at the end.
+// Bytes of a tile in one rank's memory. Smaller tiles are claimed more often; larger ones cost
+// waits at the end.
 constexpr int64_t kTileBytes = kSlotBytes / 8;  // 64 KiB
 
 // Naps of 20 ms after the deadline.
@@ -117,7 +117,7 @@ Status Rendezvous::wait_for_ranks(const Call& call) {
     advance(failed_, 1);
     advance(opened_, 1);
   }
-  // Once all ranks have joined, only a ring can fail.
+  // All ranks have joined: only a ring can fail.
   return reached(failed_, 1) ? failure() : Status{};
 }
 
@@ -143,8 +143,7 @@ void Rendezvous::do_tiles(int rank) {
     const int64_t tile = next_tile_.fetch_add(1, std::memory_order_relaxed);
     if (tile >= num_tiles_) break;
     pause_at(Stage::kTile);
-    // A rank that arrives late claims no tile, so it does not read the bucket of a rank that has
-    // left.
+    // A late rank claims no tile, so it does not read the bucket of a rank that has left.
     const int64_t begin = tile * tile_;
     do_tile(first_, buckets_, begin, std::min(tile_, buckets_[0]->count() - begin));
   }
@@ -169,10 +168,9 @@ Status Rendezvous::take_part(const Call& call, const Bucket& bucket) {
   return {};
 }
 
-// All tiles are claimed. Threads that are still computing tiles write into every rank's memory, so
-// a rank must not return an error before they finish, and then there is a result. A thread that
-// does not finish within this time never will (a debugger stopped it, or the memory is unmapped).
-// The memory cannot be used again, so the process aborts.
+// All tiles are claimed. Threads that still compute tiles write into every rank's memory, so a rank
+// must not return an error before they finish. A thread that does not finish within this time never
+// will (a debugger stopped it, or the memory is unmapped), so the process aborts.
 void Rendezvous::wait_for_tiles(const Call& call) {
   const Stopwatch watch;
   int num_naps_late = 0;

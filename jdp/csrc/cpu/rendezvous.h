@@ -1,4 +1,4 @@
-// The meeting of the ranks of one process for one collective call.
+// The meeting of a process's ranks for one collective call.
 
 #pragma once
 
@@ -14,17 +14,17 @@
 
 namespace jdp {
 
-// Guards the membership of all rendezvous.
+// Guards all rendezvous.
 std::mutex& rendezvous_mutex();
 
-// One call of all ranks of a group. Once all have joined, every running rank claims and computes
-// tiles of all ranks' leaves, so a rank that sleeps or has no core delays no other.
+// Once all ranks have joined, every running rank claims and computes tiles of all ranks' leaves, so
+// a rank that sleeps or has no core delays no other.
 class Rendezvous {
  public:
-  // `nth`: number of this call among those of its group and bucket, for errors.
+  // `nth`: of this call among those of its group and bucket.
   Rendezvous(const Call& first, const Bucket& bucket, uint64_t nth);
 
-  // Returns true once all expected ranks have joined. The caller holds `rendezvous_mutex`.
+  // Returns true once all have joined. The caller holds `rendezvous_mutex`.
   bool join(const Call& call, const Bucket& bucket);
 
   // Waits for the other ranks, and computes tiles.
@@ -54,7 +54,7 @@ class Rendezvous {
   Counter failed_;  // 1: the call failed
   std::atomic<int64_t> next_tile_{0};
   std::atomic<int64_t> num_done_{0};
-  std::vector<std::atomic<bool>> is_working_;  // by rank: may be computing a tile
+  std::vector<std::atomic<bool>> is_working_;  // may be computing a tile
   Counter finished_;                           // 1: all tiles are done
 };
 

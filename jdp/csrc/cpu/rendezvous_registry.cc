@@ -36,7 +36,7 @@ class Registry {
 
  private:
   using Key = std::tuple<int64_t, int32_t, int32_t>;
-  // A failed rendezvous stays until all its ranks have joined, so that late ones fail too.
+  // A failed one stays until all its ranks have joined, so that late ones fail too.
   std::map<Key, std::shared_ptr<Rendezvous>> rendezvous_;
   std::map<std::pair<int32_t, int32_t>, uint64_t> num_calls_;  // by group and bucket
 };

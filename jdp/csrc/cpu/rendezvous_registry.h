@@ -1,4 +1,4 @@
-// Collectives between threads of one process: each rank joins a rendezvous with its bucket.
+// Collectives between threads of one process.
 
 #pragma once
 

@@ -33,12 +33,12 @@ struct Segment::Header {
   uint64_t layout;
   uint64_t nonce;
   int64_t num_ranks;
-  // At byte 64. Any process that can open the file may write 1 here to end every wait.
+  // At byte 64. Any process that can open the file may write 1 here, which ends every wait.
   alignas(64) std::atomic<uint32_t> stopped;
   Code code;
   char message[1024];
-  // The segment that replaces this one; `successor` is its nonce, 0 if there is none. A process may
-  // die while it holds the lock and leave these fields half written, so `attach` checks them.
+  // `successor` is the nonce of the segment that replaces this one, or 0. A process may die while
+  // it holds the lock and leave these fields half written, so `attach` checks them.
   pthread_mutex_t renewal;
   int32_t successor_pid;
   int32_t successor_fd;
@@ -60,7 +60,7 @@ int Segment::create(int num_ranks, uint64_t* nonce) {
     return -1;
   }
   static_assert(sizeof(Header) <= kHeaderBytes, "seats start after the header");
-  // A new file is all zeros, the initial value of the counters.
+  // A new file is all zeros, as the counters must be.
   Header* header = static_cast<Header*>(memory);
   header->layout = kLayout;
   header->nonce = *nonce;
@@ -147,7 +147,7 @@ std::shared_ptr<Segment> Segment::renew(Segment& first, Segment& current, std::s
                   current.local_ranks_, why);
   };
   if (header.successor != 0 && header.successor != current.header().nonce) {
-    // Its creator may have ended, and the segment may be stopped already.
+    // Its creator may have ended, and it may be stopped already.
     const auto newest = successor();
     if (newest && !newest->is_stopped()) return newest;
   }

@@ -1,7 +1,7 @@
 // The memory that processes of one host share, and its layout.
 //
-// It is an anonymous file (memfd_create), which the other processes open through /proc. It has no
-// name that could remain, and is freed with the last process that uses it, even if that is killed.
+// It is an anonymous file (memfd_create), which the others open through /proc. It has no name that
+// could remain, and is freed with its last process.
 
 #pragma once
 
@@ -28,9 +28,9 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 48, "signatures are compared byte by byte: no padding");
 
-// One rank's part of a round. `data` holds its elements, which other ranks read, and `result` the
-// sum of its own chunk in an all-reduce. They are separate because the last round of a bucket is
-// shorter, so a rank's own chunk is at different bytes in different rounds.
+// One rank's part of a round. `data` holds its elements, and `result` the sum of its own chunk in
+// an all-reduce. They are separate because the last round of a bucket is shorter, so a rank's own
+// chunk is at different bytes in different rounds.
 struct Slot {
   static constexpr int64_t kBytes = kSlotBytes;
 
@@ -42,8 +42,8 @@ struct Slot {
   alignas(128) std::byte result[kBytes / 2];
 };
 
-// One rank's part of the memory, written by that rank alone. Counters count the rounds since the
-// segment was created, modulo 2^32.
+// One rank's part of the memory, written by that rank alone. Counters count all rounds, modulo
+// 2^32.
 struct Seat {
   static constexpr int kNumSlots = 3;  // three are enough: see segment_call.cc
 
@@ -57,20 +57,18 @@ struct Seat {
 
 class Segment {
  public:
-  // Creates the memory for `num_ranks` ranks and returns its file; -1 and errno on failure.
+  // Creates the memory, and returns its file; -1 and errno on failure.
   static int create(int num_ranks, uint64_t* nonce);
 
-  // Opens file `fd` of process `pid` for the ranks of this process. Returns null and sets `why` on
-  // failure.
+  // Opens file `fd` of process `pid` for the ranks of this process; null sets `why`.
   static std::shared_ptr<Segment> attach(int pid, int fd, uint64_t nonce, int num_ranks,
                                          const std::vector<int>& local_ranks, std::string* why);
 
-  // Returns the segment that replaces `current`, for the same ranks of this process: the latest
-  // one, if another process has created it already, else a new one. Returns null and sets `why` on
-  // failure.
+  // Returns the segment that replaces `current`: the latest one, if another process has created it
+  // already, else a new one. Null sets `why`.
   //
-  // `first` is the segment that all processes attached first; it holds the address of the latest
-  // one. `current` is stopped, so that peers that still use it get an error.
+  // `first`, which all processes attached, holds the address of the latest one. `current` is
+  // stopped, so that peers that still use it get an error.
   static std::shared_ptr<Segment> renew(Segment& first, Segment& current, std::string* why);
 
   Segment(const Segment&) = delete;
@@ -83,10 +81,9 @@ class Segment {
   // Whether the process of this rank has ended. False until it has attached.
   bool is_gone(int rank);
 
-  // Ends every current and later wait of every process. Only the first call's reason is kept.
+  // Ends every current and later wait of every process; the first reason is kept.
   Status stop(const Status& why);
   bool is_stopped() const;
-  // The reason that the first call of `stop` gave.
   Status stop_reason() const;
 
  private:

@@ -9,7 +9,7 @@
 namespace jdp {
 namespace {
 
-// Up to this size, reading all data from all ranks is faster than waiting twice.
+// Up to this size, reading all data from all ranks beats waiting twice.
 constexpr int64_t kOneShotBytes = kSlotBytes / 16;  // 32 KiB
 
 }  // namespace
@@ -19,7 +19,7 @@ Status SegmentCall::all_reduce() {
   constexpr int64_t kSize = sizeof(T);
   one_shot_ = bucket_.count() * kSize <= kOneShotBytes;
   const int64_t width = Slot::kBytes / kSize;
-  // An empty bucket takes one round, in which the ranks compare their signatures.
+  // An empty bucket takes one round, which compares the signatures.
   const int64_t num_rounds = std::max<int64_t>(1, (bucket_.count() + width - 1) / width);
   const auto span = [&](int64_t round) {
     return Span{round * width, std::min(width, bucket_.count() - round * width)};

@@ -6,10 +6,9 @@
 
 namespace jdp {
 
-// A bucket is reduced, gathered or exchanged in rounds of one slot. In each round a rank copies its
-// elements into its slot, waits until all ranks have done so, and reads the slots of all ranks. See
-// segment_call.cc for the all-reduce and segment_shards.cc for the other operations. Rounds
-// overlap: a rank copies the elements of the next round before it waits for this one.
+// In each round a rank copies its elements into its slot, waits until all ranks have done so, and
+// reads all slots. Rounds overlap: a rank copies the elements of the next round before it waits for
+// this one. See segment_call.cc for the all-reduce, segment_shards.cc for the other operations.
 class SegmentCall {
  public:
   // `nth` counts the calls of this bucket from 1.
@@ -41,8 +40,7 @@ class SegmentCall {
 
   Status ring();
 
-  // Reduce-scatter, all-gather and all-to-all. A Span counts elements of one rank's slices,
-  // concatenated.
+  // A Span counts elements of one rank's slices, concatenated.
   Status reduce_scatter();
   template <typename T>
   Status reduce_scatter();

@@ -3,8 +3,7 @@
 // A rank writes the elements that others read into its slots: n - 1 slices of S / n bytes in a
 // reduce-scatter or an all-to-all, one slice in an all-gather. It reads n - 1 slices from the
 // others' slots. An all-reduce copies as much in each of its halves. A leaf of a reduce-scatter
-// that stays whole is written once, into this rank's chunk, and read by all, for which it should be
-// small.
+// that stays whole is written once, into this rank's chunk, and read by all.
 
 #include <algorithm>
 #include <cstring>
@@ -17,12 +16,12 @@ namespace jdp {
 // Calls publish(round, span) and read(round, span) for each `width` elements of a rank's slices.
 //
 // The slot of round r is written again in round r + 3, so all ranks must have read r by then. A
-// rank waits for this after it has read r + 1, when most ranks have read r. It does not wait until
-// all ranks have read the last round: see `sign`.
+// rank waits for this after it has read r + 1, when most ranks have read r. For the last round see
+// `sign`.
 template <typename Publish, typename Read>
 Status SegmentCall::in_rounds(int64_t width, Publish publish, Read read) {
   const int64_t count = bucket_.slice_count(call_.num_ranks);
-  // An empty bucket takes one round, in which the ranks compare their signatures.
+  // An empty bucket takes one round, which compares the signatures.
   const int64_t num_rounds = std::max<int64_t>(1, (count + width - 1) / width);
   const auto span = [&](int64_t round) {
     return Span{round * width, std::min(width, count - round * width)};

@@ -8,7 +8,7 @@
 namespace jdp {
 namespace {
 
-// A gathered block stays in the L1 cache while it is copied to all ranks.
+// Stays in the L1 cache while it is copied to all ranks.
 constexpr int64_t kBlockBytes = 4096;
 
 using Buckets = std::vector<const Bucket*>;
@@ -34,8 +34,8 @@ void sum_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t s
   });
 }
 
-// Returns `size` bytes of a whole leaf, from `begin`: where they are, if they are part of one run,
-// else gathered in `block`. The leaf is not in place.
+// Returns `size` bytes of a whole leaf, from `begin`: where they are, if they are in one run, else
+// gathered in `block`. The leaf is not in place.
 const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, int64_t size,
                           std::byte* block) {
   const int num_ranks = static_cast<int>(buckets.size());
@@ -52,8 +52,7 @@ const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, i
   return result;
 }
 
-// Copies `size` bytes of a whole leaf that is in place, from `begin`, to the ranks that do not own
-// them.
+// Copies `size` bytes of a whole leaf in place, from `begin`, to the ranks that do not own them.
 void gather_in_place(const Buckets& buckets, size_t index, int64_t begin, int64_t size) {
   const int num_ranks = static_cast<int>(buckets.size());
   runs_of_whole(buckets[0]->leaf(index).run, num_ranks, begin, size,

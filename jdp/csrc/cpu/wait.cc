@@ -12,12 +12,12 @@
 namespace jdp {
 namespace {
 
-// Ranks with equal work rarely differ by more than this. A sleep costs half as much.
+// Ranks with equal work rarely differ by more. A sleep costs half as much.
 constexpr std::chrono::microseconds kSpin(100);
 // The longest sleep between two checks for aborts, deadlines and dead peers.
 constexpr long kNapNs = 20'000'000;
 
-// Processes may compile for minutes before they start to communicate.
+// Processes may compile for minutes before they communicate.
 std::atomic<double> timeout{300.0};
 std::atomic<bool> is_aborted{false};
 std::mutex reason_mutex;
@@ -34,7 +34,7 @@ void pause() {
 #endif
 }
 
-// Not FUTEX_PRIVATE_FLAG: the word may lie in memory that processes share.
+// Not FUTEX_PRIVATE_FLAG: processes may share the word's memory.
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* nap) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nap, nullptr, 0);
 }
@@ -58,7 +58,7 @@ bool wait_briefly(Counter& counter, uint32_t target) {
       if (reached(counter, target)) return true;
       pause();
     }
-    // The rank that this one waits for may need this core.
+    // The awaited rank may need this core.
     sched_yield();
   } while (std::chrono::steady_clock::now() < end);
   counter.num_sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -11,8 +11,7 @@ class Arena {
  public:
   explicit Arena(int64_t capacity) : capacity_(capacity) {}
 
-  // Allocates `bytes` in the first gap that fits. Returns its offset, a multiple of 256; -1: no gap
-  // is large enough.
+  // Returns the offset of the first gap that fits, a multiple of 256; -1: none does.
   int64_t allocate(int64_t bytes) {
     const int64_t size = rounded(bytes);
     int64_t begin = 0;

@@ -29,8 +29,8 @@ inline int64_t bytes_of(Type type) {
   return 0;
 }
 
-// A leaf. In the vector that is reduced it begins at a multiple of 16 bytes, so that each 16 bytes
-// of a message belong to one leaf. The padding at its end is sent but not read.
+// A leaf. In the reduced vector it begins at a multiple of 16 bytes, so that each 16 bytes of a
+// message belong to one leaf. The padding at its end is sent but not read.
 struct Segment {
   const void* in;
   void* out;      // may be `in`
@@ -38,20 +38,20 @@ struct Segment {
   int32_t begin;  // in the vector, units of 16 bytes
 };
 
-// As many as fit into the 4 KiB of kernel parameters. More leaves take several launches. So the
-// table needs no device memory, no copy and no wait.
+// As many as fit into the 4 KiB of kernel parameters, so that the table needs no device memory, no
+// copy and no wait. More leaves take several launches.
 constexpr int kMaxSegments = 96;
 
-// In pinned host memory, so that the host reads it without a CUDA call.
+// In pinned host memory, which the host reads without a CUDA call.
 struct Report {
   uint32_t outcome;  // an Outcome, written last
-  uint32_t call;     // number of the call of this channel since the last reset, from 0
+  uint32_t call;     // of this channel since the last reset, from 0
   int32_t bucket;
   int32_t rank;
-  int32_t gave_up;  // kAborted: the rank whose abort reached this one, -1: this host. Else: `rank`
-  int32_t peer;     // the rank that `gave_up` waited for; -1: none, the host aborted
-  int32_t step;     // successful waits of this call
-  uint32_t why;     // an Outcome: why `gave_up` gave up
+  int32_t gave_up;      // kAborted: the rank whose abort reached this one, or -1. Else: `rank`
+  int32_t peer;         // that `gave_up` waited for; -1: none, the host aborted
+  int32_t step;         // successful waits of this call
+  uint32_t why;         // an Outcome: why `gave_up` gave up
   int32_t num_vectors;  // of this rank's bucket
   Tag sent;             // kMismatched: the tag that `peer` sent
   uint32_t abort;       // written by the host: end every wait

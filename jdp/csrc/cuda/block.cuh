@@ -1,8 +1,7 @@
-// The operations of a thread block that the links use: barriers, flags that other devices read, a
-// clock.
+// The operations of a thread block that the links use: barriers, flags, a clock.
 //
-// tests/csrc/cuda/host_block.h implements the same members with host threads, so that the kernels'
-// source also runs under ThreadSanitizer.
+// tests/csrc/cuda/host_block.h implements them with host threads, so that the kernels' source also
+// runs under ThreadSanitizer.
 
 #pragma once
 

@@ -12,7 +12,7 @@ extern "C" {
 // -1 on a machine without a driver.
 JDP_EXPORT int jdp_cuda_num_devices();
 
-// Returns 0: PCIe; 1: NVLink between all GPUs that this process sees; -1: see jdp_cuda_last_error.
+// 0: PCIe; 1: NVLink between all GPUs that this process sees.
 JDP_EXPORT int jdp_cuda_topology();
 
 // Opens one rank's end of a communicator. Then call, with a barrier over all ranks after each:
@@ -43,10 +43,10 @@ JDP_EXPORT int jdp_cuda_probe_read(int64_t communicator, int32_t ordinal);
 JDP_EXPORT int jdp_cuda_reserve(int64_t communicator, int32_t ordinal, int64_t arena_bytes);
 // Device memory that this rank holds, in bytes; -1: no such communicator.
 JDP_EXPORT int64_t jdp_cuda_memory_bytes(int64_t communicator, int32_t ordinal);
-// The number of buckets that were reduced a second time because XLA had moved their leaves; -1: no
-// such communicator.
+// Buckets that were reduced a second time because XLA had moved their leaves; -1: no such
+// communicator.
 JDP_EXPORT int64_t jdp_cuda_num_repeated(int64_t communicator, int32_t ordinal);
-// One line that says which algorithm reduces which size. Valid until this thread's next call.
+// One line with the algorithm for each size. Valid until this thread's next call.
 JDP_EXPORT const char* jdp_cuda_describe(int64_t communicator, int32_t ordinal);
 
 // The time limit of every wait of this process, in seconds; 0: none. The default is 30.
@@ -62,8 +62,7 @@ JDP_EXPORT int jdp_cuda_reset(int64_t communicator, int32_t ordinal);
 // The error message of this thread's last failed call.
 JDP_EXPORT const char* jdp_cuda_last_error();
 
-// The version of the FFI headers that this library was built with. An older runtime must not load
-// it.
+// The version of the FFI headers. An older runtime must not load the library.
 JDP_EXPORT int jdp_ffi_api_version();
 
 }  // extern "C"

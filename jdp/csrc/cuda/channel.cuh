@@ -1,5 +1,5 @@
-// The part that the blocks of all algorithms share: this channel's part of the vector, waits for
-// peers, and the end of a call that fails.
+// What the blocks of all algorithms share: this channel's part of the vector, waits for peers, and
+// the end of a failed call.
 
 #pragma once
 
@@ -15,7 +15,7 @@ JDP_DEVICE bool reached(uint32_t counter, uint32_t target) {
   return static_cast<int32_t>(counter - target) >= 0;
 }
 
-// Every member must be called by all threads of the block, unless its comment says one thread.
+// All threads of the block call every member, unless its comment says one thread.
 template <typename T, typename Block>
 class Channel {
  public:
@@ -38,7 +38,7 @@ class Channel {
   // The first `num_askers` threads each poll `missing(asker)` until it returns -1 instead of a
   // rank. Then each checks `received(asker)`: the rank that sent a message, and its tag or nullptr.
   // Returns false if a rank stayed missing, a message belongs to another bucket or call, or there
-  // is an abort. From then on nothing may be sent or read.
+  // is an abort. From then on do not send or read.
   template <typename Missing, typename Received>
   JDP_DEVICE bool wait(int num_askers, Missing missing, Received received) {
     if (failed_) return false;
@@ -51,8 +51,8 @@ class Channel {
     return !failed_;
   }
 
-  // Must be called last. After a failure, the output must not look like a result: it is filled with
-  // ones, which is NaN in every floating-point type.
+  // Call it last. After a failure the output is filled with ones, which is NaN in every
+  // floating-point type.
   JDP_DEVICE void end_call() {
     if (failed_) {
       Vector<T> ones;
@@ -70,7 +70,6 @@ class Channel {
     }
   }
 
-  // Whether the call has failed, so that nothing may be sent or read.
   JDP_DEVICE bool failed() const { return failed_; }
 
   struct From {
@@ -78,7 +77,6 @@ class Channel {
     const Tag* tag;
   };
 
-  // The tag of the messages of this call.
   JDP_DEVICE Tag tag() const { return {arguments.bucket, state.call, arguments.num_vectors}; }
 
   JDP_DEVICE const Staging* own() const { return &arguments.staging[arguments.rank]; }
@@ -91,8 +89,7 @@ class Channel {
   const Span span;  // this channel's part, in units of 16 bytes
 
  private:
-  // By one thread. The clock and the abort flags are slow to read, so only one poll in 64 reads
-  // them.
+  // By one thread. The clock and the abort flags are slow to read: one poll in 64 reads them.
   template <typename Missing>
   JDP_DEVICE bool poll(Missing missing) {
     uint64_t begin_ns = 0;

@@ -89,7 +89,7 @@ Status Communicator::load() {
 Communicator::~Communicator() {
   const OnDevice on_device(setup_.device);
   if (!on_device.status().ok()) return;  // the driver has shut down
-  if (report_) abort();                  // end the waits of this rank's kernels
+  if (report_) abort();
   if (stream_) cudaStreamSynchronize(stream_);
   if (is_resident_) residency().release(setup_.device, plan_.layout.num_channels);
   for (void* memory : imported_) cudaIpcCloseMemHandle(memory);
@@ -104,7 +104,7 @@ Communicator::~Communicator() {
 }
 
 Status Communicator::clear_flags() {
-  abort();  // end kernels that still wait for a rank, even without a deadline
+  abort();  // even without a deadline
   JDP_CUDA(cudaStreamSynchronize(stream_));
   JDP_CUDA(cudaMemsetAsync(staging_[setup_.rank].base, 0, flags_bytes(plan_.layout), stream_));
   JDP_CUDA(cudaStreamSynchronize(stream_));
@@ -119,7 +119,7 @@ Arguments Communicator::arguments() const {
   arguments.layout = plan_.layout;
   std::copy(std::begin(staging_), std::end(staging_), arguments.staging);
   arguments.report = report_;
-  // A limit that is not positive, or longer than 30 years, means no deadline.
+  // Not positive, or longer than 30 years, means no deadline.
   const double limit_s = timeout_s();
   arguments.timeout_ns = limit_s > 0 && limit_s < 1e9 ? static_cast<uint64_t>(limit_s * 1e9) : 0;
   arguments.rank = setup_.rank;

@@ -1,8 +1,7 @@
 // One rank's end of a communicator: its memory, its mappings of peer memory, its stream.
-// Independent of XLA.
 //
-// A rank is one GPU of this process; other ranks are in this process or in another one of this
-// host. It is set up in steps, with a barrier over all ranks after each: `open`; `connect` with the
+// A rank is one GPU of this process; other ranks are in this process or another one of this host.
+// It is set up in steps, with a barrier over all ranks after each: `open`; `connect` with the
 // `blob` of every rank; `probe_write`; `probe_read`. Later calls only enqueue: they do not
 // allocate, and wait only for the host threads of this process's other devices.
 
@@ -28,10 +27,10 @@ struct Setup {
   int rank;
   int num_ranks;
   Topology topology;
-  int64_t arena_bytes;  // for the results of all buckets between their start and their done
+  int64_t arena_bytes;  // for the results between their start and their done
 };
 
-// The data that a rank sends to its peers: plain bytes, of the same size on all ranks.
+// What a rank sends to its peers: plain bytes, of the same size on all ranks.
 struct Blob {
   uint64_t version;
   uint64_t process;  // a random number that identifies the process
@@ -49,7 +48,7 @@ struct Leaf {
 
 class Communicator {
  public:
-  // Allocates memory, creates the stream and events, and loads all kernels.
+  // Allocates memory, and loads all kernels.
   static Status open(const Setup& setup, std::unique_ptr<Communicator>* communicator);
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -63,10 +62,10 @@ class Communicator {
   Status probe_write();
   Status probe_read();
 
-  // Makes `start` wait for the other devices of this process, see device_barrier.h. `ordinal`:
-  // XLA's number of this device.
+  // Makes `start` wait for the other devices of this process, see device_barrier.h. `ordinal` is
+  // XLA's.
   void join_barrier(int32_t ordinal, std::shared_ptr<DeviceBarrier> devices);
-  // Removes this device from the barrier. Returns whether it was the last one.
+  // Returns whether this device was the last one.
   bool leave_barrier();
 
   // Enqueues the reduction of the leaves after the work on `stream`. The mean stays in the arena
@@ -78,26 +77,22 @@ class Communicator {
   // Enqueues on `stream` a copy of the result to `to`. `from` are the leaves of `start`.
   Status finish(int bucket, Type type, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
                 cudaStream_t stream);
-  // Loads the kernels on this device, unless they are loaded.
   Status load();
-  // Reports that this device's run has failed for another reason, so that the other devices stop
-  // waiting for it.
+  // Reports that this device's run has failed for another reason, so that the others stop waiting.
   void give_up(const Status& why);
 
-  // Returns the failure of an earlier call, if it is known: a rank that did not answer, or an
-  // abort.
+  // Returns the failure of an earlier call, if it is known.
   Status failure() const;
-  // Ends all waits of this rank's kernels and of its peers' kernels.
+  // Ends all waits of this rank's kernels and of its peers'.
   void abort();
-  // Restores the state after probe_read. Must be called on all ranks, between two barriers.
+  // Restores the state after probe_read. On all ranks, between two barriers.
   Status reset();
   // Grows the arena to at least `arena_bytes`. Nothing may be in flight.
   Status reserve(int64_t arena_bytes);
 
   const Plan& plan() const { return plan_; }
-  // Device memory that this rank holds.
   int64_t memory_bytes() const;
-  // The number of buckets that `finish` reduced again, because XLA had moved their leaves.
+  // Buckets that `finish` reduced again, because XLA had moved their leaves.
   int64_t num_repeated() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return num_repeated_;
@@ -163,7 +158,7 @@ class Communicator {
 void set_timeout_s(double timeout_s);
 double timeout_s();
 
-// Finds whether all GPUs that this process sees are connected by NVLink.
+// Whether NVLink connects all GPUs that this process sees.
 Status find_topology(Topology* topology);
 
 }  // namespace jdp

@@ -18,7 +18,7 @@ inline Status of_cuda(cudaError_t error, const char* what) {
   return {Code::kUnavailable, std::string("jdp: ") + what + ": " + cudaGetErrorString(error)};
 }
 
-// Whether a context is current on this thread. Asks the driver, which is loaded if there is one.
+// Asks the driver, which is loaded if there is one.
 inline bool has_context() {
   using Get = int (*)(void**);
   static std::atomic<Get> found{nullptr};
@@ -35,8 +35,8 @@ inline bool has_context() {
   return get(&context) == 0 && context;
 }
 
-// Makes a device current, and restores the previous one when destroyed. If `status` is an error,
-// another device is current and no CUDA call may follow.
+// Makes a device current, and restores the previous one. If `status` is an error, another device is
+// current and no CUDA call may follow.
 //
 // On a thread without a context, device 0 is said to be current. To restore it would make a context
 // there, which takes some 500 MB of a GPU that another process may drive.

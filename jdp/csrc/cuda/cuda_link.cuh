@@ -11,7 +11,7 @@
 
 namespace jdp {
 
-// Spans count units of 16 bytes of elements, from the start of the channel's part.
+// Spans count units of 16 bytes, from the start of the channel's part.
 template <typename T, typename Block>
 class CudaLink {
  public:
@@ -162,8 +162,7 @@ class CudaLink {
     return channel_.wait(1, missing, received);
   }
 
-  // The barrier ensures that a message is complete before it is announced, and read before its slot
-  // is freed.
+  // The barrier: a message is complete before it is announced, and read before its slot is freed.
   JDP_DEVICE void advance(bool receive, bool send) {
     channel_.block.sync();
     channel_.state.sent += send;

@@ -20,13 +20,13 @@ namespace jdp {
 
 class DeviceBarrier {
  public:
-  // Adds a device that all others wait for. No thread may be waiting.
+  // All others wait for the device. No thread may be waiting.
   void add_device(int32_t ordinal) {
     std::lock_guard<std::mutex> lock(mutex_);
     members_.insert(ordinal);
   }
 
-  // Removes a device, so that no other waits for it. Returns whether it was the last one.
+  // Returns whether the device was the last one.
   bool remove_device(int32_t ordinal) {
     std::lock_guard<std::mutex> lock(mutex_);
     members_.erase(ordinal);
@@ -35,8 +35,8 @@ class DeviceBarrier {
     return members_.empty();
   }
 
-  // Returns when all devices have reached `where`. A `timeout_s` of 0 means no limit. All devices
-  // get the first error, until `reset`.
+  // Returns when all devices have reached `where`. A `timeout_s` of 0 means no limit. All get the
+  // first error, until `reset`.
   Status wait(int32_t ordinal, const std::string& where, double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!failure_.ok()) return failure_;
@@ -65,7 +65,7 @@ class DeviceBarrier {
     return round_ != round ? Status() : failure_;
   }
 
-  // Ends all current and later waits with this error. The first error is kept.
+  // Ends all current and later waits; the first error is kept.
   void abort(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     fail(why);

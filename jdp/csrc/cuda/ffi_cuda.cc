@@ -1,5 +1,4 @@
-// The XLA custom calls of the CUDA all-reduce: unpack buffers and attributes, and call a
-// communicator.
+// The XLA custom calls of the CUDA all-reduce.
 //
 // No handler is marked as compatible with command buffers: inside a CUDA graph the ring could not
 // run beside the step, and would be an unjoined fork.
@@ -14,7 +13,6 @@
 namespace jdp {
 namespace {
 
-// Finds the communicator of a call, or returns the reason why there is none.
 Status find_for(int64_t key, int32_t ordinal, int32_t num_ranks, int32_t bucket,
                 std::shared_ptr<Communicator>* communicator) {
   *communicator = find(key, ordinal);
@@ -30,8 +28,7 @@ Status find_for(int64_t key, int32_t ordinal, int32_t num_ranks, int32_t bucket,
                                          std::to_string(num_ranks)};
 }
 
-// XLA calls this in every run of a program, before its first kernel, so that failures occur while
-// no ring waits.
+// XLA calls this before the first kernel of every run, so that failures occur while no ring waits.
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets, int32_t bucket,
                       int32_t num_ranks, int64_t key) {
   std::shared_ptr<Communicator> communicator;

@@ -1,4 +1,4 @@
-// Launches the kernels. Independent of XLA.
+// Launches the kernels.
 
 #pragma once
 
@@ -10,26 +10,26 @@
 
 namespace jdp {
 
-// Makes the driver load every kernel on the current device now. A load at the first launch could
-// wait for a running kernel that waits for this launch.
+// Makes the driver load every kernel on the current device. A load at the first launch could wait
+// for a running kernel that waits for this launch.
 cudaError_t load_kernels();
 
-// Computes how many blocks of any of the kernels the current device runs at once.
+// Computes how many blocks of any kernel the current device runs at once.
 cudaError_t count_resident_blocks(int* num_blocks);
 
-// Reduces one rank's leaves with `arguments.num_channels` blocks on `stream`.
+// Reduces one rank's leaves with `arguments.num_channels` blocks.
 cudaError_t launch(Type type, const Arguments& arguments, cudaStream_t stream);
 
 // Copies up to kMaxSegments segments from `in` to `out`; their sizes are in bytes.
 cudaError_t launch_copy(const Arguments& arguments, cudaStream_t stream);
 
-// The pattern that rank `source` writes to `target` in the test of a path.
+// What rank `source` writes to `target` in the test of a path.
 JDP_HOST_DEVICE constexpr uint32_t probe_pattern(int source, int target) {
   return 0x6a647000u + static_cast<uint32_t>(source * kMaxRanks + target);
 }
 
 // Writes this rank's pattern to every peer and reads it back; `*num_wrong` (on the device) counts
-// the peers that return another pattern.
+// the peers that return another one.
 cudaError_t launch_probe_write(const Arguments& arguments, uint32_t* num_wrong,
                                cudaStream_t stream);
 

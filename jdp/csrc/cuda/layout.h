@@ -1,4 +1,4 @@
-// The layout of flags and messages in a rank's staging memory, which its peers write.
+// Flags and messages in a rank's staging memory, which its peers write.
 //
 // One channel is one thread block. Peers push: a rank polls and reads its own memory only.
 
@@ -11,13 +11,13 @@
 namespace jdp {
 
 constexpr int kMaxRanks = 16;
-// The number of ring messages in flight; a power of two, so that counters may wrap around.
+// Ring messages in flight; a power of two, so that counters may wrap around.
 constexpr uint32_t kNumSlots = 4;
 // Exchanges alternate between two sets of slots: see one_two_shot.cuh.
 constexpr uint32_t kNumSets = 2;
 
-// The state of a channel between launches. All counters count messages since the last reset, wrap
-// around, and are compared by the sign of their difference.
+// The state between launches. All counters count messages since the last reset, wrap around, and
+// are compared by the sign of their difference.
 struct ChannelState {
   uint32_t sent;
   uint32_t received;
@@ -25,8 +25,8 @@ struct ChannelState {
   uint32_t call;  // launches
 };
 
-// Identifies the bucket and call of a message. It is stored next to the counter that announces the
-// message, and is the same on all ranks. A message with another tag must not be added.
+// Identifies the bucket and call of a message, beside the counter that announces it; the same on
+// all ranks. A message with another tag must not be added.
 struct Tag {
   int32_t bucket;
   uint32_t call;  // ChannelState::call

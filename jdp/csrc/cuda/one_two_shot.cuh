@@ -22,7 +22,7 @@ class Exchange {
         rank_(channel.arguments.rank),
         num_ranks_(channel.arguments.layout.num_ranks) {}
 
-  // One exchange; each rank sends (n - 1) S bytes. Every rank sums the whole bucket.
+  // Each rank sends (n - 1) S bytes, and sums the whole bucket.
   JDP_DEVICE void one_shot() {
     if (channel_.failed()) return;
     const int64_t count = channel_.span.size;
@@ -82,7 +82,7 @@ class Exchange {
                                          peer);
   }
 
-  // Starts with the next rank, so that not all ranks write to the same peer at once.
+  // Not all ranks write to the same peer at once.
   JDP_DEVICE int peer_at(int step) const {
     const int peer = rank_ + step;
     return peer < num_ranks_ ? peer : peer - num_ranks_;
@@ -94,7 +94,6 @@ class Exchange {
     }
   }
 
-  // Sends each peer the elements of its chunk.
   template <typename Chunk>
   JDP_DEVICE void push(Chunk chunk) {
     for (int step = 1; step < num_ranks_; ++step) {
@@ -173,7 +172,6 @@ class Exchange {
         });
   }
 
-  // Copies the finished chunk of each peer to the output.
   template <typename Chunk>
   JDP_DEVICE void recv_copy(Chunk chunk) {
     for (int step = 1; step < num_ranks_; ++step) {

@@ -1,5 +1,4 @@
-// How the ranks reach one another: the links between GPUs, the mappings of peer memory, and probes
-// of both.
+// The links between GPUs, the mappings of peer memory, and probes of both.
 
 #include <cstring>
 #include <random>
@@ -30,8 +29,7 @@ Status find_topology(Topology* topology) {
   *topology = Topology::kNvlink;
   for (int one = 0; one < num_devices; ++one) {
     for (int other = 0; other < num_devices; ++other) {
-      // The runtime does not report the kind of a link, but only NVLink supports atomics between
-      // GPUs.
+      // The runtime does not report a link's kind, but only NVLink supports atomics between GPUs.
       int atomics = 1;
       if (one != other) {
         JDP_CUDA(
@@ -54,7 +52,7 @@ Status Communicator::blob(Blob* blob) {
   blob->device = setup_.device;
   blob->rank = setup_.rank;
   blob->plan = plan_;
-  // On a system without IPC, ranks of one process can still connect.
+  // Without IPC, ranks of one process can still connect.
   if (cudaIpcGetMemHandle(&blob->handle, own) != cudaSuccess) {
     cudaGetLastError();
     blob->handle = {};

@@ -30,11 +30,10 @@ const char* name(Topology topology) {
 //
 // If every pair of GPUs has NVLink, two-shot sends no more than a ring at any size, uses all links
 // of a GPU at once, and waits twice instead of 2 (n - 1) times. So rings are used only on PCIe,
-// where the paths of several pairs share one link and only neighbours should communicate, and in
-// tests with all ranks on one device.
+// where the paths of several pairs share one link, and in tests with all ranks on one device.
 //
-// The size below which one-shot is faster comes from published measurements (vLLM's and XLA's
-// dispatch tables). jdp has no measurements of its own yet.
+// The size below which one-shot is faster is from vLLM's and XLA's dispatch tables. jdp has no
+// measurements of its own yet.
 Plan make_plan(int num_ranks, Topology topology) {
   Plan plan = {};
   plan.topology = static_cast<int64_t>(topology);

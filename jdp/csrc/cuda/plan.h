@@ -1,6 +1,6 @@
-// Chooses the algorithm and the number of blocks for a bucket. The choice depends on topology and
-// size, and is fixed when a communicator is opened. It never depends on timing, so all ranks make
-// the same choice, and results are bitwise reproducible.
+// Chooses the algorithm and the number of blocks for a bucket by topology and size, when a
+// communicator is opened. It never depends on timing, so all ranks make the same choice, and
+// results are bitwise reproducible.
 
 #pragma once
 
@@ -17,11 +17,11 @@ enum class Topology : int32_t {
   kSameDevice,  // ranks share one GPU
 };
 
-// The same on all ranks; compared byte by byte when they connect, so it has no padding.
+// The same on all ranks; compared byte by byte, so it has no padding.
 struct Plan {
   Layout layout;
-  int64_t one_shot_bytes;  // buckets up to this size
-  int64_t two_shot_bytes;  // buckets up to this size, unless they are one-shot; above: ring
+  int64_t one_shot_bytes;
+  int64_t two_shot_bytes;  // else ring
                            // INT64_MAX: no ring
   int64_t channel_bytes;   // bytes for each further block, up to layout.num_channels
   int64_t topology;        // a Topology
@@ -30,7 +30,6 @@ static_assert(sizeof(Plan) == 56, "a Plan must have no padding, which would be c
 
 Plan make_plan(int num_ranks, Topology topology);
 
-// `bytes`: size of the bucket's elements.
 Algorithm choose(const Plan& plan, int64_t bytes);
 int num_channels(const Plan& plan, int64_t bytes);
 

@@ -16,7 +16,7 @@ struct Registry {
   std::map<int64_t, std::shared_ptr<DeviceBarrier>> devices;  // of this process, by key
 };
 
-// Never destroyed: when a process exits, CUDA may shut down before this memory is freed.
+// Never destroyed: at exit CUDA may shut down before this memory is freed.
 Registry& registry() {
   static Registry* const registry = new Registry;
   return *registry;
@@ -50,14 +50,14 @@ bool remove(int64_t key, int32_t ordinal) {
     registry().entries.erase(found);
   }
   last->abort();
-  // Communicators that are opened later with this key get a new barrier.
+  // A later communicator with this key gets a new barrier.
   if (last->leave_barrier()) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().devices.erase(key);
   }
   if (!last->is_known_to_peers()) return false;
-  // This process cannot know when the last kernel of the last peer has ended, so the memory is kept
-  // until the process ends instead of being written to after it is freed.
+  // The end of the last kernel of the last peer is unknown, so the memory is kept until the process
+  // ends.
   new std::shared_ptr<Communicator>(std::move(last));
   return true;
 }

@@ -10,7 +10,7 @@
 
 namespace jdp {
 
-// `ordinal`: XLA's number of the device that a call runs on. Replaces an earlier communicator.
+// `ordinal` is XLA's. Replaces an earlier communicator.
 void enter(int64_t key, int32_t ordinal, std::shared_ptr<Communicator> communicator);
 // Returns nullptr if there is none.
 std::shared_ptr<Communicator> find(int64_t key, int32_t ordinal);

@@ -1,6 +1,6 @@
-// Counts the blocks of each device that are reserved. Blocks of a ring wait for blocks of other
-// ranks, so all blocks that may run concurrently must be resident at the same time: two
-// communicators that each fill a device would wait for each other.
+// Counts the reserved blocks of each device. Blocks of a ring wait for blocks of other ranks, so
+// all must be resident at once: two communicators that each fill a device would wait for each
+// other.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace jdp {
 
 class Residency {
  public:
-  // `capacity`: the number of blocks that the device runs at once.
+  // `capacity`: blocks that the device runs at once.
   Status reserve(int device, int num_blocks, int capacity) {
     std::lock_guard<std::mutex> lock(mutex_);
     int& reserved = reserved_[device];

@@ -1,5 +1,5 @@
-// The two calls that a step makes to a communicator. They enqueue, do not allocate, and wait only
-// for other devices of this process.
+// The two calls of a step. They enqueue, do not allocate, and wait only for other devices of this
+// process.
 
 #include <algorithm>
 #include <string>
@@ -12,7 +12,7 @@
 namespace jdp {
 namespace {
 
-// Vectors are counted in 31 bits; the margin keeps index + stride in range.
+// Vectors are counted in 31 bits, with a margin for index + stride.
 constexpr int64_t kMaxBytes = int64_t{1} << 34;
 
 int64_t bytes_of(Type type, const Leaf& leaf) { return leaf.size * bytes_of(type); }
@@ -36,8 +36,7 @@ bool same_leaves(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
       [](const Leaf& a, const Leaf& b) { return a.data == b.data && a.size == b.size; });
 }
 
-// Calls `launch(arguments)` for kMaxSegments leaves at a time; `size_of(leaf)` in units of
-// `unit_bytes`.
+// Calls `launch` for kMaxSegments leaves at a time; `size_of(leaf)` in units of `unit_bytes`.
 template <typename SizeOf, typename Launch>
 Status for_each_table(Arguments arguments, const std::vector<Leaf>& from,
                       const std::vector<Leaf>& to, int64_t unit_bytes, SizeOf size_of,
@@ -69,7 +68,7 @@ Communicator::Flight* Communicator::find_flight(int bucket) {
 
 void Communicator::begin_run() {
   std::lock_guard<std::mutex> lock(mutex_);
-  // What is still in flight is of a run that ended with an error between a start and its done.
+  // These are of a run that ended with an error between a start and its done.
   for (Flight& flight : flights_) {
     if (flight.in_flight) regions_.free(flight.region);
     flight.in_flight = false;
@@ -77,7 +76,7 @@ void Communicator::begin_run() {
 }
 
 Communicator::Flight* Communicator::claim_flight(int bucket) {
-  // If it is still in flight, an iteration of a loop has ended before its done.
+  // If still in flight, an iteration of a loop has ended before its done.
   Flight* flight = find_flight(bucket);
   if (flight) {
     regions_.free(flight->region);
@@ -149,8 +148,7 @@ Status Communicator::enqueue(int bucket, Type type, const std::vector<Leaf>& lea
             "jdp: bucket " + std::to_string(bucket) + ": " + std::to_string(kMaxFlights) +
                 " buckets are in flight, which is the limit. Raise bucket_bytes"};
   }
-  // Waits for the last ring of this flight, whose scale is overwritten below. A no-op if there was
-  // none.
+  // Waits for the last ring of this flight, whose scale is overwritten below.
   JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   flight->in_flight = false;
   const int64_t region = regions_.allocate(bytes);
@@ -160,7 +158,7 @@ Status Communicator::enqueue(int bucket, Type type, const std::vector<Leaf>& lea
   flight->type = type;
   flight->region = region;
   flight->leaves = leaves;
-  // The leaves are operands of done, so XLA keeps them until then. The scale is not, so copy it.
+  // The leaves are operands of done, so XLA keeps them until then, but not the scale.
   JDP_CUDA(cudaMemcpyAsync(const_cast<void*>(scale_of(*flight)), scale,
                            type == Type::kF64 ? sizeof(double) : sizeof(float),
                            cudaMemcpyDeviceToDevice, stream));
@@ -220,7 +218,7 @@ Status Communicator::finish(int bucket, Type type, const std::vector<Leaf>& from
     JDP_RETURN_IF_ERROR(order(stream, stream_));
   } else {
     // XLA copied the leaves for this call, so it may have overwritten those of `start` before the
-    // ring read them. All ranks run the same program, so all ranks repeat the reduction.
+    // ring read them. All ranks run the same program, so all repeat the reduction.
     ++num_repeated_;
     JDP_RETURN_IF_ERROR(order(stream, stream_));
     JDP_RETURN_IF_ERROR(reduce(*flight, from, to, stream_));

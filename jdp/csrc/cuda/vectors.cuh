@@ -1,4 +1,4 @@
-// The leaves of a bucket as one vector of 16-byte units, read and written in place.
+// The leaves of a bucket as one vector of 16-byte units, in place.
 
 #pragma once
 
@@ -23,12 +23,12 @@ namespace jdp {
 
 constexpr int kVectorBytes = 16;
 
-// kSize elements in 32-bit registers: an array of bytes would take one register for each byte.
+// An array of bytes would take one register for each byte.
 template <typename E, int kSize>
 struct Packed {
   alignas(16) uint32_t words[kSize * sizeof(E) / 4];
 
-  // `i` is a compile-time constant once the enclosing loop is unrolled.
+  // `i` is a compile-time constant once the loop is unrolled.
   JDP_DEVICE E get(int i) const {
     if constexpr (sizeof(E) >= 4) {
       E element;
@@ -43,7 +43,7 @@ struct Packed {
     }
   }
 
-  // Must be called in ascending order of `i`: it clears the rest of the word.
+  // In ascending order of `i`: it clears the rest of the word.
   JDP_DEVICE void set(int i, E element) {
     if constexpr (sizeof(E) >= 4) {
       memcpy(words + i * sizeof(E) / 4, &element, sizeof element);
@@ -66,7 +66,7 @@ using Vector = Packed<T, kVectorSize<T>>;
 template <typename T>
 using SumVector = Packed<typename Element<T>::Sum, kVectorSize<T>>;
 
-// `pointer` must be a multiple of 16: these are loads and stores of 16 bytes.
+// `pointer` is a multiple of 16, for loads and stores of 16 bytes.
 template <typename V>
 JDP_DEVICE V load_vector(const void* pointer) {
   V vector;
@@ -127,7 +127,7 @@ using BitsOf =
                        std::conditional_t<sizeof(T) == 2, uint16_t,
                                           std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
 
-// Rare, so the code is small rather than fast: element by element, in two halves of 64 bits.
+// Rare, so small rather than fast: element by element, in two halves of 64 bits.
 template <typename T>
 JDP_DEVICE Vector<T> load_own(const Segment& segment, int32_t vector, Part) {
   constexpr int kHalf = kVectorSize<T> / 2;
@@ -173,7 +173,7 @@ JDP_DEVICE int32_t whole_end(const Segment& segment) {
   return segment.begin + static_cast<int32_t>(segment.size / kVectorSize<T>);
 }
 
-// Returns the index of the segment that contains `vector`; segments[0].begin is 0.
+// Returns the segment that contains `vector`; segments[0].begin is 0.
 JDP_DEVICE int segment_of(const Arguments& arguments, int32_t vector) {
   int low = 0;
   int high = arguments.num_segments;  // the result is in [low, high)
@@ -184,13 +184,13 @@ JDP_DEVICE int segment_of(const Arguments& arguments, int32_t vector) {
   return low;
 }
 
-// The number of vectors that each thread loads before it stores the first: 64 bytes of sums.
+// Vectors that each thread loads before it stores the first: 64 bytes of sums.
 template <typename T>
 constexpr int kInFlight = 64 / sizeof(SumVector<T>);
 
 // Calls `load(segment, vector, whole)`, then `store(segment, vector, whole, loaded)`, for each
 // vector of `span`. Thread t takes every vector that equals t modulo the number of threads, so that
-// short segments go to different warps, which do not wait for each other.
+// short segments go to different warps.
 template <typename T, int kUnroll = kInFlight<T>, typename Block, typename Load, typename Store>
 JDP_DEVICE void for_each_vector(const Block& block, const Arguments& arguments, Span span,
                                 Load load, Store store) {
