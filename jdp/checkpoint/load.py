@@ -119,7 +119,7 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
 
 def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
     """Return a saved value as `x` is; `copies`: in its own memory."""
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) and not _has_place(x):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())

@@ -196,6 +196,14 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
+# JAX would treat each number of a list as a leaf of its own.
+def _is_of_numbers(value: Any) -> bool:
+    return type(value) is list and all(
+        isinstance(each, int | float | complex | np.number) or _is_of_numbers(each)
+        for each in value
+    )
+
+
 # Copies each row before the next: a dataset may reuse its memory.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     numbers = rows.tolist()

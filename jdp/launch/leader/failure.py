@@ -86,8 +86,11 @@ def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, rep
     return Cause(text, STALLED, full_text, "JDP303", stalled_s)
 
 
-def early_end(process_id: int, other: int, grace_s: float) -> Cause:
-    """Return the cause for a process that waits in a step for an ended one."""
+def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> Cause:
+    """Return the cause for a process that waits for an ended one."""
+    where = "a step or an evaluation that it did not call"
+    if not in_step:
+        where = "a call that all must make, as ckpt.step, ckpt.save and ckpt.close are"
     text = (
         f"process {process_id} came to the end of the script, and process {other} has waited for "
         f"it for {grace_s:g} s in {where}"
