@@ -11,11 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import pytrees, rank_state
 from jdp.distributed import mesh as meshes
 from jdp.step_spec import StepSpec
-from jdp.tools import planned
 from jdp.tools.hlo import HloProgram
-from jdp.tools.planned import TracedStep
 from jdp.tools.targets import TargetDevices, target
-from jdp.training import shard_layout
+from jdp.training import communication_plan, shard_layout
+from jdp.training.communication_plan import TracedStep
 from jdp.training.step import Step
 
 
@@ -170,7 +169,7 @@ def compile_step(
         where=where,
         num_ranks=num_ranks,
         args=shapes,
-        traced=planned.planned(traced.jaxpr, names),
+        traced=communication_plan.planned(traced.jaxpr, names),
         compiled=compiled,
         program=HloProgram(compiled.as_text()),
     )

@@ -7,14 +7,15 @@ from jax.sharding import Mesh
 
 from jdp.tools import hlo_matching
 from jdp.tools.compiled import compile_step
+from jdp.tools.costs import kernel_of
 from jdp.tools.findings import Facts, findings_of
 from jdp.tools.hlo_matching import Match
 from jdp.tools.memory import memory_of, state_parts
-from jdp.tools.planned import SentLeaf, update_of
 from jdp.tools.prediction import PredictedStep
 from jdp.tools.rates import given_rates, measured, rates_of
 from jdp.tools.report import Bucket, StepReport
 from jdp.tools.transfers import SentArrays
+from jdp.training.communication_plan import SentLeaf, update_of
 from jdp.training.step import Step
 
 # With one of these, collectives have no measured times.
@@ -88,7 +89,9 @@ def explain_call(
     here = measured(where)
     chosen = rates_of(where, given, here.rates)
     laws = {} if _OF_LINKS & {*given} else here.laws
-    predicted = PredictedStep(program, num_ranks, where.hosts, laws, found.traced.kernels)
+    predicted = PredictedStep(
+        program, num_ranks, where.hosts, laws, [*map(kernel_of, found.traced.kernels)]
+    )
     simulated = predicted.at(chosen)
     transfers = list(simulated.transfers.values())
     _require_one_host(transfers, where.num_hosts)

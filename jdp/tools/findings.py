@@ -14,9 +14,9 @@ from jdp.tools import hlo
 from jdp.tools.compiled import StepForDevices
 from jdp.tools.hlo_matching import Match
 from jdp.tools.memory import Memory, category, state_parts
-from jdp.tools.planned import SentLeaf, in_parameters
 from jdp.tools.report import Bucket, Finding, of_bytes, of_s
 from jdp.tools.transfers import SentArrays
+from jdp.training.communication_plan import SentLeaf, in_parameters
 
 # Smaller savings are not worth a change.
 MIN_BYTES = 2**16
@@ -106,7 +106,7 @@ def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
     XLA unrolls a loop of two micro-batches to a collective for each.
     """
     traced = facts.step.traced.collectives
-    looped = {leaf.path for each in traced if each.num_loops for leaf in each.leaves}
+    looped = {leaf.path for each in traced if each.num_loops for leaf in each.operands}
     for i, (bucket, match) in enumerate(zip(facts.buckets, facts.matches, strict=True)):
         for leaf in match.leaves if bucket.kind in _SUMS else ():
             if leaf.path.startswith("grads") and leaf.path in looped:
@@ -219,7 +219,7 @@ def wide_wire(facts: Facts) -> list[Finding]:
     sent = [
         leaf
         for each in facts.step.traced.collectives
-        for leaf in each.leaves
+        for leaf in each.operands
         if each.kind in ("all-reduce", "reduce-scatter")
     ]
     of_paths = parameters_of(facts, (leaf.path for leaf in sent))
@@ -305,7 +305,7 @@ def _batch_gather(facts: Facts) -> list[Finding]:
             "gather only what the loss needs of all rows, such as embeddings.",
         )
         for each in facts.step.traced.collectives
-        for leaf in each.leaves
+        for leaf in each.operands
         if each.kind == "all-gather" and leaf.path.startswith(facts.step.spec.argument(1))
         for num_bytes in [
             leaf.num_elements * facts.step.num_ranks * hlo.num_bytes(f"{leaf.dtype}[]")
@@ -373,7 +373,7 @@ def _whole_sums(facts: Facts) -> list[Finding]:
     """Find gradients that XLA sums whole although the step asks for shards."""
     kinds: dict[str, set[str]] = {}
     for each in facts.step.traced.collectives:
-        for leaf in each.leaves:
+        for leaf in each.operands:
             kinds.setdefault(leaf.path, set()).add(each.kind)
     found = [
         leaf

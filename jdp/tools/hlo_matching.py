@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from jdp.tools import hlo
 from jdp.tools.hlo import Array, Computation, HloProgram, Instruction
-from jdp.tools.planned import Planned, SentLeaf, in_parameters, update_of
 from jdp.tools.transfers import SentArrays
+from jdp.training.communication_plan import PlannedCollective, SentLeaf, in_parameters, update_of
 
 _SAME = ("bitcast", "copy", "reshape")
 
@@ -255,7 +255,7 @@ class Match(NamedTuple):
 
 
 def match(
-    program: HloProgram, transfers: Sequence[SentArrays], plan: Sequence[Planned]
+    program: HloProgram, transfers: Sequence[SentArrays], plan: Sequence[PlannedCollective]
 ) -> list[Match]:
     """Return each collective's match."""
     by_number = {each.number: each for each in plan if each.number is not None}
@@ -265,7 +265,7 @@ def match(
     for transfer in transfers:
         if transfer.number in by_number:
             each = by_number[transfer.number]
-            leaves = _kept(each.leaves, transfer.arrays)
+            leaves = _kept(each.operands, transfer.arrays)
             line = each.line or program.author_line(transfer.instruction)
             found.append(Match(leaves, 1, line, each.is_of_author))
         else:
@@ -286,16 +286,16 @@ def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]
 # XLA for TPUs compiles some reduce-scatters as all-reduces, and slices the sums.
 _PLANNED_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
 # The number of a planned collective, one of its leaves, and the collective.
-_Leaf = tuple[int, SentLeaf, Planned]
+_Leaf = tuple[int, SentLeaf, PlannedCollective]
 
 
 class _Unmatched:
     """Leaves of planned collectives not yet matched."""
 
-    def __init__(self, plan: Sequence[Planned]):
+    def __init__(self, plan: Sequence[PlannedCollective]):
         self._left: dict[tuple, list[_Leaf]] = defaultdict(list)
         for i, each in enumerate(plan):
-            for leaf in each.leaves:
+            for leaf in each.operands:
                 self._left[each.kind, leaf.num_elements].append((i, leaf, each))
         self._taken: dict[tuple, list[_Leaf]] = defaultdict(list)
 
@@ -385,7 +385,7 @@ def _matched(
     is_of_author = bool(files) and not hlo.diagnostics.is_of_jdp(files)
     if plans:
         is_of_author = all(each.is_of_author for each in plans.values())
-    num_planned = sum(any(x.num_elements > 1 for x in each.leaves) for each in plans.values())
+    num_planned = sum(any(x.num_elements > 1 for x in each.operands) for each in plans.values())
     return Match(leaves, num_planned, line, is_of_author)
 
 

@@ -25,6 +25,7 @@ from jdp.distributed.in_flight import StepCall
 from jdp.reduction import step_metrics
 from jdp.step_spec import StepSpec
 from jdp.training import parameters, placing
+from jdp.training.communication_plan import PlannedCollective, planned
 from jdp.training.compiled_step import CompiledStep
 from jdp.training.state import TrainState
 from jdp.worker import progress
@@ -396,6 +397,38 @@ class Step:
         """Trace as `trace` does, on a mesh, which a state without arrays does not determine."""
         compiled, args, *_ = self._prepare(args, kwargs, where)
         return compiled.trace(*args, is_compiled=True)
+
+    def communication_plan(self, *args: Any, **kwargs: Any) -> tuple[PlannedCollective, ...]:
+        """Return the collectives that the step asks for, without compiling or running it.
+
+        `jdp.explain` shows what the compiler makes of them, and their times.
+
+        Args:
+          *args: of the step: a state, a global batch and others, arrays or `ShapeDtypeStruct`s.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          For each collective its kind, algorithm, arrays, bytes, dtype and line, in program order.
+
+        Raises:
+          ValueError: as from the first call, if the step is refused.
+
+        >>> import jax, jax.numpy as jnp, optax, jdp
+        >>> mesh = jdp.init(cpu_ranks=2)
+        >>> tx = jdp.replicated(optax.sgd(0.1), all_reduce=jdp.collectives.xla)
+        >>> state = jdp.TrainState.create({"w": jnp.zeros((8, 2))}, tx)
+        >>> @jdp.train_step
+        ... def step(state, batch):
+        ...     grads = jax.grad(lambda p: jnp.mean((batch @ p["w"]) ** 2))(state.params)
+        ...     return state.apply_gradients(grads), {}
+        >>> plan = step.communication_plan(state, jnp.ones((4, 8)))
+        >>> [(each.kind, each.num_bytes, each.leaves[0].path) for each in plan]
+        [('all-reduce', 64, "grads['w']")]
+        """
+        spec, (state, *rest) = self.bound(args, kwargs)
+        given = (pytrees.hold(state), *rest)
+        names = [path for i, arg in enumerate(given) for path in spec.paths(i, arg)]
+        return tuple(planned(self.trace(*args, **kwargs).jaxpr, names).collectives)
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
         """Return the findings of the step's trace for these arguments."""

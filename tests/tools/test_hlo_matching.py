@@ -13,7 +13,7 @@ from jdp.tools import hlo_matching, transfers
 from jdp.tools.compiled import compile_step
 from jdp.tools.costs import Costs
 from jdp.tools.hlo import HloProgram
-from jdp.tools.planned import Planned, SentLeaf
+from jdp.training.communication_plan import PlannedCollective, SentLeaf
 
 DIM = 128
 
@@ -177,7 +177,7 @@ def names_of(text, computation, plan):
 
 def planned(kind, *paths, num=32, num_loops=0):
     leaves = [SentLeaf(path, "f32", num) for path in paths]
-    return Planned(kind, None, leaves, "", is_of_author=False, num_loops=num_loops)
+    return PlannedCollective(kind, None, leaves, "", is_of_author=False, num_loops=num_loops)
 
 
 def test_parameters_that_a_copy_brings_name_their_gradients():
@@ -220,7 +220,7 @@ ENTRY %main (p: f16[12], x: f16[12]) -> f16[12] {
 
 def test_float16_that_a_tpu_sends_as_words_has_its_dtype_and_name():
     leaf = SentLeaf("grads['a']", "f16", 12)
-    plan = [Planned("all-reduce", None, [leaf], "", is_of_author=False, num_loops=0)]
+    plan = [PlannedCollective("all-reduce", None, [leaf], "", is_of_author=False, num_loops=0)]
     ((sent,), (found,)) = matches_of(HALVES, "main", plan)
     assert found.leaves == [leaf] and sent.num_bytes == 32
 
@@ -388,5 +388,5 @@ def test_updates_of_layers_that_are_reduced_in_their_loop_are_gathered_as_update
 
     rows = jax.ShapeDtypeStruct((16, DIM), jnp.float32)
     traced = compile_step(step_of(loss), (state, rows), {}, None).traced
-    gathered = [each.leaves[0].path for each in traced.collectives if each.kind == "all-gather"]
+    gathered = [each.operands[0].path for each in traced.collectives if each.kind == "all-gather"]
     assert gathered == ["grads['w']"]

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from jdp.tools import costs, planned, timeline
+from jdp.tools import costs, timeline
 from jdp.tools.costs import Kernel
 from jdp.tools.hlo import HloProgram, Instruction
+from jdp.training import communication_plan
 
 SHAPE = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 COST = pl.CostEstimate(flops=1000, transcendentals=30, bytes_accessed=2000)
@@ -19,7 +20,7 @@ def called(name, cost):
 
     kernel = pl.pallas_call(double, out_shape=SHAPE, name=name, cost_estimate=cost, interpret=True)
     traced = jax.jit(lambda x: kernel(x) + 1).trace(SHAPE)
-    (found,) = planned.planned(traced.jaxpr, ["x"]).kernels
+    (found,) = map(costs.kernel_of, communication_plan.planned(traced.jaxpr, ["x"]).kernels)
     return found
 
 

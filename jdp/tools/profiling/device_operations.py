@@ -17,9 +17,9 @@ from jax.profiler import ProfileData
 from jdp import jax_compat
 from jdp.tools import explain, hlo_matching, timeline, transfers
 from jdp.tools.hlo import HloProgram
-from jdp.tools.planned import Planned, SentLeaf, planned
 from jdp.tools.timeline import Groups, Work
 from jdp.tools.transfers import SentArrays
+from jdp.training.communication_plan import Planned, SentLeaf, planned
 
 # Collectives of jdp, JAX, XLA and NCCL, without a program's text.
 _COMMUNICATES = re.compile(
@@ -284,7 +284,7 @@ def _plan(transfers: Sequence[SentArrays], plans: Sequence[list[Planned]]) -> li
     num_bytes = sum(each.num_bytes for each in transfers)
 
     def likeness(i: int) -> tuple[int, bool, int]:
-        found = sum(_num_bytes(leaf) for one in plans[i] for leaf in one.leaves)
+        found = sum(_num_bytes(leaf) for one in plans[i] for leaf in one.operands)
         return -len(numbers ^ {one.number for one in plans[i]}), found == num_bytes, i
 
     return plans[max(range(len(plans)), key=likeness)] if plans else []

@@ -1,5 +1,6 @@
-"""The collectives of a traced step, with names of their leaves."""
+"""The collectives that a traced step asks for: `step.communication_plan`."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ from jdp.analysis import diagnostics, jaxprs
 from jdp.analysis.marks import LOCAL
 from jdp.collectives import call_order
 from jdp.jax_compat import opened, scan_counts
-from jdp.tools.costs import Kernel, kernel_of
 
 Paths = dict[Any, str]  # variable -> name
 
@@ -194,36 +194,86 @@ _KINDS = {
 
 
 class SentLeaf(NamedTuple):
-    """A collective's array on this rank, with HLO's dtype; its path may be empty."""
+    """An array of a collective.
+
+    Attributes:
+      path: such as "grads['w']", "grads['w'] of one iteration" of a loop, "state.params['w']" or
+        "the update of ['w']"; empty for others, such as the loss and the metrics.
+      dtype: as XLA writes it, such as "f32".
+      num_elements: of the whole array on one rank, >= 0.
+    """
 
     path: str
     dtype: str
     num_elements: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on one rank; a type of 4 bits takes half a byte."""
+        bits = 8 if self.dtype == "pred" else int(_BITS.findall(self.dtype)[0])
+        return (self.num_elements * bits + 7) // 8
+
+
+_BITS = re.compile(r"^[a-z]+(\d+)")
+
 
 @dataclass
-class Planned:
-    """A collective of a traced step; only native calls have a number."""
+class PlannedCollective:
+    """A collective that a step asks for. XLA may merge those of kind "xla" with others.
+
+    Attributes:
+      kind: "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute".
+      algorithm: "native" for the compiled kernels of jdp, "xla" for collectives of XLA.
+      leaves: the whole arrays: those that a sum takes, and that a gather returns.
+      line: of the author's code, such as "train.py:41"; empty if there is none.
+      is_of_author: whether the author's code calls it, and not jdp.
+      num_loops: the loops around it, over micro-batches or layers. It runs in each iteration.
+      number: of a native call in the step, else None.
+      operands: what the program gives it: shards, and the arrays that it overwrites.
+    """
 
     kind: str
-    number: int | None
+    algorithm: str
     leaves: list[SentLeaf]
     line: str
     is_of_author: bool
     num_loops: int
+    number: int | None
+    operands: list[SentLeaf]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its whole arrays on one rank, in one run."""
+        return sum(leaf.num_bytes for leaf in self.leaves)
+
+    @property
+    def dtype(self) -> str:
+        """The dtypes of its leaves, such as "f32" or "bf16+f32"."""
+        return "+".join(dict.fromkeys(leaf.dtype for leaf in self.leaves))
+
+    def __str__(self) -> str:
+        named = [leaf.path for leaf in self.leaves if leaf.path]
+        num_others = len(self.leaves) - len(named)
+        named += [f"{num_others} other array{'s' * (num_others > 1)}"] if num_others else []
+        parts = [f"{self.kind} of {', '.join(named)}", f"{self.num_bytes} bytes of {self.dtype}"]
+        parts += [self.algorithm, "in each iteration of a loop" * bool(self.num_loops), self.line]
+        return ", ".join(filter(None, parts))
 
 
 class TracedStep(NamedTuple):
-    """The facts of a step's trace; a loop takes `scanned` arrays layer by layer."""
+    """The facts of a step's trace; a loop takes `scanned` arrays layer by layer.
 
-    collectives: list[Planned]
+    `kernels` are the equations of Pallas calls.
+    """
+
+    collectives: list[PlannedCollective]
     callbacks: list[tuple[str, str]]
-    kernels: list[Kernel]
+    kernels: list[Any]
     scanned: set[str]
 
 
 def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
-    """Return a traced step's collectives and callbacks."""
+    """Return a traced step's collectives and callbacks; `names` are the paths of its inputs."""
     walk = _PlanWalk()
     body = opened(jaxpr)
     # XLA drops unread gathers.
@@ -234,9 +284,9 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
 
 class _PlanWalk:
     def __init__(self) -> None:
-        self._found: list[Planned] = []
+        self._found: list[PlannedCollective] = []
         self.callbacks: list[tuple[str, str]] = []
-        self.kernels: list[Kernel] = []
+        self.kernels: list[Any] = []
         self.scanned: set[str] = set()
         self._num_loops = 0  # around the current equations
         self._num_transposed = 0  # backward equations around them
@@ -255,7 +305,7 @@ class _PlanWalk:
             elif "callback" in name or name in ("debug_print", "outfeed", "infeed"):
                 self.callbacks.append((_callback_name(eqn), diagnostics.source_of(eqn)))
             elif name == "pallas_call":
-                self.kernels.append(kernel_of(eqn))
+                self.kernels.append(eqn)
             else:
                 is_loop, is_transposed = name in ("scan", "while"), jaxprs.is_transposed(eqn)
                 self._num_loops += is_loop
@@ -266,15 +316,21 @@ class _PlanWalk:
                 self._num_transposed -= is_transposed
         return paths
 
-    def collectives(self) -> list[Planned]:
+    def collectives(self) -> list[PlannedCollective]:
         for each in self._found:
             is_sum = each.kind in ("all-reduce", "reduce-scatter")
-            for i, leaf in enumerate(each.leaves):
-                path = self._names.final(leaf.path)
-                is_of_one = each.num_loops or self._names.is_of_layer(leaf.path)
-                if is_sum and is_of_one and path != leaf.path and path:
-                    path += OF_LAYER
-                each.leaves[i] = leaf._replace(path=path)
+            for leaves in (each.operands, each.leaves):
+                for i, leaf in enumerate(leaves):
+                    path = self._names.final(leaf.path)
+                    is_of_one = each.num_loops or self._names.is_of_layer(leaf.path)
+                    if is_sum and is_of_one and path != leaf.path and path:
+                        path += OF_LAYER
+                    leaves[i] = leaf._replace(path=path)
+            if each.kind == "all-gather":
+                each.leaves[:] = [
+                    leaf._replace(path=update_of(leaf.path)) if "grads" in leaf.path[:5] else leaf
+                    for leaf in each.leaves
+                ]
         return self._found
 
     def _collective(self, eqn: Any, name: str, paths: Paths, *, is_same: bool) -> None:
@@ -296,13 +352,26 @@ class _PlanWalk:
         results = atoms if name == call_order.START else eqn.outvars[-len(atoms) :]
         paths |= {x: path for x, path in zip(results, named, strict=False) if path}
         native = name in call_order.NATIVE or name == call_order.START
+        wholes = leaves
+        if kind == "all-gather":
+            wholes = _gathered(eqn, atoms, named)
         if is_same and not native and self._found:
-            self._found[-1].leaves.extend(leaves)
+            self._found[-1].operands.extend(leaves)
+            self._found[-1].leaves.extend(wholes)
             return
         params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
         number = params.get("number", params.get("bucket")) if native else None
         self._found.append(
-            Planned(kind, number, leaves, diagnostics.source_of(eqn), is_of_author, self._num_loops)
+            PlannedCollective(
+                kind=kind,
+                algorithm="native" if native else "xla",
+                leaves=[*wholes],
+                operands=leaves,
+                line=diagnostics.source_of(eqn),
+                is_of_author=is_of_author,
+                num_loops=self._num_loops,
+                number=number,
+            )
         )
 
     def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
@@ -326,6 +395,19 @@ class _PlanWalk:
                         own[variable] += OF_LAYER
             outer_names(eqn, body, self.run(body, own), paths)
         return bool(bodies)
+
+
+def _gathered(eqn: Any, atoms: Sequence[Any], named: Sequence[str]) -> list[SentLeaf]:
+    """Return the arrays that a gather returns, named as those that they overwrite, or as shards."""
+    dims, flags = eqn.params.get("dims", atoms), eqn.params.get("overwrites") or ()
+    names, overwritten = [*named[: len(dims)]], iter(named[len(dims) :])
+    for i, flag in enumerate(flags):
+        names[i] = next(overwritten) if flag else names[i]
+    results = eqn.outvars[-len(names) :]
+    return [
+        SentLeaf(name, _dtype(out.aval.dtype), int(out.aval.size))
+        for name, out in zip(names, results, strict=True)
+    ]
 
 
 def _name(eqn: Any) -> str:

@@ -1,0 +1,112 @@
+"""`communication_plan`: what a step asks for, beside the exact sizes and the compiled program."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.training import ranks
+
+import jdp
+
+WRAPPERS = {
+    "replicated": jdp.replicated,
+    "xla": functools.partial(jdp.replicated, all_reduce=jdp.collectives.xla),
+    "stage 1": jdp.sharded,
+    "stage 2": functools.partial(jdp.sharded, stage=2),
+    "stage 3": functools.partial(jdp.sharded, stage=3),
+}
+N = 4
+SHAPES = {"w": (64, 256), "head": (256, 32), "odd": (5,), "half": (128, 64)}
+SPLIT = {"w", "head", "half"}  # dims that N divides, and large enough
+ROWS = np.ones((8, 64), np.float32)
+
+
+def made(how):
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    params["half"] = params["half"].astype(jnp.bfloat16)
+    return jdp.TrainState.create(params, WRAPPERS[how](optax.sgd(0.1)))
+
+
+def loss_fn(params, batch):
+    outputs = jnp.tanh(batch @ params["w"]) @ params["head"]
+    half = (batch @ params["half"].T[:, :64].T).astype(jnp.float32)
+    return jnp.mean(outputs**2) + half.mean() + params["odd"].sum()
+
+
+def step_of(accumulate=1):
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
+def sizes(plan, kind, start):
+    """The elements of each array of a kind, by the parameter at the end of its path."""
+    found = Counter()
+    for each in plan:
+        for leaf in each.leaves if each.kind == kind else ():
+            if leaf.path.startswith(start):
+                found[leaf.path.split("'")[1]] += leaf.num_elements
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_each_gradient_is_in_it_once_with_its_exact_size(how, accumulate):
+    ranks(N)
+    plan = step_of(accumulate).communication_plan(made(how), ROWS)
+    whole = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+    scattered = SPLIT if how in ("stage 2", "stage 3") else set()
+    summed = sizes(plan, "all-reduce", "grads"), sizes(plan, "reduce-scatter", "grads")
+    assert summed[0] == {name: size for name, size in whole.items() if name not in scattered}
+    assert summed[1] == {name: whole[name] for name in scattered}
+    assert all(each.num_loops == 0 or how == "stage 3" for each in plan)
+    assert {each.algorithm for each in plan} == {"xla" if how == "xla" else "native"}
+    assert not any(each.is_of_author for each in plan)
+    for each in plan:
+        own = {leaf.dtype: 2 if leaf.dtype == "bf16" else 4 for leaf in each.leaves}
+        assert each.num_bytes == sum(own[x.dtype] * x.num_elements for x in each.leaves)
+        assert not any("half" in x.path and x.dtype != "bf16" for x in each.leaves)
+        assert str(each).startswith(f"{each.kind} of ")
+
+
+@pytest.mark.parametrize("how", ["replicated", "stage 1", "stage 2", "stage 3"])
+def test_native_calls_are_those_of_the_compiled_program(how):
+    mesh = ranks(N)
+    state, step = made(how), step_of()
+    plan = step.communication_plan(state, ROWS)
+    report = jdp.explain(step, state, jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), on=mesh)
+    planned = Counter((each.kind, each.dtype, each.num_bytes) for each in plan)
+    compiled = Counter((each.kind, each.dtype, each.num_bytes) for each in report.buckets)
+    assert planned == compiled
+
+
+def test_a_collective_of_the_author_has_its_line():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        total = jax.lax.psum(batch.sum(), "data")
+        return {"x": state["x"] + total}, {}
+
+    (one,) = step.communication_plan({"x": jnp.zeros(())}, ROWS)
+    assert (one.kind, one.algorithm, one.num_bytes, one.is_of_author) == (
+        "all-reduce",
+        "xla",
+        4,
+        True,
+    )
+    assert one.line.startswith("test_communication_plan.py:")
+
+
+def test_a_step_that_is_refused_has_none():
+    ranks(2)
+    step = jdp.train_step(lambda state, batch: ({"x": state["x"] + batch.sum()}, {}))
+    with pytest.raises(ValueError, match="JDP101"):
+        step.communication_plan({"x": jnp.zeros(())}, ROWS)
