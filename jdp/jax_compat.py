@@ -160,7 +160,8 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
         def cache_miss(*args: Any) -> Any:
             return may_compile(compile_and_run, args)
 
-        found = type(jitted).__new__(type(jitted))
+        kind: Any = type(jitted)
+        found = kind.__new__(kind)
         found.__setstate__({**facts, "cache_miss": cache_miss})
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None

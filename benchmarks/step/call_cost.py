@@ -144,7 +144,8 @@ class Contestant:
 
 
 def _loss(params: Any, batch: Any) -> jax.Array:
-    return -jnp.mean(batch["x"]) * sum(jax.tree.leaves(params)).sum()
+    total: Any = sum(jax.tree.leaves(params))
+    return -jnp.mean(batch["x"]) * total.sum()
 
 
 def contestants_of(

@@ -359,7 +359,7 @@ class Step:
             else:
                 self._returned = known = KnownState(state, compiled.mesh)
             if compiled.arguments is not None:
-                self._leaves[:] = known.leaves
+                self._leaves[:] = known.leaves or ()
         if latest is None:
             self._latest = None
             if given is not None:

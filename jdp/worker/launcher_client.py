@@ -115,6 +115,7 @@ class LauncherClient:
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
             self._tell_slow_imports(self.assignment)
+            _warn_of_local_rank(self.assignment)
             # JAX's exit handler waits for the other processes. Imported before, it runs after this
             # one, so the launcher learns of the end first.
             atexit.register(self.tell_end)

@@ -177,7 +177,7 @@ def names_of(text, computation, plan):
 
 def planned(kind, *paths, num=32, num_loops=0):
     leaves = [SentLeaf(path, "f32", num) for path in paths]
-    return PlannedCollective(kind, None, leaves, "", is_of_author=False, num_loops=num_loops)
+    return PlannedCollective(kind, "xla", leaves, "", False, num_loops, None, leaves)
 
 
 def test_parameters_that_a_copy_brings_name_their_gradients():
@@ -220,7 +220,7 @@ ENTRY %main (p: f16[12], x: f16[12]) -> f16[12] {
 
 def test_float16_that_a_tpu_sends_as_words_has_its_dtype_and_name():
     leaf = SentLeaf("grads['a']", "f16", 12)
-    plan = [PlannedCollective("all-reduce", None, [leaf], "", is_of_author=False, num_loops=0)]
+    plan = [PlannedCollective("all-reduce", "xla", [leaf], "", False, 0, None, [leaf])]
     ((sent,), (found,)) = matches_of(HALVES, "main", plan)
     assert found.leaves == [leaf] and sent.num_bytes == 32
 

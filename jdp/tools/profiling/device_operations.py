@@ -19,7 +19,7 @@ from jdp.tools import explain, hlo_matching, timeline, transfers
 from jdp.tools.hlo import HloProgram
 from jdp.tools.timeline import Groups, Work
 from jdp.tools.transfers import SentArrays
-from jdp.training.communication_plan import Planned, SentLeaf, planned
+from jdp.training.communication_plan import PlannedCollective, SentLeaf, planned
 
 # Collectives of jdp, JAX, XLA and NCCL, without a program's text.
 _COMMUNICATES = re.compile(
@@ -278,7 +278,9 @@ def _collectives(
     }
 
 
-def _plan(transfers: Sequence[SentArrays], plans: Sequence[list[Planned]]) -> list[Planned]:
+def _plan(
+    transfers: Sequence[SentArrays], plans: Sequence[list[PlannedCollective]]
+) -> list[PlannedCollective]:
     """Return the latest of the plans that share most numbers and bytes."""
     numbers = {each.number for each in transfers}
     num_bytes = sum(each.num_bytes for each in transfers)
