@@ -19,10 +19,6 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
     Backpropagation finishes the last layer first, so the first bucket can be sent during the
     backward pass of earlier layers (Li et al. 2020, section 3.2.3,
     https://arxiv.org/abs/2006.15704).
-
-    >>> w, b = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((2,), "float32")
-    >>> plan([w, b], bucket_bytes=32), plan([w, b], bucket_bytes=64)
-    ([[1], [0]], [[1, 0]])
     """
     bucket_bytes = int_at_least("bucket_bytes", bucket_bytes, least=1)
     buckets: list[list[int]] = []

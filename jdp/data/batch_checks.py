@@ -124,13 +124,7 @@ def require_equal_layouts(
 
 
 def why_repeated(reports: Mapping[int, FirstBatch]) -> str | None:
-    """Return a warning if all processes pass equal rows.
-
-    >>> one = FirstBatch("3f", 2, "x float32[4, 8]", first_row=0, checksum=7)
-    >>> why_repeated({0: one, 1: one._replace(first_row=4)})
-    'the 2 processes pass equal first batches to jdp.shard_batches, ...
-    >>> why_repeated({0: one, 1: one._replace(first_row=4, checksum=8)})
-    """
+    """Return a warning if all processes pass equal rows."""
     parts = {report.first_row for report in reports.values()}
     checksums = {report.checksum for report in reports.values()}
     if len(parts) == 1 or len(checksums) > 1 or None in checksums:
@@ -151,13 +145,7 @@ def _checksum(batch: Any) -> int:
 
 
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
-    """Raise a ValueError that names a process whose report differs from most.
-
-    >>> same = FirstBatch("3f", 2, "x float32[4, 8]")
-    >>> require_agreement({0: same, 1: same, 2: same._replace(rows_per_rank=3)})
-    Traceback (most recent call last):
-    ValueError: process 2 has 3 rows per rank ...
-    """
+    """Raise a ValueError that names a process whose report differs from most."""
     kinds = {process: report[:2] for process, report in reports.items()}
     pair = agree.odd_one(kinds)
     if pair is None:

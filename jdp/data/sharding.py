@@ -52,10 +52,6 @@ def process_rows(
 
     Returns:
       [rows] int, ascending and unique (ranks along further mesh axes share rows).
-
-    >>> mesh = Mesh(jax.devices()[:2], "data")
-    >>> process_rows(batch_sharding(mesh, "data"), 6, devices=mesh.devices[1:]).tolist()
-    [3, 4, 5]
     """
     devices = sharding.addressable_devices if devices is None else devices
     if len(devices) == 0:

@@ -53,9 +53,6 @@ def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     """Return the problem of a loop that ended in `first`, for the process with the end `mine`.
 
     None if both got equally many batches, or `mine` may still.
-
-    >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
-    process 0 ended its loop after 9 batches, but process 1 continued to batch 10: each step ...
     """
     for end in (mine, first):
         if end.how == "error":

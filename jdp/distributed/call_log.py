@@ -76,10 +76,6 @@ def first_difference(
     """Return (number, call, call) of the first call that two processes make differently.
 
     Two comparisons count as equal, since `all_gather` compares them itself.
-
-    >>> step, other = Described("call 2 of `f`", "f", {}), Described("call 1 of `g`", "g", {})
-    >>> first_difference({1: step, 2: step}, {1: step, 2: other, 3: step})[0]
-    2
     """
     for number in sorted(mine.keys() & theirs.keys()):
         one, other = mine[number], theirs[number]

@@ -139,8 +139,6 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
 
     >>> find({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # an allocation, without srun
     True
-    >>> find({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}).coordinator
-    'a:7'
     """
     environment = {name: value for name, value in environment.items() if value}
     if "1" in (environment.get("WORLD_SIZE"), environment.get("JAX_NUM_PROCESSES")):

@@ -186,11 +186,7 @@ def is_failed_run(error: Exception) -> bool:
 
 
 def why_failed(error: Exception) -> str:
-    """Return the cause in an error of XLA, without status and stack.
-
-    >>> why_failed(RuntimeError("DEADLINE_EXCEEDED: jdp: rank 1: nothing from rank 0 for 30 s."))
-    'rank 1: nothing from rank 0 for 30 s'
-    """
+    """Return the cause in an error of XLA, without status and stack."""
     text = _STATUS.sub("", str(error).strip(), count=1).strip()
     if unsupported := _NO_CPU.search(text):
         return _not_on_cpu(unsupported[1])

@@ -279,12 +279,7 @@ _OF_THE_LAUNCHER = (
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Refuse Python in place of a Python program.
-
-    >>> require_program(["python", "train.py"])
-    Traceback (most recent call last):
-    ValueError: Python is started for the program: leave 'python' out, as in jdp run train.py
-    """
+    """Refuse Python in place of a Python program."""
     name, *arguments = command
     if not name:
         raise ValueError("the path of the program is an empty text. Write jdp run train.py")
@@ -309,12 +304,7 @@ def require_file(name: str) -> None:
 
 
 def misplaced_flags(command: Sequence[str]) -> str | None:
-    """Return a warning about flags of `jdp run` after the program, or None.
-
-    >>> misplaced_flags(["train.py", "--nnodes=2"])
-    '--nnodes stands behind train.py, which gets it. If it is for jdp run, write it before train.py'
-    >>> misplaced_flags(["train.py", "--lr", "3"])
-    """
+    """Return a warning about flags of `jdp run` after the program, or None."""
     name, *arguments = command
     given = [each.partition("=")[0].replace("_", "-") for each in arguments]
     found = next((flag for flag in given if flag in _OF_THE_LAUNCHER), None)

@@ -12,12 +12,6 @@ class LiveLine:
 
     It sets no terminal mode, so a killed launcher leaves only the line behind. It never fills its
     row.
-
-    >>> line = LiveLine()
-    >>> line.set_text(["step 3", "ETTR 100.0 %"])
-    >>> drawn = line.draw(columns=80)
-    >>> line.above(b"output\n")  # erases the line, which is drawn again later
-    b'\r\x1b[Koutput\n'
     """
 
     def __init__(self) -> None:

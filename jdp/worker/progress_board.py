@@ -118,13 +118,7 @@ class Window(NamedTuple):
 
 
 def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
-    """Return the window of at least one record.
-
-    >>> records = [StepRecord(1, 20_000_000, data_ns=3_000_000)] * 24 + [StepRecord(1, 10**9)]
-    >>> window = window_of(25, records)
-    >>> window.step, window.data, window.compute, window.idle_low
-    (20000, 3000, 17000, 3000)
-    """
+    """Return the window of at least one record."""
 
     def ordered(of: Sequence[int]) -> list[int]:
         return sorted(ns // it.num_steps // 1000 for ns, it in zip(of, records, strict=True))

@@ -296,11 +296,7 @@ _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*bac
 
 
 def schedule_of(compiled: str) -> list[str]:
-    """Return the collectives of a compiled program in order, without names, which may differ.
-
-    >>> schedule_of("  %r.3 = f32[8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add.2")
-    ['all-reduce-start f32[8] replica_groups={{0,1}}']
-    """
+    """Return the collectives of a compiled program in order, without names, which may differ."""
     found = []
     for line in compiled.splitlines():
         _, _, operation = line.partition(" = ")
@@ -336,12 +332,7 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
 
 
 def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
-    """Raise ValueError if processes differ, given process -> name -> fact.
-
-    >>> require_equal_facts({0: {"JAX": "0.12.0"}, 1: {"JAX": "0.11.2"}})
-    Traceback (most recent call last):
-    ValueError: process 1 has another JAX than process 0: 0.11.2, and 0.12.0 there. ...
-    """
+    """Raise ValueError if processes differ, given process -> name -> fact."""
     for name in next(iter(facts.values())):
         known = {process: its.get(name) for process, its in facts.items() if its.get(name)}
         if pair := agree.odd_one(known):

@@ -35,13 +35,7 @@ _OF_MEMORY = (_FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def gpus_of_slots(
     num_gpus: int, num_slots: int, environment: Mapping[str, str] = os.environ
 ) -> list[list[int] | None]:
-    """Divide the GPUs of a host among its slots.
-
-    >>> gpus_of_slots(4, 2)
-    [[0, 1], [2, 3]]
-    >>> gpus_of_slots(1, 2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-    [[0], [0]]
-    """
+    """Divide the GPUs of a host among its slots."""
     if not num_gpus:
         return [None] * num_slots
     if num_gpus % num_slots == 0:
