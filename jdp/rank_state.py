@@ -99,9 +99,9 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
       tree: arrays `[rows, ...]`, the same on every process; the number of ranks divides the first
         dim. One value for each rank is `[num_ranks, ...]`, and `[1, ...]` inside a step.
       resize: `resize(saved, like) -> array`, from a saved NumPy array to one of shape and dtype
-        `like`. It is called for each array whose shape in a checkpoint differs, such as one value
-        for each rank after a change of the number of ranks. Without it such a checkpoint is
-        refused. Hidden states of rows keep their shape and need no rule.
+        `like`. It is called for each array whose shape in a checkpoint differs, as after a change
+        of the number of ranks. Without it such a checkpoint is refused. Hidden states of rows keep
+        their shape and need no rule.
 
     Returns:
       A node of the state. `.value` is the tree.

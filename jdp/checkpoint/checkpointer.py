@@ -21,8 +21,8 @@ class Checkpointer:
     launcher; without `jdp run` there are no commits. A run recovers from it when a process dies. A
     *checkpoint*, every `save_every` steps, at the end and at a signal, goes to disk. Both are
     written in the background, from values copied before the next step can donate the state. A step
-    waits only while the previous commit or checkpoint is still being written, so a crash loses at
-    most the steps of two intervals.
+    waits only while the previous write is in progress. So a crash loses at most the steps of two
+    intervals.
 
     Commits occupy twice the memory of the state on each host, where each process writes a share.
     CPU devices write into it directly. Other devices, or processes without jdp's native library,

@@ -206,8 +206,8 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 # an error. Such a program must be left to XLA.
 #
 # XLA itself loses that order in a program loaded from the compilation cache: JAX 0.10.2 and 0.12
-# then matched a sum in a loop with one outside of it, on 8 ranks in most runs, which ended with a
-# signal or wrong numbers. Such a program must not be cached.
+# then matched a sum in a loop with one outside of it, on 8 ranks in most runs. The runs ended with
+# a signal or wrong numbers. Such a program must not be cached.
 
 
 # Non-native lookups use XLA's collectives.

@@ -32,7 +32,7 @@ def native(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` in jdp's compiled code, on CPUs or GPUs of one host.
 
-    The GPU code ran with all ranks on one GPU, and never between GPUs, so before the first use its
+    The GPU code ran with all ranks on one GPU, and never between GPUs. So before the first use its
     results are compared with those of `lax.psum`. Unlike the CPU code, it has no derivatives.
 
     Args:

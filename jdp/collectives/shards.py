@@ -25,8 +25,8 @@ def reduce_scatter(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`, and keep this rank's shard.
 
-    In steps on CPUs of one host a shard has the bits of the same slice of `collectives.auto`, which
-    is native in the same cases. It is linear; `all_gather` is its transpose.
+    In steps on CPUs of one host a shard has the bits of the same slice of `collectives.auto`,
+    native in the same cases. It is linear; `all_gather` is its transpose.
 
     Args:
       dims: the sharded dim of each leaf, a multiple of the number of ranks, in the order of

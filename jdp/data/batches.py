@@ -316,11 +316,11 @@ def shard_batches(
 
     Returns:
       An iterator over the global batches, for one pass. Call again for the next epoch. `close`, or
-      the end of the loop, ends the background thread, and drops batches read ahead. If the loader
-      has a state (`get_state` and `set_state` of its iterator, as in grain, or `state_dict` and
-      `load_state_dict`, as in PyTorch's StatefulDataLoader), `jdp.Checkpointer` takes the iterator
-      as `batches` and saves each process's state after the last batch that the loop got. The run
-      then resumes at that batch, on the same number of processes.
+      the end of the loop, ends the background thread, and drops batches read ahead. A loader may
+      have a state: `get_state` and `set_state` of its iterator, as in grain, or `state_dict` and
+      `load_state_dict`, as in PyTorch's StatefulDataLoader. `jdp.Checkpointer` then takes the
+      iterator as `batches`, and saves each process's state after the last batch that the loop got.
+      The run then resumes at that batch, on the same number of processes.
 
     Raises:
       TypeError: `loader` is an array or a dict, whose items are not batches.

@@ -20,8 +20,8 @@ from jdp.worker import progress
 def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywords: Any) -> Any:
     """Run an `eval_step` over all batches, and combine its metrics.
 
-    Every row counts once: the result is not the mean of batch means, and padding rows of the last
-    batch do not count, if the step is `eval_step(weight=lambda batch: batch["mask"].sum())`.
+    Every row counts once: the result is not the mean of batch means. Padding rows of the last batch
+    do not count if the step is `eval_step(weight=lambda batch: batch["mask"].sum())`.
 
     Args:
       step: a function decorated with `jdp.eval_step`.

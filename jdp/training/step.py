@@ -562,11 +562,11 @@ def train_step(
 ) -> Any:
     """Run a training step on every rank of the mesh, each on its own rows of the batch.
 
-    Inside, write plain JAX. Before a step first runs, jdp proves that its traced program leaves the
-    same state on every rank, reduces no gradient twice, and lets no rank wait for another forever;
-    it refuses any other program. Several processes also compare their programs, captured arrays and
-    arguments before they communicate or donate, and in each later call `rest` and changed state. A
-    step inside your own `jax.jit` is proved, and not compared.
+    Inside, write plain JAX. Before a step first runs, jdp proves three facts of its traced program:
+    it leaves the same state on every rank, reduces no gradient twice, and lets no rank wait for
+    another forever. jdp refuses any other program. Several processes also compare their programs,
+    captured arrays and arguments before they communicate or donate, and in each later call `rest`
+    and changed state. A step inside your own `jax.jit` is proved, and not compared.
 
     Args:
       fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
