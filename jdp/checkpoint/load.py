@@ -321,7 +321,7 @@ def _intact(
         except TornError as error:
             torn.append(f"{checkpoint.path}: {error}")
             _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
-    raise RuntimeError(f"nothing can be loaded, for a file was changed or lost: {'; '.join(torn)}.")
+    raise RuntimeError(f"jdp.load found no intact checkpoint: {'; '.join(torn)}.")
 
 
 def _as_key(leaf: SavedLeaf, value: Any) -> Any:

@@ -86,8 +86,8 @@ def why_not() -> str | None:
     order = _order.get()
     if order is None:
         return (
-            "outside of jdp.train_step nothing puts it in one order with the program's other "
-            "calls (all_reduce=jdp.collectives.native takes it where each step reduces once)."
+            "outside of jdp.train_step jdp does not order it with the program's other calls "
+            "(all_reduce=jdp.collectives.native uses it where each step reduces once)."
         )
     return order.why_not
 

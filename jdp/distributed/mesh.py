@@ -182,7 +182,7 @@ def _wait_for(address: str, timeout_s: float) -> None:
         except OSError:
             time.sleep(min(0.001 + waited_s / 50, 0.1))
     raise TimeoutError(
-        f"process 0 did not come within {timeout_s} s: nothing listens at {address}. Check that it "
+        f"process 0 did not join within {timeout_s} s: {address} does not answer. Check that it "
         "runs, and that this host can connect to that address."
     )
 

@@ -35,7 +35,7 @@ class Preemption:
         self._pid = os.getpid()
         self._agrees = jax.process_count() > 1
         if self._agrees and not jax.config.jax_enable_preemption_service:
-            _log.warning("jdp: nothing is saved at SIGTERM: jax_enable_preemption_service is off.")
+            _log.warning("jdp: SIGTERM saves no state: jax_enable_preemption_service is off.")
             self._agrees = False
         let_children_end()
         own = [number for number in _USER if not _is_taken(number)]

@@ -139,7 +139,7 @@ class Arguments:
         """Compare the arguments before a step first runs, on all processes."""
         gathered = agree.all_gather(self._group, self._described(given), what="arguments of a step")
         if difference := first_difference(gathered):
-            text = f"{difference} {WHY} Nothing was sent or donated. {ADVICE}"
+            text = f"{difference} {WHY} The step did not run. {ADVICE}"
             raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:

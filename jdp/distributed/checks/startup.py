@@ -163,7 +163,7 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     advice = _OF_CONSTANT if difference.count(_CONSTANT) == 2 else _ADVICE
     text = (
         f"process {odd} is about to run another program than process {usual}: {difference} Ranks "
-        "would wait for each other, or drift apart without an error. Nothing was sent or donated. "
+        "would wait for each other, or drift apart without an error. The step did not run. "
         f"{advice}"
     )
     raise ValueError(with_code("JDP205", text))
@@ -281,7 +281,7 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
     text = (
         f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
         f"process {usual}, though the programs are equal: {difference} They would wait for each "
-        "other forever. Nothing was sent or donated. Look for other drivers and GPUs, and empty "
+        "other forever. The step did not run. Look for other drivers and GPUs, and empty "
         "the compilation cache."
     )
     raise ValueError(with_code("JDP206", text))
