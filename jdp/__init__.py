@@ -83,9 +83,8 @@ __all__ = sorted(_MODULES)
 
 
 if not TYPE_CHECKING:
-    # `jdp run` needs no JAX, so nothing is imported before a name is read. The first name imports
-    # all
-    # but `jdp.tools`, so that a standby that waits in `init` has imported what the script needs.
+    # `jdp run` needs no JAX, so names import on first read. The first one imports all but
+    # `jdp.tools`, for a standby that waits in `init`.
     def __getattr__(name):
         import importlib
 

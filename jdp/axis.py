@@ -17,11 +17,7 @@ _NO_MESH = AbstractMesh((), ())
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
-    """Return the axis as a tuple of names.
-
-    >>> names("data"), names(("replica", "fsdp"))
-    (('data',), ('replica', 'fsdp'))
-    """
+    """Return the axis as a tuple of names."""
     found = (axis_name,) if isinstance(axis_name, str) else axis_name
     if (
         not isinstance(found, Sequence)
@@ -37,11 +33,10 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
-    """Return the names in the order of the enclosing mesh, in which `lax.ppermute` counts ranks.
+    """Return the names in mesh order, in which `lax.ppermute` counts ranks.
 
-    `lax.axis_index` counts ranks in the order of its argument. Names that are not all axes of a
-    mesh
-    (`vmap`, `pmap`) are returned as given.
+    `lax.axis_index` counts in the order of its argument. Names are returned as given unless all are
+    axes of a mesh (`vmap`, `pmap`).
     """
     found = names(axis_name)
     order = enclosing_mesh().axis_names
@@ -82,14 +77,14 @@ def rank(axis_name: AxisName) -> jax.Array:
 
 
 def enclosing_mesh() -> AbstractMesh:
-    """Return the mesh of the traced code, also in `without_mesh`; it may be empty."""
+    """Return the mesh of the traced code, which may be empty."""
     around = jax.sharding.get_abstract_mesh()
     return around if around.axis_names else _mesh.get() or around
 
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Trace the body of the `with` without its mesh, which `enclosing_mesh` still returns.
+    """Trace the body without its mesh, which `enclosing_mesh` still returns.
 
     A mesh with axes left to the compiler stays.
     """
@@ -111,12 +106,12 @@ def is_without_mesh() -> bool:
 
 
 def platform(mesh: Mesh | None) -> str:
-    """Return the platform of a mesh or of a described mesh; of JAX's default backend for None."""
+    """Return the platform of a mesh; of JAX's default backend for None."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
-    """Sum every leaf as `lax.psum` does, in float32 where XLA would abort on bfloat16."""
+    """Sum every leaf, in float32 where XLA would abort on bfloat16."""
     axes = names(axis_name)
     if not aborts_in_bfloat16(platform):
         return lax.psum(tree, axes)
@@ -143,7 +138,7 @@ def aborts_in_bfloat16(platform: str) -> bool:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Return the varying axes of the type of `x`; empty outside `shard_map(check_vma=True)`."""
+    """Return the varying axes of `x`; empty outside a typed `shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
 
 

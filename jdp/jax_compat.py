@@ -46,7 +46,7 @@ except (ImportError, AttributeError):
 
 
 def trace_of(x: Any) -> Any:
-    """Return the JAX trace of a tracer, None for other values."""
+    """Return the JAX trace of a tracer."""
     return getattr(x, "_trace", None)
 
 
@@ -96,7 +96,7 @@ _shards_of = operator.attrgetter("_arrays")
 
 
 def any_deleted(arrays: Sequence[Any]) -> bool:
-    """Whether any array, or a shard of one, was donated, in a twentieth of `is_deleted`'s time."""
+    """Whether any array or shard was donated, in a twentieth of the time."""
     if any(map(_is_deleted, arrays)):
         return True
     try:
@@ -115,7 +115,7 @@ def start_copy_to_host(array: jax.Array) -> None:
 
 
 def opened(jaxpr: Any) -> Any:
-    """Return the jaxpr without its constants, a wrapper up to JAX 0.10."""
+    """Return the jaxpr without the wrapper of JAX 0.10."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -132,7 +132,7 @@ def set_dead_code_rule(
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values of a scan."""
+    """Return the numbers of constants and of carried values."""
     if "ft_in" in params:  # from JAX 0.11
         constants, carry, _ = params["ft_in"].unpack()
         return len(list(constants)), len(list(carry))
@@ -140,18 +140,15 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class CacheMiss(Exception):  # noqa: N818 - a signal, not an error
-    """A call that JAX has no executable for, or only after it has placed its arguments."""
+    """A call without an executable, or whose arguments JAX must place."""
 
 
 def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], Any]) -> Any:
-    """Return a function that runs the executables of `jitted`, without Python where it has one.
+    """Return a function that runs the executables of `jitted` without Python, if JAX has one.
 
     JAX compares the tree, types, shapes, shardings and options of a call with those of earlier
     ones. If they are new, the function returns `may_compile(compile_and_run, args)`. JAX never
     caches a call of which that raised an error.
-
-    Returns:
-      The function; None if this JAX has no such function.
     """
     try:
         facts = jitted.__getstate__()
@@ -169,7 +166,7 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
 
 
 def is_tracing() -> bool:
-    """Whether JAX traces or transforms the calling code, even if no tracer is in it."""
+    """Whether JAX traces the calling code, even without a tracer in it."""
     if _core is not None:  # a tenth of the public name's time
         return _core.trace_ctx.trace is not _core.eval_trace
     return jax.extend.core.get_opaque_trace_state() != _outside_of_traces()
@@ -182,7 +179,7 @@ def _outside_of_traces() -> Any:
 
 
 def joined_processes() -> Any:
-    """Return JAX's state of joined processes, None if this JAX lacks that private name."""
+    """Return JAX's state of joined processes, if this JAX has it."""
     try:
         from jax._src import distributed
 
@@ -192,12 +189,12 @@ def joined_processes() -> Any:
 
 
 def is_profiling() -> bool:
-    """Whether JAX's profiler runs; False if this JAX lacks the private name."""
+    """Whether JAX's profiler runs; False if this JAX does not tell."""
     return _profile_session() is not None
 
 
 def stop_profiler() -> None:
-    """Write the profile and stop JAX's profiler, also if the write fails."""
+    """Write the profile and stop the profiler, even if the write fails."""
     try:
         jax.profiler.stop_trace()
     finally:
@@ -218,7 +215,7 @@ def _profile_session() -> Any:
 
 
 def compiled_texts(names: Container[str]) -> list[tuple[str, str]]:
-    """Return name and text of each compiled program in memory whose name is in `names`."""
+    """Return name and text of the compiled programs with these names."""
     from jax.extend.backend import get_backend
 
     modules = [each for one in get_backend().live_executables() for each in one.hlo_modules()]
@@ -233,7 +230,7 @@ def bind(
     at_caller: bool = False,
     **changes: Any,
 ) -> list[Any]:
-    """Run a jaxpr equation with its names and source line, and `changes` of its parameters."""
+    """Run an equation with its names, source line and `changes`."""
     params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
     with placed(eqn, calls, at_caller):
         outs = eqn.primitive.bind(*operands, **params)
@@ -242,7 +239,7 @@ def bind(
 
 @contextlib.contextmanager
 def placed(eqn: Any, calls: Sequence[Any] = (), at_caller: bool = False) -> Iterator[None]:
-    """Trace the body of the `with` under an equation's names and source line."""
+    """Trace the body under an equation's names and source line."""
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack()

@@ -1,4 +1,4 @@
-"""Kinds of leaves; leaves that are not arrays (functions, names) pass through a step unchanged."""
+"""Kinds of leaves; a step passes other leaves than arrays through."""
 
 import functools
 import operator
@@ -21,7 +21,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, with an article, for an error.
+    """Return what a value is, with an article.
 
     >>> kind_of(jnp.ones(2)), kind_of({})
     ('an array', 'a dict')
@@ -39,7 +39,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def without_key(leaf: Any) -> Any:
-    """Return the data of a typed random key, any other leaf as it is."""
+    """Return the data of a typed random key, other leaves as they are."""
     if not is_key(leaf):
         return leaf
     if isinstance(leaf, jax.Array):
@@ -57,7 +57,7 @@ def key_impl(key: Any) -> str:
 
 @functools.cache
 def num_bits(dtype: Any) -> int:
-    """Return how many bits an element of a dtype has: 6 for a float6, 1 for a bool."""
+    """Return the bits of an element: 6 for a float6, 1 for a bool."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return 1
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -73,7 +73,7 @@ def is_tiny_float(dtype: Any) -> bool:
 
 @functools.cache
 def is_not_compiled(dtype: Any) -> bool:
-    """Whether XLA cannot compute with a JAX dtype: int1, uint1, floats of 6 bits."""
+    """Whether XLA cannot compute with a dtype: int1, uint1, floats of 6 bits."""
     if jnp.issubdtype(dtype, jnp.integer):
         return num_bits(dtype) == 1
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) == 6
@@ -99,7 +99,7 @@ def any_deleted(tree: Any) -> bool:
 
 
 def was_donated(state: Any) -> bool:
-    """Whether a state was donated as a whole: as `any_deleted`, with all shards of one leaf alone.
+    """Whether a state was donated as a whole: all shards of one leaf are examined.
 
     The first look at the shards of an array takes 2 us for each. NumPy's views keep first shards.
     """
@@ -111,14 +111,7 @@ def was_donated(state: Any) -> bool:
 
 
 def require_alive(name: str, tree: Any, advice: str) -> None:
-    """Refuse a tree with a donated leaf.
-
-    >>> x = jnp.ones(2)
-    >>> x.delete()
-    >>> require_alive("state", {"w": x}, "Give a copy.")
-    Traceback (most recent call last):
-    ValueError: `state['w']` was donated to an earlier step and is gone. Give a copy.
-    """
+    """Refuse a tree with a donated leaf."""
     if not any_deleted(tree):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -168,7 +161,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def hold(tree: Any) -> Any:
-    """Make every leaf an array: return `tree` itself if they all are, else a `Held`."""
+    """Make every leaf an array: return `tree` itself, or a `Held`."""
     leaves, treedef = jax.tree.flatten(tree)
     others = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
     if not others:
@@ -190,7 +183,7 @@ def restore(tree: Any) -> Any:
     if not isinstance(tree, Held):
         return tree
     leaves = list(tree.arrays)
-    for i, leaf in tree.others:  # ascending, so each index is the original one
+    for i, leaf in tree.others:  # so each index is the original one
         leaves.insert(i, leaf)
     return jax.tree.unflatten(tree.treedef, leaves)
 
@@ -254,5 +247,5 @@ def is_overwritten(path: tuple) -> bool:
 
 
 def keys(path: tuple) -> list[Any]:
-    """Return keys and attribute names of a path; None for a sequence index."""
+    """Return keys and attribute names; None for a sequence index."""
     return [getattr(key, "key", None) or getattr(key, "name", None) for key in path]

@@ -30,7 +30,7 @@ class PerRank:
     def __repr__(self) -> str:
         return f"per_rank({self.value!r})"
 
-    # Attributes that NumPy and JAX read of an array.
+    # NumPy and JAX read these.
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(_no_array("an array function"))
 
@@ -73,7 +73,7 @@ for _name in (
 class _Rule:
     """The `resize` rule in the treedef, where all rules compare equal.
 
-    A step may so return a new `per_rank` without the rule: only a restore reads it.
+    So a step may return a `per_rank` without the rule: only a restore reads it.
     """
 
     resize: Resize | None = field(compare=False)
@@ -125,7 +125,7 @@ def is_per_rank(node: Any) -> bool:
 
 
 def owners(tree: Any) -> list[PerRank | None]:
-    """Return the `per_rank` node of each leaf, or None."""
+    """Return the `per_rank` node of each leaf."""
     found: list[PerRank | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
         found += [node] * len(jax.tree.leaves(node)) if is_per_rank(node) else [None]
@@ -133,7 +133,7 @@ def owners(tree: Any) -> list[PerRank | None]:
 
 
 def flags(tree: Any) -> list[bool]:
-    """Return for each leaf whether it is `per_rank`."""
+    """Return whether each leaf is `per_rank`."""
     if isinstance(tree, pytrees.Held):
         others = {i for i, _ in tree.others}
         whole = tree.treedef.unflatten(range(tree.treedef.num_leaves))
@@ -180,7 +180,7 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
 
 
 def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str) -> np.ndarray:
-    """Resize a saved leaf (for keys, its data) by its node's rule."""
+    """Resize a saved leaf (for keys, its data) by its rule."""
     wrap = functools.partial(_wrapped, leaf)
     like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     shape = jax.eval_shape(wrap, saved).shape
@@ -204,7 +204,7 @@ def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str)
 
 
 def _wrapped(leaf: Any, saved: Any) -> Any:
-    """Return a saved value as the author knows it: key data as keys."""
+    """Return a saved value as the author knows it: data as keys."""
     if not pytrees.is_key(leaf):
         return saved
     return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))

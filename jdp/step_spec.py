@@ -17,9 +17,7 @@ class StepSpec:
       fn: `fn(state, batch, *rest) -> (state, metrics)`; without `returns_state` `-> metrics`.
       axis_name: mesh axes that shard the batch; other axes are left to the compiler.
       weight_fn: the weight of a rank's rows, or None.
-      donate: whether the state's buffers are donated.
-      returns_state: whether it is a train step.
-      warned: warnings already shown for the step; grows.
+      warned: warnings already shown; grows.
       keywords: (position, name) of the last arguments, which `fn` gets by keyword.
     """
 
@@ -43,7 +41,7 @@ class StepSpec:
 
     @functools.cached_property
     def num_positional(self) -> range:
-        """Possible numbers of arguments of a call that passes all by position."""
+        """Possible numbers of arguments of a call without keywords."""
         parameters = [*self.signature.parameters.values()]
         positional = [each for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
         required = [each for each in parameters if each.default is each.empty]
@@ -57,12 +55,12 @@ class StepSpec:
         return names.get(i, f"argument {i}")
 
     def by_keyword(self, last: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """Split a call's last arguments, or all of them, into `(by position, by keyword)`."""
+        """Split a call's last arguments into `(by position, by keyword)`."""
         num = len(last) - len(self.keywords)
         names = [name for _, name in self.keywords]
         return tuple(last[:num]), dict(zip(names, last[num:], strict=True))
 
     def paths(self, i: int, arg: Any) -> list[str]:
-        """Return the paths of an argument's leaves, such as `state.params['w']`."""
+        """Return the paths of leaves, such as `state.params['w']`."""
         leaves, name = jax.tree_util.tree_leaves_with_path(arg), self.argument(i)
         return [name + jax.tree_util.keystr(path) for path, _ in leaves]

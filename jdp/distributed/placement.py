@@ -55,7 +55,7 @@ _shapes_only: ContextVar[bool] = ContextVar("shapes only", default=False)
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """While JAX traces what makes a state: nothing is placed or compared between processes."""
+    """While JAX traces what makes a state, place and compare no values."""
     token = _shapes_only.set(True)
     try:
         yield
@@ -71,7 +71,7 @@ def is_shapes_only() -> bool:
 def described(
     tree: Any, axis_name: AxisName, mesh: Mesh, partition: Sequence[PartitionSpec | None]
 ) -> Any:
-    """Return the leaves that `placed` would return, on a mesh of data axes alone, as shapes."""
+    """Return the leaves that `placed` would return, as shapes, on data axes alone."""
     leaves, treedef = jax.tree.flatten(tree)
     own = PartitionSpec(axis.names(axis_name))
     found = []

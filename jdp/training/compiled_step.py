@@ -70,7 +70,7 @@ def end_uncached() -> None:
 
 
 def program_facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
-    """Return what may make two programs of one step differ, for JSON."""
+    """Return what may make two programs of a step differ, for JSON."""
     devices = [*mesh.devices.flat]
     return [
         [jax.__version__, version(), cpu_runtime.why_missing() is None, is_part],

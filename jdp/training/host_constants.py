@@ -44,7 +44,7 @@ _NO_DRAWS = ("seed", "get_state", "set_state", "getstate", "setstate")
 
 @contextlib.contextmanager
 def warned_of_draws(spec: StepSpec) -> Iterator[None]:
-    """Warn once of lines of the step that draw numbers or read the clock in the body."""
+    """Warn once of lines of the step that draw numbers or read the clock."""
     generators = [*_GLOBAL, *_own_generators(_plain(spec.fn))]
     before = [*map(pickle.dumps, generators)]
     with _noting.noted() as noted:
@@ -53,7 +53,7 @@ def warned_of_draws(spec: StepSpec) -> Iterator[None]:
     changed = [
         x for x, *states in zip(generators, before, after, strict=True) if len({*states}) > 1
     ]
-    # Threads that read data may draw, too: a line of the step has to.
+    # Threads that read data may draw, too: find a line of the step.
     found = {_DRAWN: [*_draws(spec.fn, changed, set())] if changed else [], **noted}
     for text, places in found.items():
         lines = ", ".join(innermost_line([place]) for place in [*dict.fromkeys(places)][:3])
@@ -68,7 +68,7 @@ _places: ContextVar[_Places | None] = ContextVar("jdp_places", default=None)
 
 
 class _Noting:
-    """Records the author's calls of some functions of modules while a thread traces a step."""
+    """Records the author's calls of some functions while a thread traces a step."""
 
     def __init__(self) -> None:
         self._lock, self._num_traces = threading.Lock(), 0
@@ -118,7 +118,7 @@ def _plain(fn: Any) -> Any:
 
 
 def _known(fn: Any) -> dict[str, Any]:
-    """Return the values that the code of a function knows by name, other than its own."""
+    """Return the values that a function knows by name, other than its own."""
     cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     return {**fn.__globals__, **{name: _content(cell) for name, cell in cells}}
 
@@ -130,7 +130,7 @@ def _own_generators(fn: Any) -> list[Any]:
 
 
 def _draws(fn: Any, changed: Sequence[Any], seen: set[Any]) -> Iterator[tuple[str, int]]:
-    """Yield file and line of each draw of a function and of those that it names, as far as seen."""
+    """Yield file and line of each draw of a function and of those that it names."""
     fn = _plain(fn)
     code = getattr(fn, "__code__", None)
     if code is None or code in seen or not innermost_line([(code.co_filename, 1)]):

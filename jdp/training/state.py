@@ -254,7 +254,7 @@ class TrainState:
     tx: Replicated = dataclasses.field(metadata={"static": True})
     trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
 
-    # JAX makes one in each call. The `__init__` of a frozen dataclass takes twice as long.
+    # JAX makes one in each call, and a frozen dataclass takes twice as long.
     def __init__(
         self,
         step: jax.Array,

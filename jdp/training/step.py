@@ -36,13 +36,12 @@ _flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
 class KnownState:
     """A state that a step takes as it is. It holds none of its arrays.
 
-    Its leaves are compared: its containers may be new, as after `replace`, and the author may have
-    exchanged a leaf. A `TrainState` is frozen, so a loop that gives back the object itself is
-    spared that. If another thread calls the step too, a call of one finds the state of the other,
-    and is prepared.
+    Its leaves are compared: containers may be new, as after `replace`, and a leaf may be exchanged.
+    A frozen `TrainState` is known as an object, too. If another thread calls the step, each may
+    find the other's state, and prepare its own.
 
     Args:
-      is_callers: whether it is the caller's, who may donate it to another step.
+      is_callers: whether the caller may donate it to another step.
 
     Attributes:
       leaves: references to its leaves; None if the object alone is known.
@@ -73,13 +72,13 @@ class KnownState:
             self._shardings = {id(sharding): sharding for sharding in shardings}
 
     def are_leaves(self, leaves: Sequence[Any]) -> bool:
-        """Whether the leaves of another state are those of this one, and alive."""
+        """Whether these are the leaves of this state, all alive."""
         if self.leaves is None or not state_check.are_known(self.leaves, leaves):
             return False
         return self._any_deleted is None or not self._any_deleted(leaves)
 
     def begins(self, args: tuple) -> bool:
-        """Whether this is the first of some arguments, and shares no array with the others."""
+        """Whether this is the first argument, and shares no array with the others."""
         is_object = self._object is not None and self._object() is args[0]
         if self.leaves is None:
             return is_object and self.is_apart(args)
@@ -88,14 +87,14 @@ class KnownState:
         return self.are_leaves(leaves) and _are_apart(leaves, args[1:])
 
     def is_apart(self, args: tuple) -> bool:
-        """Whether no leaf of the first argument, a returned state, is in another one."""
+        """Whether no leaf of a returned state is in another argument."""
         if self.leaves is None:
             try:
                 leaves = _flatten(args[1:])[0]
                 if all(id(leaf.sharding) not in self._shardings for leaf in leaves):
                     return True
             except (AttributeError, ValueError):
-                return False  # to be placed, or refused
+                return False
         return _are_apart(_flatten(args[0])[0], args[1:])
 
 
@@ -117,7 +116,7 @@ class LatestCall:
         self._places = [_place(leaf) for leaf in leaves]
 
     def is_like(self, args: tuple) -> bool:
-        """Whether another call needs no preparation, unless JAX finds arrays of other kinds."""
+        """Whether another call needs no preparation, unless JAX finds other kinds of arrays."""
         if not args:
             return False
         if self._is_alone:
@@ -128,7 +127,7 @@ class LatestCall:
         return self.program.hits is not None or self._lies_as_this(args[1:])
 
     def is_followed_by(self, state: Any) -> None:
-        """Record the state that the step has returned."""
+        """Record the returned state."""
         if not self._is_alone or type(state) is TrainState:
             self.known.is_followed_by(state)
 
@@ -138,7 +137,7 @@ class LatestCall:
             return False
         for leaf, (kind, shape, sharding, committed) in zip(leaves, self._places, strict=True):
             if not (
-                type(leaf) is kind  # not a tracer
+                type(leaf) is kind
                 and leaf.shape == shape
                 and (leaf.sharding is sharding or leaf.sharding == sharding)
                 and leaf.committed == committed
@@ -157,7 +156,7 @@ def record_call(
         return None
     state = given[0] if returned is None else returned
     if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in jax.tree.leaves(state)):
-        return None  # the mesh of `init` may change
+        return None
     known = KnownState(state, program.mesh, is_callers=True) if known is None else known
     return LatestCall(program, known, given[1:])
 
@@ -166,7 +165,7 @@ def _are_apart(state: Sequence[Any], rest: tuple) -> bool:
     """Whether no leaf is in both: a donated array is copied for another argument."""
     try:
         leaves = _flatten(rest)[0]
-    except ValueError:  # keys that cannot be sorted, which have an error of their own
+    except ValueError:  # with an error of their own
         return False
     if not {*map(id, leaves)}.isdisjoint(map(id, state)):
         return False
@@ -224,7 +223,7 @@ class Shield:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 
     def donates(self, state: Any) -> None:
-        """Record arrays that the call donates, if an interrupt would lose them."""
+        """Record donated arrays, if an interrupt would lose them."""
         if _get_ident() == _MAIN:
             self._donated = state
 
@@ -243,16 +242,16 @@ class Shield:
 SHIELD = Shield()
 
 
-# What JAX says before it runs or deletes anything, of arrays that are donated twice, or donated and
-# read, or gone, and of keys of a dict that it cannot sort.
+# What JAX says before it runs, of arrays that are donated twice, donated and read, or gone, and of
+# keys of a dict that it cannot sort.
 _UNPREPARED = re.compile("INVALID_ARGUMENT.*donate|has been deleted|Comparator raised")
 
-# The calls of a step after which the state that went in is looked at: one look takes longer.
+# Calls after which to examine the input state, which takes longer than a step.
 _LOOKS_FOR_VIEWS = frozenset([2, 3, 10, 30, 100, 300, 1000, 10_000, 100_000])
 
 
 class Step:
-    """A decorated step: places its arguments, then runs the `CompiledStep` of the state's mesh."""
+    """A decorated step: places its arguments, then runs a `CompiledStep`."""
 
     __name__: str
 
@@ -266,7 +265,7 @@ class Step:
         self._leaves: list[weakref.ref] = []  # of it, over several processes
         self._latest: LatestCall | None = None
         self._num_calls = 0
-        self._copied: list[weakref.ref] = []  # large further arguments of the second call
+        self._copied: list[weakref.ref] = []  # large arguments of the second call
         self._holds_others = False  # the state has leaves that are not arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -385,16 +384,16 @@ class Step:
         return Step(dataclasses.replace(self.spec, donate=False))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
+        """Trace, prove and lower the step for arrays or `ShapeDtypeStruct`s."""
         compiled, args, *_ = self._prepare(args, kwargs)
         return compiled.trace(*args, is_compiled=True).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""
+        """Trace and prove the step for arrays or `ShapeDtypeStruct`s."""
         return self.trace_on(None, args, kwargs)
 
     def trace_on(self, where: Mesh | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Trace as `trace` does, on a mesh, which a state without arrays does not determine."""
+        """Trace on a mesh, which a state without arrays does not determine."""
         compiled, args, *_ = self._prepare(args, kwargs, where)
         return compiled.trace(*args, is_compiled=True)
 
@@ -431,7 +430,7 @@ class Step:
         return tuple(planned(self.trace(*args, **kwargs).jaxpr, names).collectives)
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
-        """Return the findings of the step's trace for these arguments."""
+        """Return the findings of the step's trace."""
         compiled, args, *_ = self._prepare(args, kwargs)
         *_, found = compiled.trace(*args).out_info
         return found
