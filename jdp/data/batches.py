@@ -29,11 +29,8 @@ _BYTES = "base64"
 class LoaderBatches(Generator[Any, None, None]):
     """The batches of one pass over a loader.
 
-    `close`, or deleting it, ends the loop and its background thread.
-
-    Args:
-      loader: an iterable over this process's host batches.
-      target: where to place the batches.
+    `close`, or deleting it, ends the loop and its background thread. `loader` is an iterable over
+    this process's host batches.
     """
 
     def __init__(self, loader: Iterable[Any], target: Target) -> None:

@@ -182,10 +182,6 @@ class Batches:
 
     Args:
       read: reads rows of the dataset, given their numbers, [rows] int.
-      sampler: the order of the rows.
-      run: the batches of the run.
-      target: where to place the batches.
-      dataset: the dataset.
       allows_new_data: whether `set_state` accepts the state of another stream.
       check: compares rows between the processes; None if they may differ.
     """

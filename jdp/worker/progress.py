@@ -264,9 +264,7 @@ os.register_at_fork(after_in_child=_forked)
 class Phase:
     """A reusable context in which the process is in a phase.
 
-    Args:
-      name: of the phase.
-      limit_s: seconds without progress; inf for no limit, 0 for the default of the name.
+    `limit_s` is without progress; inf for no limit, 0 for the default of the name.
     """
 
     __slots__ = ("_record",)
