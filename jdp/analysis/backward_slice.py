@@ -115,7 +115,7 @@ class WayBack:
         return eqn
 
     def predicates(self, frame: Frame | None, eqn: Any) -> Iterator[Node]:
-        """Yield the values that decide how often bodies of `eqn` run."""
+        """Yield the values that decide how often bodies run."""
         if frame is None:
             return
         if eqn.primitive.name == "cond":
@@ -216,7 +216,7 @@ def _fits(eqn: Any, body: Any) -> bool:
 
 
 def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield the operand of an input, and the output that replaces it."""
+    """Yield an input's operand, and the output that replaces it."""
     name = eqn.primitive.name
     if name == "cond":
         yield i + 1, None

@@ -12,10 +12,7 @@ from jdp.analysis.marks import WEIGHED
 class Forward:
     """A forward pass. A call's body gets its operands; other bodies get their join.
 
-    Args:
-      join: of no values, returns a constant's.
-      visit: `(eqn, operands, place) -> outputs`, or None for a pass over the bodies.
-      enter: as for `placed_equations`.
+    `visit(eqn, operands, place)` returns outputs, or None for a pass over the bodies.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def bulleted(problems: Sequence[str]) -> str:
-    """Return at most eight problems, and a count of the others."""
+    """Return at most eight problems, and count the others."""
     lines = [f"- {problem}" for problem in problems[:8]]
     if len(problems) > 8:
         lines.append(f"- and {len(problems) - 8} more")
@@ -92,7 +92,7 @@ def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
 
 @functools.cache
 def whose_file(file_name: str) -> str:
-    """Return "author", "installed", or "library" for a file whose lines are never named."""
+    """Return "author", "installed", or "library" for a file."""
     path = Path(file_name)
     if path.is_relative_to(_JDP) or file_name.startswith("<frozen"):
         return "library"
@@ -157,7 +157,6 @@ class TraceFindings:
       gathers: texts of arrays that a sharded update gathers.
       owned: texts of matrices that such an update computes on one rank.
       gather_dtype: of narrow parameters in losses, or empty.
-      integer_sums: lines of integer sums with reported overflow.
     """
 
     marked: frozenset[str]

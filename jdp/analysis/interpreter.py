@@ -74,8 +74,7 @@ def _is_bfloat16(eqn: Any) -> bool:
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
     """Return an equation that may become a collective-permute.
 
-    One partitioned axis changes its dim by an all-to-all. With several axes, XLA may reorder shards
-    by a collective-permute where arrays meet or branches return them.
+    With several partitioned axes, XLA may reorder shards where arrays meet or branches return them.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:

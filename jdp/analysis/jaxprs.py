@@ -136,7 +136,7 @@ def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
-    """Return the bodies of each equation by id, also in bodies."""
+    """Return the bodies of each equation by id."""
     return _nested(opened(jaxpr))[1]
 
 
@@ -228,7 +228,7 @@ def called(eqn: Any) -> Any | None:
 
 
 def called_body(eqn: Any) -> Any | None:
-    """Return the body of a call, None if inputs or outputs do not match."""
+    """Return a call's body, None if inputs or outputs do not match."""
     program = called(eqn)
     return None if program is None else opened(program)
 
@@ -244,7 +244,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def number(atom: Any) -> float | None:
-    """Return a literal's number if it is 0 or invertible, else None."""
+    """Return a literal's number if 0 or invertible, else None."""
     if type(atom) is not Literal or getattr(atom.val, "shape", ()):
         return None
     try:
@@ -288,7 +288,7 @@ def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
 
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
-    """Return a scan's body, and its counts of constants and carries."""
+    """Return a scan's body, and numbers of constants and carries."""
     return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 
@@ -298,7 +298,7 @@ def branches(eqn: Any) -> list[Any]:
 
 
 def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
-    """Return `solve` and `matvec` with constant positions, and that of the rhs."""
+    """Return `solve` and `matvec` with constant positions, and the rhs's."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     before_solve = lengths.matvec + lengths.vecmat
     return (opened(jaxprs.solve), before_solve), (opened(jaxprs.matvec), 0), sum(lengths)

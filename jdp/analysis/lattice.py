@@ -208,7 +208,7 @@ class Lattice(Bits):
         return value & ~(self.over("undivided", axes) | self.over("duplicated", axes))
 
     def without_scale(self, value: int) -> int:
-        """Convert to a boolean, sign or position, which n does not scale."""
+        """Convert to a boolean, sign or position."""
         return value & ~self.scale
 
     def _met(self, a: int, b: int) -> int:
@@ -311,7 +311,7 @@ class Lattice(Bits):
         return value | self.over("divided", self.axes_of_size(1 / number, self.varying))
 
     def divisions(self, divisor: float) -> int:
-        """Return 1 for a number of ranks, -1 for 1 over one, else 0."""
+        """Return 1 for a number of ranks, -1 for its inverse, else 0."""
         if divisor and self.axes_of_size(divisor, self.varying):
             return 1
         return -1 if divisor and self.axes_of_size(1 / divisor, self.varying) else 0

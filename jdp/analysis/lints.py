@@ -74,7 +74,7 @@ def require_narrow(jaxpr: Any, traced: Traced) -> None:
     """Refuse an update by the gradient of a loss that saw full-precision parameters.
 
     Such a gradient comes from the batch, outside `jdp.value_and_grad`, without a final cast to more
-    bits as in the derivative of a cast.
+    bits.
     """
     dtype = traced.found.gather_dtype
     if not dtype:

@@ -76,10 +76,7 @@ def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
 
 
 def local_means(body: Any, mask: int) -> list[str]:
-    """Return the lines that divide by a rank's number of unpadded rows.
-
-    Empty if the user weights by hand, by a reduction of that number or the mask.
-    """
+    """Return the lines that divide by a rank's number of unpadded rows, unless weighted by hand."""
     walk, inputs = _Walk(), [_Kind.OTHER] * len(body.invars)
     inputs[mask] = _Kind.MASK
     walk.follow(body, inputs)

@@ -110,7 +110,7 @@ class Provenance(WayBack):
         return next(filter(None, lines), "")
 
     def repetition(self, node: Node) -> tuple[Any, str] | None:
-        """Return the nearest sum over ranks of an equal value, and its line."""
+        """Return the nearest sum of an equal value, and its line."""
         sums = self.sums(node, _SUMS, everything=True)
         return next(((eqn, line) for eqn, line, _ in sums), None)
 
@@ -236,7 +236,6 @@ class Report:
       output_sources: lines of outputs that vary along an axis missing in `out_specs`, else empty.
       opaque: primitives with a body that jdp could not open.
       unknown: primitives without a rule, with the author's line.
-      num_inputs: of the body, captured arrays first.
       refs: position and final class of each input `jax.Ref`.
       back: the backward slice of varying, "undivided" or "duplicated" values.
     """
@@ -253,10 +252,7 @@ class Report:
 
 
 def decision(back: Provenance, node: Node) -> Node | None:
-    """Return the farthest boolean that alone makes a value differ, or None.
-
-    None if it is an input, such as a mask, or if it is counted.
-    """
+    """Return the farthest boolean that alone makes a value differ, unless an input or counted."""
     found, seen = None, set()
     while node.key() not in seen:
         seen.add(node.key())
@@ -301,12 +297,12 @@ NEVER_AVERAGED = "was never averaged"
 
 
 def since(origin: Origin, inputs: Sequence[str]) -> str:
-    """Return `why` for one value, as a clause after a comma."""
+    """Return `why` for one value, after a comma."""
     return f", since {why([origin], inputs)}"
 
 
 def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that explains why values differ; `inputs` names the shard_map's inputs."""
+    """Return a clause that explains why values differ, by input names."""
     origin = origins[0]
     sources = _named(origin.sources, inputs)
     if origin.line:

@@ -26,13 +26,7 @@ def value_of(value: int | Cell) -> int:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A collective that some ranks may skip while others wait.
-
-    Attributes:
-      control: "cond" or "while".
-      under: axes along which ranks may skip it.
-      is_compilers: whether XLA would add it, to split `primitive` over `axes`.
-    """
+    """A collective that some ranks may skip, along the axes `under`, while others wait."""
 
     primitive: str
     axes: tuple[str, ...]
@@ -65,7 +59,7 @@ class _Note(NamedTuple):
 
 
 class Record:
-    """A body with the class of every variable, for one set of input classes."""
+    """A body's classes of all variables, for one set of input classes."""
 
     __slots__ = ("_bodies", "_cells", "_notes", "_outs", "env", "has_notes", "jaxpr")
 
@@ -121,7 +115,7 @@ class Record:
                 self._outs[i] = next((j for j, x in enumerate(ins) if x is out), None), out.value
 
     def results(self, ins: Sequence[Any]) -> list[Any]:
-        """Return the results of a call with the recorded input classes."""
+        """Return a call's results for the recorded input classes."""
         for value, after in zip(ins, self._cells, strict=True):
             if isinstance(value, Cell) and after is not None:
                 value.value = after

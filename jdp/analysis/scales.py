@@ -89,7 +89,7 @@ def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
-    """Return how many times too large a sum over some axes is."""
+    """Return how many times too large a sum is."""
     groups = None if collective is None else jaxprs.axis_groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
@@ -173,10 +173,7 @@ def _local_sum(line: str, too_large: str) -> str:
 
 
 def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
-    """Return the line of the nearest sum that may make a gradient too large.
-
-    Sums of other values, such as counts, may have any scale.
-    """
+    """Return the line of the nearest sum that may make a gradient too large."""
     if not axes:
         return ""
     back, local = report.back(axes, "undivided"), report.back(axes)

@@ -1,8 +1,8 @@
 """Run a program of sharded parameters, and gather each where it is used.
 
-At most two groups of parameters are in memory: a group is gathered while the group before it is
-used. The backward pass gathers again, and recomputes values of parameters alone. Source: Zhao et
-al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
+A group of parameters is gathered while the group before it is used. The backward pass gathers
+again, and recomputes values of parameters alone. Source: Zhao et al. 2023, PyTorch FSDP,
+https://arxiv.org/abs/2304.11277.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -174,7 +174,7 @@ class ScheduledEvaluator:
       arguments: one for each input; whole arrays for `shards`, used only as results.
       shards: position of an input -> its shard.
       whole: positions of the other parameters.
-      capacity: bytes of whole parameters gathered together, > 0.
+      capacity: bytes of whole parameters gathered together.
       after: an array that exists before the first gather, or None.
     """
 

@@ -247,7 +247,7 @@ def _marked_total(
 
 
 def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array; refuse one without a mean."""
+    """Return an array; refuse a gradient without a mean."""
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

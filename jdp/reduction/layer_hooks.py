@@ -21,9 +21,8 @@ from jdp.reduction import step_context, weighted_sum
 def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `same(*args, share, witness)` with a custom backward pass.
 
-    The hooks act together or not at all. A nested derivative of the carry alone gets
-    `is_ours=False`, and leaves the hooks to the derivative of the parameters, and so of the
-    witness.
+    The hooks act together or not at all: a nested derivative of the carry alone gets
+    `is_ours=False`, and leaves them to the derivative of the parameters, and so of the witness.
     """
     hook = jax.custom_vjp(same)
 
@@ -109,10 +108,9 @@ def with_floats(tree: Any, floats: Sequence[jax.Array]) -> Any:
 class Hooks:
     """Identities around each layer and around the scan, for their backward passes.
 
-    The scan carries a *slot* of one layer's gradient. In the backward pass it holds this rank's
-    gradient of the layer before. Each layer returns the mean of the slot, and stores its own
-    gradient there. So the means are shifted by one layer: the first is zero, and the last is
-    computed after the loop.
+    The scan carries a *slot*, in the backward pass this rank's gradient of the layer before. Each
+    layer returns the mean of the slot, and stores its own gradient there. So the means are shifted
+    by one layer: the first is zero, and the last is computed after the loop.
     """
 
     def __init__(

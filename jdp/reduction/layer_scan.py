@@ -23,12 +23,7 @@ from jdp.reduction.shard_registry import Shard, known
 
 
 class TracedLayer(NamedTuple):
-    """The computation of one round of a scan.
-
-    Attributes:
-      jaxpr: of `(closed-over values, carry, layer, x) -> (carry, y)`, flat.
-      num_carry: number of leaves of a carry.
-    """
+    """One round of a scan: `(closed-over values, carry, layer, x) -> (carry, y)`, flat."""
 
     jaxpr: Any
     closed_over: list[jax.Array]
@@ -48,7 +43,7 @@ class TracedLayer(NamedTuple):
 def traced_layer(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, params: Any, xs: Any, *, reverse: bool
 ) -> tuple[TracedLayer, list[jax.Array]]:
-    """Trace a scan's function; return it with the first carry's leaves."""
+    """Trace a scan's function, and return the first carry's leaves, too."""
 
     def scan(init: Any, params: Any, xs: Any) -> Any:
         return lax.scan(f, init, params if xs is None else (params, xs), reverse=reverse)
@@ -86,7 +81,7 @@ class LayerShards:
 
     Args:
       parts: shards over equal axes, split on a dim after that of the layers.
-      axes: all axes of the step, over which gradients are averaged.
+      axes: all axes of the step.
     """
 
     def __init__(self, parts: Sequence[Shard], axes: tuple[str, ...]):
@@ -155,7 +150,7 @@ class LayerShards:
         return list(map(cast, self._unplanned(sums), self._dtypes))
 
     def divided(self, sums: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return the means for sums of one layer, or of stacked layers."""
+        """Return means for sums of one layer, or of stacked layers."""
         weights = self._weights.by_share(share)
         scales = [split_scale(self._scale, dtype)[1] for dtype in self._reduce_dtypes]
         return [weights.total(scaled(x, by)) for x, by in zip(sums, scales, strict=True)]
@@ -178,13 +173,7 @@ class LayerShards:
 
 
 class Operands(NamedTuple):
-    """The operands of a loop over layers, or their gradients.
-
-    Attributes:
-      shards: this rank's, of the sharded stacked parameters.
-      wholes: the other stacked parameters.
-      xs: further stacked arrays.
-    """
+    """The operands of a loop over layers, or their gradients; `xs` are no parameters."""
 
     closed_over: Sequence[Any]
     carry: Sequence[Any]
@@ -194,11 +183,7 @@ class Operands(NamedTuple):
 
 
 class LayerLoop(NamedTuple):
-    """A loop over layers.
-
-    Attributes:
-      is_split: whether each leaf of a layer is gathered.
-    """
+    """A loop over layers; leaves of a layer are gathered if `is_split`."""
 
     layer: TracedLayer
     shards: LayerShards
@@ -372,10 +357,7 @@ def _at(positions: Sequence[int], values: Sequence[Any], size: int) -> list[Any]
 
 
 def split_parts(params: Any, axes: tuple[str, ...]) -> list[Shard | None]:
-    """Return the shard of each stacked parameter, or None to scan the whole.
-
-    A leaf split along the dim of the layers stays whole.
-    """
+    """Return the shard of each stacked parameter; None if whole or split by layers."""
     found = [known(leaf) for leaf in jax.tree.leaves(params)]
     if step_context.current(axes) is None:
         return [None for _ in found]
@@ -510,10 +492,7 @@ def scan_whole(
 
 
 class _LateScatter:
-    """Identities around the scan and around each layer, for their backward passes.
-
-    As in `layer_hooks.Hooks`, but each layer returns the shards of its sum.
-    """
+    """As `layer_hooks.Hooks`, but each layer returns the shards of its sum."""
 
     def __init__(self, shards: LayerShards, reverse: bool):
         self._shards = shards

@@ -1,4 +1,4 @@
-"""Means, sums and extremes over ranks, and outputs for each row."""
+"""Means, sums and extremes over ranks, and row outputs."""
 
 import functools
 import traceback
@@ -39,7 +39,7 @@ def upper_half(term: jax.Array) -> jax.Array:
 def report_overflow(
     step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array], axis_name: AxisName
 ) -> None:
-    """Let a step report overflows of sums, with the author's line."""
+    """Let a step report overflows, with the author's line."""
     others = tuple(name for name in step.axis_name if name not in axis.names(axis_name))
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     line = diagnostics.innermost_line(frames)

@@ -1,7 +1,7 @@
 """Dtypes of parameters in losses, and of sent gradients.
 
-`jdp.value_and_grad` alone casts the parameters, the masters, for a loss, and returns gradients in
-their dtype. Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
+`jdp.value_and_grad` casts the parameters, the masters, for a loss, and returns gradients in their
+dtype. Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def _dtype(option: str, given: Any) -> np.dtype:
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
-    """Return the dtype if a leaf is a float of more bits, else None."""
+    """Return the dtype if a leaf has more bits, else None."""
     own = jnp.result_type(leaf)
     if dtype is None or not jnp.issubdtype(own, jnp.floating):
         return None
@@ -137,7 +137,7 @@ def mark_gradients(grads: Any, owner: Any) -> None:
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return an array in a dtype; None and complex arrays keep their own."""
+    """Return an array in a dtype; None and complex keep their own."""
     if dtype is None or x.dtype == dtype or jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x
     return lax.convert_element_type(x, dtype)

@@ -1,8 +1,7 @@
 """Trace the program of a rank without the mesh in types.
 
-Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. So the
-program is traced without a mesh, and runs on values whose types lose it by a mark. A program with
-a bare `PartitionSpec` is traced with it.
+Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. A
+mark removes it from values. A program with a bare `PartitionSpec` is traced with it.
 """
 
 import re

@@ -103,6 +103,6 @@ def _summed(
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:
-    """Return a shard of a mean or sum, marked for the proof."""
+    """Mark a shard of a mean or sum for the proof."""
     part = mark(part, kind=SHARD, path="", axes=axes)
     return mark(part, kind=MEAN if mean else SUMMED, path="", axes=axes)

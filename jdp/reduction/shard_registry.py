@@ -239,7 +239,7 @@ def are_of(owner: Any) -> bool:
 
 
 def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return the shard along `dim`, or a slice of an equal array."""
+    """Return the shard along `dim`, or slice an equal array."""
     found = known(whole)
     if found is not None and found.dim == dim and found.axes == axes:
         return found.value
@@ -247,5 +247,5 @@ def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:
-    """Return the shard of a state's leaf, marked for the proof."""
+    """Mark the shard of a state's leaf for the proof."""
     return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes)

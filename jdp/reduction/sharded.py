@@ -30,7 +30,7 @@ UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
 def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
-    """Log once, to the logger "jdp", the arrays that are not split."""
+    """Log once, to the logger "jdp", unsplit arrays."""
     is_in_step = step_context.current(axis_name) is not None
     if caller == UPDATE_OF_STATE and is_in_step:
         return

@@ -57,7 +57,7 @@ def is_exact_mean(all_reduce: Any) -> bool:
 
 
 def packed_means(losses: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return losses as one array of at least float32, or an empty list."""
+    """Return losses as one float32 or wider array, or an empty list."""
     if not losses:
         return []
     widest = jnp.result_type(jnp.float32, *(x.dtype for x in losses))
@@ -140,7 +140,7 @@ def float_scalars(tree: Any) -> list[jax.Array]:
 
 
 def with_uniform(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]) -> Any:
-    """Replace means of equal values by these values, to the bit."""
+    """Replace means of equal values by these, to the bit."""
     left = iter(zip(own, is_uniform, strict=True))
 
     def chosen(leaf: jax.Array) -> jax.Array:

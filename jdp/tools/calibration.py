@@ -71,11 +71,8 @@ class Slowness:
 class ComputeRates:
     """Rates of each of some devices of one host, while all compute and others idle.
 
-    Attributes:
-      matmul_flops_per_s: by dtype, of large matmuls.
-      memory_bytes_per_s: bytes read and written to scale a large array.
-      cached_bytes_per_s: the same for an array of CACHED_BYTES.
-      transcendentals_per_s: hyperbolic tangents.
+    Memory rates are for scaling an array, large or of CACHED_BYTES; transcendentals are hyperbolic
+    tangents.
     """
 
     num_ranks: int
@@ -105,7 +102,7 @@ class ComputeRates:
 def of_ranks(
     measured: Sequence[ComputeRates], num_ranks: int, *, share_cores: bool
 ) -> ComputeRates:
-    """Return each rank's rates, from the next larger measured number of ranks, or the largest."""
+    """Return each rank's rates, from the next larger measured number, or the largest."""
     found = next((it for it in measured if it.num_ranks >= num_ranks), measured[-1])
     share = found.num_ranks / num_ranks if share_cores else 1.0
     return dataclasses.replace(found.shared(share, measured[0]), num_ranks=num_ranks)
@@ -202,14 +199,7 @@ class CollectiveLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The measured rates of one machine.
-
-    Attributes:
-      device_kind: JAX's name.
-      num_cores: CPU cores that the process may use.
-      date: ISO 8601 in UTC.
-      computation: rates by number of devices, ascending.
-    """
+    """The measured rates of one machine, by number of devices, ascending."""
 
     host: str
     platform: str
@@ -309,5 +299,5 @@ def _read_computation(content: Any) -> ComputeRates:
 
 
 def read_bytes_per_s(written: float | None) -> float:
-    """Return a law's `bytes_per_s` in JSON, where null stands for inf."""
+    """Return a law's `bytes_per_s` in JSON: null is inf."""
     return math.inf if written is None else float(written)

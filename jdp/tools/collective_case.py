@@ -1,7 +1,6 @@
 """A program of one collective by one algorithm, with checked results.
 
-A program makes several consecutive calls, so that its start is a small part of short calls. Each
-call has its own input and result, checked on every rank.
+Several consecutive calls make its start a small part. Each call has its own input and result.
 """
 
 import functools

@@ -22,7 +22,7 @@ OPTIONS = {"stage": range(4), "bucket_bytes": range(1, 2**63)}
 
 
 class RankedPlan(NamedTuple):
-    """A step with some options of its optimizer, by name; stage 0 is `jdp.replicated`."""
+    """A step with options of its optimizer; stage 0 is `jdp.replicated`."""
 
     options: dict[str, int]
     report: StepReport
@@ -37,7 +37,7 @@ def compare(
     on: str | Mesh | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> list[RankedPlan]:
-    """Explain a step with each combination of options, by predicted time."""
+    """Explain a step with each combination of options, ranked."""
     require_choices(choices)
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)
@@ -81,7 +81,7 @@ def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
 
 
 def table(plans: Sequence[RankedPlan]) -> str:
-    """Return a line for each plan, and for each unused given rate."""
+    """Return a line for each plan, and each unused given rate."""
     first = plans[0].report
     lines = [
         f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "

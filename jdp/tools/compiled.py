@@ -33,7 +33,7 @@ def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
 
 
 def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
-    """Raise a ValueError if the number of ranks does not divide the rows."""
+    """Raise a ValueError if the rows cannot be split."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % num_ranks:
             name = spec.argument(1) + jax.tree_util.keystr(path)
@@ -44,7 +44,7 @@ def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
 
 
 def with_rows(spec: StepSpec, state: Any, batch: Any, rows: int) -> tuple[Any, Any]:
-    """Return a state and a batch as shapes with other rows, also in `per_rank` arrays of rows."""
+    """Return a state and a batch as shapes with other rows, also in `per_rank` arrays."""
     before = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)}
     held = pytrees.hold(state)
     leaves, tree = jax.tree.flatten(held)
@@ -62,7 +62,7 @@ def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Return an array's dtype on a device: 32 bits mostly replace 64."""
+    """Return an array's dtype on a device, mostly of 32 bits instead of 64."""
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 

@@ -81,7 +81,7 @@ def _windows(one: Instruction) -> list[_KernelWindow]:
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel, with the costs of its `cost_estimate`, and the dims of its results."""
+    """A Pallas kernel, with its `cost_estimate`, and dims of its results."""
 
     name: str
     result: tuple[tuple[int, ...], ...]
@@ -102,7 +102,7 @@ def kernel_of(eqn: Any) -> Kernel:
 
 
 def find_kernel(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
-    """Return a custom call's kernel, by name and shapes of results."""
+    """Return a custom call's kernel, by name and shapes."""
     name = one.op_name()
     if one.op != "custom-call" or not name.endswith("pallas_call"):
         return None
@@ -240,8 +240,7 @@ class Costs:
     def is_strided(self, one: Instruction) -> bool:
         """Whether an instruction computes across the rows of an array.
 
-        XLA's CPU backend does that element by element, but transposes alone by blocks, as fast as
-        copies.
+        XLA's CPU backend does that element by element, but transposes alone by blocks.
         """
         inner = self.inside(one) if one.op in ("fusion", "call") else Computation()
         changes = any(changes_order(each, inner.shapes) for each in inner)

@@ -1,4 +1,4 @@
-"""`explain`: memory, collectives and time of a step, from the compiled program."""
+"""`explain`: memory, collectives and time of a compiled step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

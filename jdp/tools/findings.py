@@ -1,4 +1,4 @@
-"""What costs a step memory or time, and what to write instead."""
+"""What costs memory or time, and what to write instead."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -71,7 +71,7 @@ _MIN_S = 1e-6  # a shorter wait is shown as none
 
 
 class _SummedLeaf(NamedTuple):
-    """A gradient that is summed over the ranks; `bucket` is -1 if it has a name."""
+    """A gradient summed over the ranks; `bucket` is -1 if it has a name."""
 
     kind: str
     leaf: SentLeaf
@@ -80,7 +80,7 @@ class _SummedLeaf(NamedTuple):
 
 
 def reduction_in_loop(facts: Facts) -> list[Finding]:
-    """Find gradients that a loop over micro-batches reduces in each iteration."""
+    """Find gradients that a loop over micro-batches reduces each time."""
     times: Counter[_SummedLeaf] = Counter()
     for summed, runs in _summed_in_loops(facts):
         times[summed] += runs
@@ -101,7 +101,7 @@ def reduction_in_loop(facts: Facts) -> list[Finding]:
 
 
 def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
-    """Yield each gradient that a loop of the traced step sums, and the runs of its collective.
+    """Yield gradients that a loop sums, and the runs of their collectives.
 
     XLA unrolls a loop of two micro-batches to a collective for each.
     """
@@ -215,7 +215,7 @@ def _is_stacked(leaf: SentLeaf, scanned: Collection[str]) -> bool:
 
 
 def wide_wire(facts: Facts) -> list[Finding]:
-    """Find gradients of 16-bit parameters that are sent in 32 bits."""
+    """Find 16-bit parameters whose gradients are sent in 32 bits."""
     sent = [
         leaf
         for each in facts.step.traced.collectives
@@ -291,7 +291,7 @@ def padding(facts: Facts) -> list[Finding]:
 
 
 def findings_of(facts: Facts) -> list[Finding]:
-    """Return what to change in a step, the costliest kinds first."""
+    """Return what to change, the costliest kinds first."""
     return [finding for look in _LOOKS for finding in look(facts)]
 
 

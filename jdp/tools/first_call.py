@@ -35,7 +35,7 @@ class _FoundError(BaseException):
 
 
 def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
-    """Run a script as `python script` does, up to the first call of the step."""
+    """Run a script up to the first call of the step."""
     given = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     found: list[FirstCall] = []

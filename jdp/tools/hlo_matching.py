@@ -1,7 +1,7 @@
 """Match collectives of a compiled program with planned ones, to name their leaves.
 
-A native call has a number. XLA merges and packs its collectives, and drops names, so arrays are
-matched by size, and among equal sizes by the parameter that they come from or update.
+A native call has a number. XLA merges, packs and renames its collectives, so arrays are matched
+by size, and among equal sizes by the parameter that they come from or update.
 """
 
 import re
@@ -345,10 +345,7 @@ def _on(line: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
 
 
 def _of_names(leaves: Sequence[_Leaf], names: Sequence[str]) -> list[_Leaf]:
-    """The longest paths come first.
-
-    `.params['head']['w']` also ends like the path of `grads['w']`.
-    """
+    """The longest paths come first: `.params['head']['w']` also ends like `grads['w']`."""
     plain = [(leaf, _plain(leaf[1].path)) for leaf in leaves]
     found = [it for it in plain if it[1] and any(name.endswith(it[1]) for name in names)]
     return [leaf for leaf, _ in sorted(found, key=lambda it: -len(it[1]))]
@@ -390,7 +387,7 @@ def _matched(
 
 
 def _is_forward(program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int) -> bool:
-    """Whether a collective's array is from the forward pass, by its JAX name."""
+    """Whether an array is from the forward pass, by its JAX name."""
     operands = transfer.instruction.operands()
     one = program.computations[transfer.computation].by_name.get(
         operands[min(i, len(operands) - 1)]

@@ -50,7 +50,7 @@ _LARGEST = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**
 
 
 def modulus(num_ranks: int, dtype: str) -> int:
-    """Return the number m of distinct inputs: sums over ranks are below m num_ranks."""
+    """Return the number m of distinct inputs: sums are below m num_ranks."""
     try:
         largest = _LARGEST[dtype] if dtype in _LARGEST else int(np.iinfo(dtype).max)
     except (TypeError, ValueError):

@@ -312,7 +312,7 @@ class Memory:
 def memory_of(
     compiled: Any, program: HloProgram, parts: Mapping[str, str], limit: int | None
 ) -> Memory:
-    """Return a compiled step's memory; `limit` is a device's, None if unknown."""
+    """Return a step's memory; `limit` is a device's, or None."""
     allocated = compiled.memory_analysis()
     sizes = dict.fromkeys(
         ("parameters", "optimizer_state", "other_state", "batch", "other_arguments"), 0

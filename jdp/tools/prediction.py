@@ -26,13 +26,7 @@ _WHY_UNUSED = {
 
 
 class Likely:
-    """Times of operations at some rates.
-
-    Args:
-      hosts: the host of each device, in order.
-      which: attribute of a rate: `value`, `low` or `high`.
-      laws: measured times of collectives, by operation and algorithm.
-    """
+    """Times of operations at some rates: `which` of `value`, `low` or `high`."""
 
     def __init__(
         self,
@@ -110,7 +104,7 @@ class Likely:
     ) -> float | None:
         """Return the most bytes that leave a host; None if each group is on one.
 
-        A group's ring leaves each host once, for any number of its ranks there.
+        A group's ring leaves each host once.
         """
         leaving: dict[int, float] = defaultdict(float)
         for group in groups:

@@ -1,4 +1,4 @@
-"""Assumed rates, and published ones of GPUs and links. Needs no JAX."""
+"""Assumed and published rates of GPUs and links. Needs no JAX."""
 
 import re
 from dataclasses import dataclass

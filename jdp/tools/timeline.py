@@ -55,8 +55,7 @@ class _LoopInteger(NamedTuple):
 class TripCounts:
     """Counts a program's loop iterations.
 
-    XLA annotates the number for CPUs and GPUs. For TPUs it follows from the counter's first value,
-    its increment and its bound.
+    XLA annotates the number for CPUs and GPUs. For TPUs it follows from the counter.
     """
 
     def __init__(self, computations: dict[str, Computation]):

@@ -76,9 +76,7 @@ class SentArrays:
       arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
       groups: the devices of each group; empty if all meet, or if unknown.
-      hidden_runs: runs beside a matmul.
       ends_s: end of the first run, when its result is used.
-      meanwhile: seconds of operations during the first run.
     """
 
     instruction: Instruction

@@ -42,7 +42,7 @@ def undivided(
 
 
 def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
-    """Record a gather's result: the class of a shard, the axes, and their dim."""
+    """Record a gather's class of a shard, axes, and their dim."""
     if "all_gather_dimension" in eqn.params:
         interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
 
@@ -96,7 +96,7 @@ def _native_scatter(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _native_scaled(interp: Interpreter, eqn: Any, by: int, totals: list[int]) -> list[int]:
-    """Multiply sums by a native call's scale, of the class `by`."""
+    """Multiply sums by a native call's scale."""
     scale = jaxprs.number(eqn.invars[2])
     if scale is None:
         return [interp.lattice.scale_by(x, by) for x in totals]

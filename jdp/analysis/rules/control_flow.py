@@ -176,7 +176,7 @@ def _name(eqn: Any) -> str:
 
 
 def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    """Analyse the bodies of a primitive without a rule; without bodies, results may differ."""
+    """Analyse the bodies of a primitive without a rule; without any, results may differ."""
     if jaxprs.bodies(eqn) or interp.trusts_unknown:
         return joined(interp, eqn, ins)
     interp.record.add("unknown", eqn)

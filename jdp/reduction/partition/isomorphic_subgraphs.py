@@ -1,8 +1,4 @@
-"""Isomorphic parts of a program, such as the computation of each matrix of an optimizer.
-
-A part contains all operations on a way from one matrix product to another, so parts are
-independent.
-"""
+"""Isomorphic, independent parts of a program, such as an optimizer's for each matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from jdp.reduction.partition.costs import multiplies_matrices
 
 
 def number_key(value: Any) -> Any:
-    """Return a key of a number, or of an array by identity."""
+    """Return a key of a number, or an array by identity."""
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and not value.shape
     ):
@@ -33,7 +29,7 @@ def type_key(aval: Any) -> Any:
 
 
 def equation_key(eqn: Any) -> Any:
-    """Return a key of an equation and its bodies, without operands."""
+    """Return a key of an equation, without operands."""
     program = jaxprs.called(eqn) if eqn.primitive.name in jaxprs.CALLS else None
     if program is not None:  # how it is differentiated does not matter
         return eqn.primitive, _program_key(program)

@@ -1,4 +1,4 @@
-"""Run a function of whole arrays on this rank's slices, by operation."""
+"""Run a function of whole arrays on slices, by operation."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Partitioner:
         self.ranks = ranks
 
     def outputs(self, program: Any, values: Sequence[Value]) -> list[Value]:
-        """Run a jaxpr. Independent operations share one collective, and its users run last."""
+        """Run a jaxpr. Independent operations share one collective; its users run last."""
         around = self.ranks.stack
         flat = flat_program.flatten(program, _opened_call, around[::-1])
         whole = self.ranks.bound_to_whole(flat)

@@ -37,7 +37,7 @@ Rule = Callable[[Any, int, int, Ranks], Plan | None]
 
 
 def same(eqn: Any, ins: Sequence[Dim], outs: Sequence[Dim], **changes: Any) -> Plan:
-    """Return the plan to run the equation, with some parameters changed."""
+    """Return the plan to run the equation, with changed parameters."""
     return Plan(ins, outs, lambda operands: jax_compat.bind(eqn, operands, **changes))
 
 
@@ -216,7 +216,7 @@ _OVER_ROWS = {
 
 
 def combine(parts: Sequence[jax.Array], partial: str, ranks: Ranks) -> list[jax.Array]:
-    """Combine the ranks' partial results, in one collective for each dtype."""
+    """Combine partial results, in one collective for each dtype."""
     outs: list[Any] = [None] * len(parts)
     # XLA:CPU may abort on an all-reduce of bfloat16, and float32 loses less.
     wide = [_widened(part) for part in parts] if partial == "sum" else parts

@@ -229,11 +229,7 @@ class Computed(Value):
 
 
 class BroadcastValue(Value):
-    """Copies of a value along new dims, made only in the needed shape.
-
-    Args:
-      dims: for each dim of `operand` its position in the copies.
-    """
+    """Copies of a value, made only in the needed shape; `dims` are its places in them."""
 
     def __init__(self, ranks: Ranks, aval: Any, operand: Value, dims: Sequence[int]):
         own = operand.dim

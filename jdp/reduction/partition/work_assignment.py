@@ -1,7 +1,7 @@
 """Matrices needed whole are computed by one rank each, their owner.
 
 For products of matrices with themselves, as in Muon's Newton-Schulz iteration, each rank would
-need all matrices. Instead all-to-alls send each to its owner, and return slices of the results.
+need all matrices. Instead all-to-alls send each to its owner, and return slices.
 Source: Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt.
 """
 
@@ -54,7 +54,6 @@ class Deal(NamedTuple):
 
     Attributes:
       shared: positions of the operands that are equal for all parts.
-      dims: the sliced dim of each operand.
       batch: number of rows into which the other operands are cut; 1: not cut.
     """
 
@@ -157,7 +156,7 @@ def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bo
 
 
 def out_dim(deal: Deal, aval: Any, ranks: Ranks) -> int | None:
-    """Return a result's sliced dim, if possible that of an operand."""
+    """Return a result's sliced dim, mostly an operand's."""
     for i in deal.own():
         if deal.dims[i] is not None and deal.part.ins[i].aval.shape == aval.shape:
             return deal.dims[i]

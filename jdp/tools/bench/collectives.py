@@ -75,7 +75,7 @@ def measure(
     setting: Setting,
     skipped: Callable[[str, str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each size and algorithm; all processes must call it."""
+    """Yield a row for each size and algorithm, on all processes."""
     able = list(algorithms)
     for size in elements:
         clocks: dict[str, _Clock] = {}

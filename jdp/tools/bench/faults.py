@@ -167,7 +167,7 @@ class FaultyLaunch:
         return found
 
     def running(self) -> dict[int, int]:
-        """Return rank -> pid of the newest generation; {} until all have made a step."""
+        """Return rank -> pid of the newest generation; {} before all have made a step."""
         told = self.events("first_step")
         newest = max((it["generation"] for it in told), default=0)
         found = {it["process_id"]: it["pid"] for it in told if it["generation"] == newest}
@@ -233,7 +233,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def measure(
     folder: Path, state_bytes: int, setting: FaultSetting, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train with faults; return a row with shares of time and recovery."""
+    """Train with faults; return shares of time and recovery."""
     with FaultyLaunch(folder / "run", state_bytes, setting) as run:
         faults = _strike(run, setting, say)
         run.stop()

@@ -61,7 +61,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def require_outputs(options: argparse.Namespace, inputs: Sequence[str] = ()) -> None:
-    """Raise a ValueError if the files of `add_common` cannot be written."""
+    """Raise a ValueError if files of `add_common` cannot be written."""
     results.require_outputs(inputs, json=options.json, png=options.png)
 
 

@@ -44,7 +44,7 @@ class StepSetting(NamedTuple):
 
 
 def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[dict[str, Any]]:
-    """Time steps by number of ranks; all processes must call it."""
+    """Time steps by number of ranks, on all processes."""
     numbers = sorted({1, *numbers})
     made: dict[tuple[int, bool], _Contestant] = {}
     for num_ranks in numbers:

@@ -25,10 +25,7 @@ _NUM_ROUNDS = 2
 
 
 def self_test(mesh: Mesh, where: str) -> list[Diagnosis]:
-    """Return a diagnosis for each collective, by the algorithm of `auto` and by XLA.
-
-    A wrong result does not end the test: all processes make the same calls.
-    """
+    """Return a diagnosis for each collective, by `auto` and XLA; all processes make all calls."""
     return [_tested(mesh, where, operation) for operation in known_values.OPERATIONS]
 
 
@@ -141,7 +138,7 @@ def libraries(platform: str) -> list[Diagnosis]:
 
 
 def algorithms(mesh: Mesh) -> Diagnosis:
-    """Return the algorithm of `auto` for some sizes, from a traced program."""
+    """Return the algorithm of `auto` for some sizes."""
     chosen: dict[str, str] = {}
     reasons: list[str | None] = []
     for name, num_bytes in _SIZES.items():

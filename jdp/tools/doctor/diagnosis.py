@@ -13,10 +13,8 @@ _WIDTH = 96
 class Diagnosis:
     """The result of one check; `why` and `do` are empty if ok.
 
-    Attributes:
-      level: OK; WARNING for slower training or possible failures; ERROR for failed or wrong
-        training.
-      facts: the numbers, for programs. No secrets: the report is pasted into issues.
+    An ERROR is failed or wrong training, a WARNING slower or possibly failing. No secrets: the
+    report is pasted into issues.
     """
 
     check: str
@@ -28,7 +26,7 @@ class Diagnosis:
 
 
 def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
-    """Return a check's diagnosis; a failed check is an error of the machine."""
+    """Return a check's diagnosis; a failed check is an error."""
     try:
         return examine()
     except Exception as error:

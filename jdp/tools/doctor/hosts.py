@@ -15,12 +15,7 @@ _MAX_SKEW_S = 1.0
 
 
 class Listener(NamedTuple):
-    """Where a process listens.
-
-    Attributes:
-      address: of its host's name, as for Gloo.
-      space: identifies the host, and the network namespace in it.
-    """
+    """Where a process listens; `space` identifies the host and its network namespace."""
 
     process: int
     host: str
@@ -30,7 +25,7 @@ class Listener(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """A connection to another process, or why it failed; its clock is `skew_s` ahead."""
+    """A connection to a process, or why it failed; its clock is `skew_s` ahead."""
 
     other: Listener
     failure: str | None
@@ -65,12 +60,12 @@ def _serve(server: socket.socket, clock: Callable[[], float]) -> None:
 
 
 def own_address() -> str:
-    """Return the address of this host's name, at which Gloo listens."""
+    """Return this host's address, at which Gloo listens."""
     return socket.gethostbyname(socket.gethostname())
 
 
 def to_reach(me: int, listeners: Mapping[int, Listener]) -> list[Listener]:
-    """Return the processes to which `me` connects: the next, and the first of each host."""
+    """Return the processes to connect to: the next, and the first of each host."""
     order = sorted(listeners)
     following = order[(order.index(me) + 1) % len(order)]
     firsts: dict[str, int] = {}

@@ -58,7 +58,7 @@ def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
 
 
 def locked_memory(infiniband: str = "/sys/class/infiniband") -> Diagnosis:
-    """Check that a process may lock memory, for network cards with RDMA."""
+    """Check that a process may lock memory, for RDMA."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(path.name for path in Path(infiniband).glob("*"))
     facts = {"soft": soft, "hard": hard, "cards": cards}
@@ -102,7 +102,7 @@ def memory(root: str = "/") -> Diagnosis:
 
 
 def proxies(environment: Mapping[str, str] = os.environ) -> Diagnosis:
-    """Return the set proxy variables, without values, which may hold passwords."""
+    """Return set proxy variables, without values, which may hold passwords."""
     names = sorted(name for name in environment if name.lower() in PROXIES)
     facts = {"names": names}
     if not names or environment.get("grpc_proxy") == "":

@@ -1,4 +1,4 @@
-"""Versions of JAX, its plugins and the driver, and combinations known to fail."""
+"""Versions of JAX, its plugins and the driver, and bad combinations."""
 
 import dataclasses
 import platform as python_platform
@@ -81,7 +81,7 @@ class Installed:
 
 
 class KnownBad(NamedTuple):
-    """A combination known to fail; `found` returns the problem, with the versions, or None."""
+    """A bad combination; `found` returns the problem, or None."""
 
     level: str
     found: Callable[[Installed], str | None]

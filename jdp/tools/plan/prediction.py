@@ -1,4 +1,4 @@
-"""Predicts a row of a plan: step, memory, efficiency and effective training time."""
+"""Predicts a row of a plan."""
 
 import math
 import random
@@ -93,8 +93,8 @@ class Stragglers(NamedTuple):
     def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
         """Return samples of the factor of the slowest rank.
 
-        The largest of n has the n-th power of one rank's distribution, so a sample takes one random
-        number. Each of `num_samples` equal parts of [0, 1] gives one, for a small error.
+        The largest of n has the n-th power of one rank's distribution. Each of `num_samples` equal
+        parts of [0, 1] gives one sample, for a small error.
         """
         if self.kind == NONE or self.scale == 0:
             return [1.0]
@@ -144,7 +144,7 @@ def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
 
 
 def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
-    """Return the bytes of state that one host commits and restores."""
+    """Return the bytes that one host commits and restores."""
     whole = (1 + _MOMENTS) * workload.params * STATE_BYTES
     if deployment.method == REPLICATED:
         return whole
@@ -160,7 +160,6 @@ class PlanOptions(NamedTuple):
       per_host: GPUs of a host.
       gather_bytes: of a gathered parameter.
       reduce_bytes: of a reduced gradient.
-      straggler: kind of distribution, see `Stragglers`.
       activation_bytes: of a rank beside its state.
       commit_every: steps between commits; 0: as many as lose least.
       degraded_s: seconds with a missing host after each failure.

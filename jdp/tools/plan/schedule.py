@@ -25,14 +25,7 @@ class ModelLeaf(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A step of one rank that computes alone.
-
-    Attributes:
-      leaves: in the order of the forward pass.
-      gather_bytes: of a gathered parameter.
-      reduce_bytes: of a reduced gradient.
-      bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
-    """
+    """A step of one rank that computes alone; `bucket_bytes` also limits parameter groups."""
 
     leaves: tuple[ModelLeaf, ...]
     forward_s: float
@@ -118,13 +111,9 @@ class Group(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Links within hosts and between them.
+    """Links from a GPU to others of its host, and from a host to others.
 
-    Attributes:
-      link_bytes_per_s: from a GPU to others of its host.
-      network_bytes_per_s: from a host to others.
-      algorithm: of an all-reduce: "ring", "tree", or "best", the faster one. Gathers and scatters
-        are rings.
+    An all-reduce is a "ring", a "tree", or "best", the faster one. Gathers and scatters are rings.
     """
 
     link_bytes_per_s: float
@@ -282,9 +271,8 @@ class _Builder:
     def parameters_in_time(self) -> None:
         """Add a step that gathers parameters where they are read: stage 3 and HSDP.
 
-        Two groups are whole at a time: the next one is gathered while one computes. The backward
-        pass gathers them again, and scatters complete gradients of each group. HSDP then averages
-        the shards between hosts.
+        The next group is gathered while one computes. The backward pass gathers them again, and
+        scatters complete gradients of each group. HSDP then averages the shards between hosts.
         """
         groups, count = (
             self._buckets(self._workload.gather_bytes)[::-1],

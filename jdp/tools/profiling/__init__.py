@@ -1,1 +1,1 @@
-"""`profile` and `jdp timeline`: what ranks did in steps that ran."""
+"""`profile` and `jdp timeline`: what ranks did."""

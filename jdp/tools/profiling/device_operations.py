@@ -1,7 +1,7 @@
 """The operations of a process's devices, from JAX's profile.
 
-On CPUs each operation is an event of a thread, with device, program and run. On GPUs each kernel is
-an event of a stream; XLA runs most of a step as a CUDA graph, whose kernels have its name.
+On CPUs each is an event of a thread, with device, program and run. On GPUs each kernel is an event
+of a stream; XLA runs most of a step as a CUDA graph, whose kernels have its name.
 """
 
 import re
@@ -64,7 +64,7 @@ class Operation(NamedTuple):
         return _NCCL.match(self.kernel) is not None
 
     def may_be(self, kind: str) -> bool:
-        """Whether an NCCL kernel may belong to a collective such as `all-reduce`."""
+        """Whether an NCCL kernel may be of a collective such as `all-reduce`."""
         found = _NCCL.match(self.kernel)
         return found is not None and kind in _NCCL_KINDS.get(found[1], {kind})
 
@@ -88,7 +88,7 @@ def read(path: Path) -> dict[int, list[Operation]]:
 
 
 def operations(planes: Sequence[Any], start: int) -> dict[int, list[Operation]]:
-    """Return the operations of a profile that began `start` ns after 1970."""
+    """Return a profile's operations; it began `start` ns after 1970."""
     found: dict[int, list[Operation]] = defaultdict(list)
     for plane in planes:
         gpu = _GPU.match(plane.name)
@@ -237,8 +237,7 @@ def by_order(
     """Return the collectives by their names in a profile.
 
     There XLA's collectives between GPUs have the name before XLA divided them into start and done.
-    In one stream they run in program order. If their number, kinds or devices contradict that
-    order, they stay unnamed.
+    In one stream they run in program order; if that contradicts the profile, they stay unnamed.
     """
     found = {name: dict(of_program) for name, of_program in known.items()}
     for name, of_program in found.items():

@@ -78,7 +78,7 @@ class Parts(NamedTuple):
     Attributes:
       data: the rank is idle, and its process waits for a batch.
       computation: it computes, also while it communicates.
-      communication: it communicates without computing: exposed.
+      communication: exposed.
       host: the rank is idle, and its process does not wait for a batch.
     """
 
@@ -167,7 +167,7 @@ def _shift(first: Sequence[_Meetings], other: Sequence[_Meetings]) -> Shift:
 
 
 def _meetings(trace: ProcessTrace) -> _Meetings:
-    """Return for each collective when the last rank entered and the first rank left, in ns.
+    """Return when the last rank entered and the first rank left each collective, in ns.
 
     The key is the step, the collective, and its earlier runs in the step.
     """
@@ -204,7 +204,7 @@ class RankSteps:
     steps: Mapping[int, Parts]
 
     def mean(self) -> tuple[float, float, float, float]:
-        """Return each part's mean in ns; they add up to the mean step."""
+        """Return each part's mean in ns, which add up to the mean step."""
         data, computation, communication, host = (
             sum(values) / len(self.steps) for values in zip(*self.steps.values(), strict=True)
         )
@@ -234,7 +234,6 @@ class Summary:
     """The profile of all ranks.
 
     Attributes:
-      shifts: see `clock_shifts`.
       ranks: by their own time, longest first, for which the others wait.
       collectives: in the order of their first runs.
       notes: missing or damaged data, in words.

@@ -1,7 +1,7 @@
 """The file of a profiled process, for Perfetto and `jdp timeline`.
 
-It is compressed JSON of Chrome's trace format: slices with times in microseconds, to the
-nanosecond, and in `otherData` the facts of the process.
+It is compressed JSON of Chrome's trace format, with times in microseconds, to the nanosecond, and
+in `otherData` the facts of the process.
 """
 
 import gzip
@@ -62,13 +62,12 @@ _ARGS: dict[str, dict[str, Field]] = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A time of a rank, or of its process.
+    """A time of a rank, or of its process, in ns since its profile began.
 
     Attributes:
-      begin: nanoseconds since the profile of its process began, as `end`.
       rank: None for a slice of the process.
-      facts: for JSON: `step` of a STEP and a CALL; `collective`, `bytes`, `algorithm`, `op`,
-        `leaves` and `num_groups` of a COMMUNICATION.
+      facts: `step` of a STEP and a CALL; `collective`, `bytes`, `algorithm`, `op`, `leaves` and
+        `num_groups` of a COMMUNICATION.
     """
 
     kind: str
@@ -226,7 +225,7 @@ def _event(each: Slice, process: int, track: int, begin: int) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
-    """Return the latest run's traces, and notes of damaged or missing files."""
+    """Return the latest run's traces, and notes of bad or missing files."""
     intact: list[ProcessTrace] = []
     left_out: dict[int, str] = {}
     for process, path in found_in(folder).items():
@@ -270,10 +269,7 @@ def _notes(left_out: dict[int, str]) -> list[str]:
 
 
 def _missing(folder: Path, num_processes: int, known: Collection[int]) -> list[str]:
-    """Return a note of each gap between the processes with a file.
-
-    A damaged file may name 10**12 processes, but gaps are as few as files.
-    """
+    """Return a note of each gap, as few as files; a damaged file may name 10**12 processes."""
     notes = []
     within = sorted(process for process in known if process < num_processes)
     for before, after in itertools.pairwise([-1, *within, num_processes]):
