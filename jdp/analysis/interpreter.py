@@ -74,7 +74,8 @@ def _is_bfloat16(eqn: Any) -> bool:
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
     """Return an equation that may become a collective-permute.
 
-    With several partitioned axes, XLA may reorder shards where arrays meet or branches return them.
+    One partitioned axis needs only all-to-alls. With several, XLA may reorder shards where arrays
+    meet or branches return them.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:

@@ -26,7 +26,11 @@ def value_of(value: int | Cell) -> int:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A collective that some ranks may skip, along the axes `under`, while others wait."""
+    """A collective that some ranks may skip, along the axes `under`, while others wait.
+
+    Attributes:
+      is_compilers: whether XLA would add it, to split `primitive` over `axes`.
+    """
 
     primitive: str
     axes: tuple[str, ...]

@@ -173,7 +173,10 @@ def _local_sum(line: str, too_large: str) -> str:
 
 
 def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
-    """Return the line of the nearest sum that may make a gradient too large."""
+    """Return the line of the nearest sum that may make a gradient too large.
+
+    Sums of other values, such as counts, may have any scale.
+    """
     if not axes:
         return ""
     back, local = report.back(axes, "undivided"), report.back(axes)

@@ -1,8 +1,8 @@
 """Run a program of sharded parameters, and gather each where it is used.
 
-A group of parameters is gathered while the group before it is used. The backward pass gathers
-again, and recomputes values of parameters alone. Source: Zhao et al. 2023, PyTorch FSDP,
-https://arxiv.org/abs/2304.11277.
+At most two groups of parameters are in memory: one is gathered while the one before is used. The
+backward pass gathers again, and recomputes values of parameters alone. Source: Zhao et al. 2023,
+PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

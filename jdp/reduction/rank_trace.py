@@ -1,7 +1,8 @@
 """Trace the program of a rank without the mesh in types.
 
-Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. A
-mark removes it from values. A program with a bare `PartitionSpec` is traced with it.
+Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. So
+the trace has no mesh, and a mark removes it from the types of values. A program with a bare
+`PartitionSpec` is traced with it.
 """
 
 import re

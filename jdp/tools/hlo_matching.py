@@ -1,7 +1,7 @@
 """Match collectives of a compiled program with planned ones, to name their leaves.
 
-A native call has a number. XLA merges, packs and renames its collectives, so arrays are matched
-by size, and among equal sizes by the parameter that they come from or update.
+A native call has a number. XLA merges and packs its collectives, and drops names, so arrays are
+matched by size, and among equal sizes by the parameter that they come from or update.
 """
 
 import re

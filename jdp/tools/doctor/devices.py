@@ -25,7 +25,10 @@ _NUM_ROUNDS = 2
 
 
 def self_test(mesh: Mesh, where: str) -> list[Diagnosis]:
-    """Return a diagnosis for each collective, by `auto` and XLA; all processes make all calls."""
+    """Return a diagnosis for each collective, by `auto` and XLA.
+
+    A wrong result does not end the test: all processes make the same calls.
+    """
     return [_tested(mesh, where, operation) for operation in known_values.OPERATIONS]
 
 

@@ -78,7 +78,7 @@ class Parts(NamedTuple):
     Attributes:
       data: the rank is idle, and its process waits for a batch.
       computation: it computes, also while it communicates.
-      communication: exposed.
+      communication: it communicates without computing.
       host: the rank is idle, and its process does not wait for a batch.
     """
 
