@@ -165,6 +165,13 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
     return found
 
 
+def clear_fast_path(jitted: Any) -> None:
+    """Let JAX decide again which calls of `jitted` run without Python. It traces nothing anew."""
+    clear = getattr(jitted, "_clear_cache", None)
+    if clear is not None:
+        clear()
+
+
 def is_tracing() -> bool:
     """Whether JAX traces the calling code, even without a tracer in it."""
     if _core is not None:  # a tenth of the public name's time

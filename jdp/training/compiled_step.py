@@ -207,9 +207,15 @@ class CompiledStep:
             if self._is_new:
                 self._build_first(args)
             return self._jitted(*args)
-        except ValueError as error:
-            error_hints.add_hint_of_lowering(error, self.spec)
+        except Exception as error:
+            self.clear_fast_path()
+            if isinstance(error, ValueError):
+                error_hints.add_hint_of_lowering(error, self.spec)
             raise
+
+    def clear_fast_path(self) -> None:
+        """After an error, which JAX would remember: calls of these types would stay slow."""
+        jax_compat.clear_fast_path(self._jitted)
 
     def _traced(self, *args: Any) -> Any:
         try:

@@ -320,10 +320,14 @@ class Step:
                 else:
                     results = compiled(*args, is_returned=is_returned, given=call.given)
                 state, metrics, call.weight, call.reports, found = results
-            except (RuntimeError, ValueError) as error:
+            except jax_compat.CacheMiss:
+                raise
+            except Exception as error:
                 if latest is not None and _UNPREPARED.search(str(error)):
                     raise jax_compat.CacheMiss from None
-                self._explain(error, compiled, args, call)
+                compiled.clear_fast_path()
+                if isinstance(error, RuntimeError | ValueError):
+                    self._explain(error, compiled, args, call)
                 raise
             finally:
                 in_flight.end_call()

@@ -16,6 +16,7 @@ import pytest
 from support.training import ranks
 
 import jdp
+from jdp.training.compiled_step import CompiledStep
 from jdp.training.step import Step
 
 ROWS = np.arange(24, dtype=np.float32)  # their mean differs with any 8 that are left out
@@ -386,3 +387,36 @@ def test_without_the_function_of_jax_each_call_is_prepared(monkeypatch, prepared
         state, _ = own(state, batch)
     assert values(state) == [[k - 3 * ROWS.mean() for k in range(4)]] * 2
     assert prepared == ["step"]
+
+
+@pytest.mark.parametrize("fails_in", ["the first call", "a later call"])
+def test_calls_after_one_that_failed_in_the_trace_are_as_fast_as_others(fails_in, monkeypatch):
+    misses, compile_new = [], CompiledStep._compile
+    monkeypatch.setattr(
+        CompiledStep, "_compile", lambda self, *args: misses.append(1) or compile_new(self, *args)
+    )
+    mesh, scale = ranks(2), {}
+
+    @jdp.train_step
+    def own(state, batch):
+        factor = (
+            1.0
+            if fails_in == "a later call" and batch.shape[0] == len(ROWS) // 2
+            else scale["factor"]
+        )
+        grads = jax.grad(lambda p: (batch * factor).mean() * p["w"].sum())(state.params)
+        return state.apply_gradients(grads), {}
+
+    state = made()
+    if fails_in == "a later call":
+        for _ in range(3):
+            state, _ = own(state, placed(mesh, ROWS)["x"])
+    with pytest.raises(KeyError):
+        own(state, placed(mesh, ROWS[:18])["x"])
+    scale["factor"] = 1.0
+    for _ in range(2):
+        state, _ = own(state, placed(mesh, ROWS[:18])["x"])
+    misses.clear()
+    for _ in range(3):
+        state, _ = own(state, placed(mesh, ROWS[:18])["x"])
+    assert not misses
