@@ -63,7 +63,7 @@ class WayBack:
             node = waiting.popleft()
             if jaxprs.is_literal(node.variable):
                 continue
-            # Functions that call the next one twice have 2^depth calls.
+            # Nested calls would take 2^depth keys.
             key = node.key() if len(seen) < _MANY_NODES else node.shared_key()
             if key in seen:
                 continue

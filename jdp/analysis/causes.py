@@ -144,7 +144,7 @@ def _advice(output: Output) -> str:
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# nnx metrics in a state: a key such as train_metrics, or their variables.
+# nnx metrics: a key such as train_metrics, or their variables.
 _METRICS = re.compile(r"(\['|\.)\w*metrics?('\]|\.|\[|$)|\['(total|count|m2)'\]\.value$")
 
 # Flax linen, nnx, Haiku; Equinox has numbers as paths.

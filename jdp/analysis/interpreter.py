@@ -36,8 +36,7 @@ def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
     return jaxprs.mapped_body(mapped_eqn)
 
 
-# XLA exchanges edges of a split dim by a collective-permute of all devices; its other collectives
-# stay among devices of one data rank.
+# XLA exchanges edges of a split dim by a collective-permute of all devices.
 _SHIFTS = frozenset(
     "concatenate conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
     "dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min reduce_window_sum "
@@ -46,7 +45,7 @@ _SHIFTS = frozenset(
 )
 
 
-# XLA:CPU widens their operands to float32, and aborts the process with a compiler-partitioned axis.
+# XLA:CPU widens these to float32, and aborts with a compiler-partitioned axis.
 _REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
 
 
@@ -154,7 +153,7 @@ class Interpreter:
         self._rules, self._unknown = rules, unknown
         self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
-        # Axes along which ranks may skip the current body, and why.
+        # Axes along which ranks may skip the body, and why.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
         # A known body's key holds all that its results depend on.
@@ -166,7 +165,7 @@ class Interpreter:
         self.trusts_unknown = trusts_unknown
         # Captured numbers of ranks, or one over them.
         self.numbers: dict[Any, float] = {}
-        # How often a constant was divided by a number of ranks; negative for products.
+        # How often a constant was divided by numbers of ranks; negative for products.
         self.divisions: dict[Any, int] = {}
         # Values divided by numbers, and sizes of sums: see `local`.
         self.quotients: dict[Any, Quotient] = {}

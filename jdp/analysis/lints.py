@@ -134,8 +134,8 @@ def _join(values: Sequence[_Gradient]) -> _Gradient:
     )
 
 
-# Nonlinear functions of one rank's gradients before the mean over ranks. A linear one commutes
-# with the mean; its factors and masks do not depend on gradients.
+# A linear function of a rank's gradients commutes with the mean over ranks; its factors and masks
+# do not depend on gradients.
 
 
 # Linear in all operands together. Comparisons are reported, so logic is included.
@@ -164,7 +164,7 @@ _UNKNOWN = (
 )
 # Distinguishes warnings of gradients from those of metrics.
 NONLINEAR = "is not linear in the gradient of this rank's rows"
-# Bounds for 2^depth values: first equal calls count as one, then the rest as linear.
+# For 2^depth values: equal calls count as one, then the rest as linear.
 _MANY_NODES, _MOST_NODES = 10_000, 200_000
 
 

@@ -99,7 +99,7 @@ _mark_p.def_abstract_eval(_type)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
-# JAX's cache of lowerings would emit a function for each different mark.
+# JAX's cache would emit a function for each different mark.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,
@@ -134,8 +134,8 @@ def _unfolded(x: Any) -> Any:
 
 
 def _sums_over_dims(op: Any) -> bool:
-    # Such as rows and positions. After a product over rows alone, a separate transpose takes a
-    # fifth longer.
+    # Rows and positions. After a product over rows alone, a separate transpose takes a fifth
+    # longer.
     if op.name != "stablehlo.dot_general":
         return False
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])

@@ -90,7 +90,7 @@ def _line(eqn: Any) -> str:
     name, params = eqn.primitive.name, sorted(eqn.params.items())
     operands, results = [*map(_operand, eqn.invars)], [_type(x.aval) for x in eqn.outvars]
     if bodies(eqn):
-        # Bodies capture and return arrays in the order of their trace.
+        # Arrays of bodies are in the order of their trace.
         operands, results = sorted(operands), sorted(results)
         params = [(key, value) for key, value in params if not isinstance(value, (tuple, list))]
     # Parameters such as texts, functions, or jdp's call numbers.
@@ -112,7 +112,7 @@ def _type(aval: Any) -> str:
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
 
-# Devices may compute other last bits in each run, so floats have few digits.
+# Last bits may differ, so floats have few digits.
 def _described(value: Any) -> str:
     if isinstance(value, (float, complex)):
         return f"{value:.6g}"

@@ -71,7 +71,7 @@ class Record:
         self.jaxpr = jaxpr
         self.env = env
         self.has_notes = False
-        # In program order. Only a loop's last round counts; the first is kept for its marks.
+        # In order. Only a loop's last round counts; the first is kept for its marks.
         self._notes: dict[Any, _Note] = {}
         # The last records, by the ids of an equation and of its jaxpr.
         self._bodies: dict[int, dict[int, Record]] = {}

@@ -200,7 +200,7 @@ def _lines_of_varying(report: Report) -> set[str]:
     return {each.source for each in local if not each.value.axes.isdisjoint(each.axes)}
 
 
-# They have no cotangent, do not communicate, or weight the cotangents that they add.
+# They have no cotangent, do not communicate, or weight cotangents.
 _HARMLESS = frozenset(
     "axis_index jdp_add_rows jdp_add_rows_native jdp_mark jdp_take_rows jdp_take_rows_native pmax "
     "pmin unreduced_pmax unreduced_pmin".split()

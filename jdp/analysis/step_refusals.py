@@ -125,8 +125,7 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
-    # An unused reduction leaves the program. One inside an opaque primitive stays, and could happen
-    # twice.
+    # A reduction inside an opaque primitive could happen twice.
     hidden = sorted(
         traced.found.marked - {each.path for each in report.marks if each.kind == LOCAL}
     )
@@ -214,8 +213,7 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _unused(report: Report) -> Iterator[str]:
-    # Losses may have different parameters (a GAN, branches), so a leaf, by path and shape, is used
-    # if any loss depends on it.
+    # A leaf, by path and shape, is used if any loss (of a GAN, a branch) depends on it.
     local = [found for found in report.marks if found.kind == LOCAL]
     leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
     zero = [found.value.zero for found in local]

@@ -102,8 +102,8 @@ def local_value_and_grad(
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 
-    # JAX would sum gradients of parameters whose type does not vary. The gradient of a typed loss
-    # that does not vary is n times smaller.
+    # JAX would sum gradients of parameters of invariant type. Those of an invariant loss are n
+    # times smaller.
     def varying_loss(params: Any, *rest: Any) -> Any:
         value = loss_fn(params, *rest)
         if not has_aux:

@@ -352,8 +352,8 @@ class _MicroBatchedLoss(NamedTuple):
         looped, last, join = split_micro_batches(
             batch, rest, k, is_whole=step_context.platform() == "cpu"
         )
-        # A product with 1 / 2**i is exact and joins the loop's sum; a later division reads and
-        # writes all gradients again.
+        # A product with 1 / 2**i is exact and joins the sum; a later division reads and writes all
+        # gradients again.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
         full, rows_of_loop = 1 / k if is_scaled else 1, num_rows(looped[0], dim=1)
 

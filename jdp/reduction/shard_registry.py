@@ -21,9 +21,8 @@ from jdp.analysis.marks import MEAN, PART, SHARD, WHOLE, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, step_context
 
-# Shards of values that are equal on every rank. For the proof, a slice at the rank's position would
-# differ from rank to rank. So it is a primitive, whose result has the class of its operand, and
-# combined shards are marked.
+# For the proof, a slice at the rank's position would differ from rank to rank. So it is a
+# primitive, whose result has the class of its operand, and combined shards are marked.
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -73,8 +72,7 @@ def _batch(args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, i
 
 
 def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> list[Any]:
-    # The step's cotangent is the mean of the ranks'. Every rank has the whole value, so the result
-    # is 1 / n of the joined cotangents.
+    # The step's cotangent is the ranks' mean, so the result is 1 / n of the joined cotangents.
     return [lax.all_gather(cotangent, axes, axis=dim, tiled=True) / size]
 
 

@@ -203,8 +203,8 @@ def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
     if step is not None and axis.size(axes) == 1:  # XLA keeps a sum over one rank
         return mark(x, kind=ALL_REDUCED, path="", axes=axis.in_mesh_order(axes))
-    # By the gradients' algorithm: on CPU another collective wakes all ranks again, and on GPU the
-    # first JAX delays all reductions to hide it.
+    # On CPU another collective wakes all ranks again, and on GPU the first JAX delays all
+    # reductions to hide it.
     if step is not None and step.reductions:
         last = step.reductions[-1]
         is_here = last.trace == jax.extend.core.get_opaque_trace_state()

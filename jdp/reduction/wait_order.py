@@ -39,7 +39,7 @@ def next_call_after(others: Sequence[jax.Array]) -> None:
         call_order.passed(*after([token], others))
 
 
-# (*values, *others) -> the same. The proof and liveness look at each operand by itself.
+# (*values, *others) -> the same, each by itself for the proof and liveness.
 _tied_p = jax.extend.core.Primitive("jdp_tied")
 _tied_p.multiple_results = True
 

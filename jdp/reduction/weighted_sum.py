@@ -150,8 +150,8 @@ def _weigh(
     return _weigh_p.bind(jnp.asarray(x), *factors, has=has, why_not=why_not)
 
 
-# (x, *factors) -> x. `has` says which factors exist, forward and backward. A factor has no dims, or
-# those of x, each possibly 1.
+# (x, *factors) -> x. `has` says which of forward and backward exist. A factor has no dims, or those
+# of x, each possibly 1.
 _weigh_p = jax.extend.core.Primitive("jdp_weigh")
 
 

@@ -117,8 +117,8 @@ def _is_in(kernel: str, op_name: str) -> bool:
     return not kernel or re.search(rf"(?<![^/(]){re.escape(kernel)}(?![^/)])", op_name) is not None
 
 
-# XLA runs some collectives on TPUs in parts: a start, computations beside it, and a done. Each is a
-# fusion with the same collective. The start and the done also contain a call.
+# XLA runs some collectives on TPUs as a start, computations beside it, and a done: fusions with the
+# same collective. The start and the done also contain a call.
 
 
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')

@@ -42,8 +42,8 @@ def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any
     """Return GPUs to compile for."""
     # Otherwise the CUDA plugin needs cuDNN, as for a run.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    # One domain for each host: in a domain of several hosts XLA uses kernels that read any GPU's
-    # memory, and its compiler aborts for 64 GPUs.
+    # In a domain of several hosts XLA uses kernels that read any GPU's memory, and its compiler
+    # aborts for 64 GPUs.
     shape = f"{num_hosts}x1x{num_per_host}"
     try:
         topology = topologies.get_topology_desc(

@@ -193,7 +193,7 @@ def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 
 
 def _copy_by_dma(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    # The target device of a Pallas kernel's copy, None for its own.
+    # A Pallas copy's target device, None for its own.
     *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
     return joined(interp, eqn, ins) if device is None else _source(interp, eqn, ins)
 

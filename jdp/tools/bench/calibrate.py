@@ -31,9 +31,8 @@ from jdp.tools.rate import Rate, given_rate
 from jdp.tools.rates import UNITS
 from jdp.tools.timeline import Groups, Work
 
-# Training steps compute more slowly than large matmuls and loops over cached arrays, because
-# matrices are smaller or transposed, arrays strided, and threads wait. The factors are fitted to
-# timed steps.
+# Steps are slower than large matmuls and loops over cached arrays: their matrices are smaller or
+# transposed, arrays strided, and threads wait.
 
 
 _NUM_STEPS, _BUDGET_S = 4, 9.0

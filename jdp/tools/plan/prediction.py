@@ -22,10 +22,10 @@ from jdp.tools.plan.schedule import (
     program_of,
 )
 
-# The effective training time (ETTR) is the share of training, if ranks fail. Failures come at a
-# constant random rate, also during recoveries. Each costs a whole recovery, after an earlier
-# failure's. (`highest` is the share if it restarts that recovery.) Steps since the last commit are
-# lost and repeated. Commits stop training. After a recovery hosts may be missing for some time.
+# The effective training time (ETTR) is the share of training, if ranks fail at a constant random
+# rate, also during recoveries. Each failure costs a whole recovery, after an earlier one's.
+# (`highest` is the share if it restarts that.) Steps since the last commit are repeated. Commits
+# stop training. After a recovery hosts may be missing for some time.
 
 
 class Failures(NamedTuple):
