@@ -328,7 +328,6 @@ class _MicroBatchedLoss(NamedTuple):
         options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
         shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
-        shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
         # The jitted part does not show whether the values are typed.
         return shards or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes

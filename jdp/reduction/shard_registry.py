@@ -82,7 +82,7 @@ mlir.register_lowering(own_slice_p, mlir.lower_fun(_slice, multiple_results=Fals
 
 
 # JAX's trace, and the arrays remembered in it, see `recorded`.
-_record: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("jdp_known_shards", default=None)
+_record: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("jdp_shard_registry", default=None)
 
 
 class Shard(NamedTuple):
