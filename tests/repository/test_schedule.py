@@ -61,27 +61,6 @@ def test_a_ring_is_told_by_its_number_and_costs_a_copy():
     assert found.now_s == pytest.approx(2 * 76e-6 + copies)
 
 
-def test_a_loop_runs_as_often_as_it_says():
-    loop = (
-        f"%body (p: {BIG}) -> {BIG} {{\n  %p = {BIG} parameter(0)\n"
-        f"  ROOT %r = {BIG} all-reduce(%p), to_apply=%add\n}}\n"
-    )
-    config = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
-    found = timeline.run(loop + entry(f"%w = {BIG} while(%x), condition=%c, {config}"))
-    assert (found.reductions, found.waited_s) == (5, pytest.approx(5 * 76e-6))
-
-
-def test_of_an_array_that_is_sliced_only_the_slice_is_read():
-    sliced = (
-        f"%slice (p: {BIG}, i: s32[]) -> f32[1,2048] {{\n  %p = {BIG} parameter(0)\n"
-        "  %i = s32[] parameter(1)\n"
-        "  ROOT %s = f32[1,2048]{1,0} dynamic-slice(%p, %i, %i)\n}\n"
-    )
-    call = "%f = f32[1,2048]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice"
-    found = timeline.run(sliced + entry("%i = s32[] constant(0)", call))
-    assert found.now_s == pytest.approx((2 * 8192 + 4) / timeline.BYTES_PER_S)
-
-
 @pytest.mark.parametrize(("mib", "us"), [(0, 20), (0.25, 22), (8, 76), (24, 158), (256, 1051)])
 def test_the_time_of_a_reduction_is_between_those_published(mib, us):
     assert timeline.all_reduce_s(mib * timeline.MiB) == pytest.approx(us * 1e-6)
