@@ -127,6 +127,13 @@ _log = logging.getLogger("jdp")
 _MAX_JAXPRS = 8
 
 
+class _Call(threading.local):
+    """A thread's call or trace: the caller's arguments, not tracers, and the next program."""
+
+    args: tuple = ()
+    built: passes.Pass | None = None
+
+
 class CompiledStep:
     """A step over `mesh`, which runs only what `step_refusals` has accepted.
 
@@ -170,9 +177,7 @@ class CompiledStep:
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
-        # During a call or trace: the caller's arguments, not tracers, and the program traced next.
-        self._args: tuple = ()
-        self._built: passes.Pass | None = None
+        self._call = _Call()
         self._is_new = True
         self._is_compiling = self._is_uncached = self._holds_cache = False
         self._has_logged = False
@@ -227,7 +232,7 @@ class CompiledStep:
             raise
 
     def _begin_call(self, args: tuple) -> None:
-        self._args = args
+        self._call.args = args
         if self._is_uncached:  # found in an earlier trace, which JAX may reuse
             self._hold_cache()
 
@@ -238,7 +243,7 @@ class CompiledStep:
             begin_uncached()
 
     def _end_call(self, *, has_compiled: bool) -> None:
-        self._args, self._built = (), None
+        self._call.args, self._call.built = (), None
         if self._holds_cache:
             self._holds_cache = False
             if has_compiled:  # else the caller compiles it, at any time
@@ -254,11 +259,11 @@ class CompiledStep:
         the time. Here the author's function is not below the frames of that trace.
         """
         self._begin_compiling()
-        probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
-        self._built = self._build(probed)
+        probed = passes.probe(self._rank_program, self._choices, args, self._call.args[1])
+        self._call.built = self._build(probed)
         self._is_new = False
         if not self._is_tuned:
-            self._tune(self._built.traced.found)
+            self._tune(self._call.built.traced.found)
 
     def _begin_compiling(self) -> None:
         if not self._is_compiling:
@@ -304,13 +309,15 @@ class CompiledStep:
 
     def _new_on_mesh(self) -> Callable[..., Any]:
         def on_mesh(*args: Any) -> Any:
+            if not self._call.args:  # `hits` calls it, as under `jax.disable_jit`
+                raise jax_compat.CacheMiss
             if self._first_runs is not None:
                 self._first_runs.on_trace()
-            built, self._built = self._built, None
+            built, self._call.built = self._call.built, None
             if built is None:
                 # An error of a proof ends this trace: JAX caches no refused program.
                 self._begin_compiling()
-                probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
+                probed = passes.probe(self._rank_program, self._choices, args, self._call.args[1])
                 built = self._build(probed)
             self.jaxprs.append((built.jaxpr, built.inputs.names))
             self.called.waits_in_xla = self._waits_in_xla(built.jaxpr)
@@ -320,7 +327,7 @@ class CompiledStep:
                 leaving = self._uncached(leaving)
             state, *others = put_together(self.spec, leaving, built.proved)
             self.returns_rows |= step_metrics.has_rows(others[0])
-            state = pinned(self.spec, self.mesh, state, args[0], self._args[0])
+            state = pinned(self.spec, self.mesh, state, args[0], self._call.args[0])
             return state, *others
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name

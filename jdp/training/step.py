@@ -108,9 +108,13 @@ class LatestCall:
 
     def __init__(self, program: Any, known: KnownState, rest: tuple) -> None:
         self.program, self.known = program, known
+        spec, size = program.spec, program.mesh.size
         is_refused = program.hits is not None and not jax_compat.DELETED_ARRAY_CRASHES
-        self._is_alone = is_refused and program.mesh.size == 1
-        known.by_object = is_refused and program.spec.returns_state
+        # JAX refuses aliased leaves where it donates them.
+        self._is_alone = is_refused and size == 1 and (spec.donate or not spec.returns_state)
+        # On CPUs a NumPy view keeps the first shard of a donated array, and JAX asks that alone.
+        is_kept = size > 1 and axis.platform(program.mesh) == "cpu"
+        known.by_object = is_refused and spec.donate and not is_kept
         known.comes_back = self._is_alone
         leaves, self._tree = jax.tree.flatten(rest)
         self._places = [_place(leaf) for leaf in leaves]

@@ -420,3 +420,63 @@ def test_calls_after_one_that_failed_in_the_trace_are_as_fast_as_others(fails_in
     for _ in range(3):
         state, _ = own(state, placed(mesh, ROWS[:18])["x"])
     assert not misses
+
+
+def test_a_leaf_that_a_view_kept_in_part_is_refused_and_the_state_stays():
+    batch, state = placed(ranks(2)), made()
+    for _ in range(4):
+        before, (state, _) = state, step(state, batch)
+        view = np.asarray(state.params["w"])
+    kept, state.params["w"] = state.params["w"], before.params["w"]
+    with pytest.raises(ValueError, match=r"`state.params\['w'\]` was donated"):
+        step(state, batch)
+    state.params["w"] = kept
+    state, _ = step(state, batch)
+    assert values(state) == [[k - 5 * ROWS.mean() for k in range(4)]] * 2 and view[0] < 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_variable_at_two_places_is_refused_in_later_calls_too(n):
+    nnx = pytest.importorskip("flax.nnx")
+    batch, names = placed(ranks(n)), ("w", "v")
+    params = nnx.State({name: nnx.Param(jnp.ones(4)) for name in names})
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(1.0)))
+
+    @jdp.train_step(donate=False)
+    def both(state, batch):
+        def loss(p):
+            return sum(p[name][...].sum() for name in names) * batch["x"].mean()
+
+        return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+    for _ in range(3):
+        state, _ = both(state, batch)
+    state.params["v"] = state.params["w"]
+    with pytest.raises(ValueError, match="are one Param of nnx"):
+        both(state, batch)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_calls_without_jit_between_others_compute_the_same(n):
+    batch, state = placed(ranks(n)), made()
+    for i in range(6):
+        with jax.disable_jit(i in (3, 4)):
+            state, _ = step(state, batch)
+    assert values(state) == [[k - 6 * ROWS.mean() for k in range(4)]] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_threads_that_compile_one_step_at_once_get_its_results(n):
+    mesh, found = ranks(n), []
+    given = [(made(), placed(mesh, ROWS[: 6 * k])) for k in (1, 2, 3, 4)]
+    kept = step.without_donation()
+
+    def call(i):
+        found.append((i, [values(kept(*given[i])[0])[0][0] for _ in range(9)]))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [(i, [-ROWS[: 6 * i + 6].mean()] * 9) for i in range(4)]
