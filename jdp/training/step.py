@@ -27,75 +27,40 @@ from jdp.step_spec import StepSpec
 from jdp.training import parameters, placing
 from jdp.training.communication_plan import PlannedCollective, planned
 from jdp.training.compiled_step import CompiledStep
-from jdp.training.state import TrainState
 from jdp.worker import progress
 
 _flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
 
 
 class KnownState:
-    """A state that a step takes as it is. It holds none of its arrays.
+    """A state that a step takes as it is, by weak references to its leaves.
 
-    Its leaves are compared: containers may be new, as after `replace`, and a leaf may be exchanged.
-    A frozen `TrainState` is known as an object, too. If another thread calls the step, each may
-    find the other's state, and prepare its own.
+    Containers may be new, as after `replace`, and a leaf in a dict may be exchanged, so leaves are
+    compared. If another thread calls the step, each may find the other's state, and prepare its
+    own. `leaves` is None where JAX refuses what is wrong with a state.
 
     Args:
       is_callers: whether the caller may donate it to another step.
-
-    Attributes:
-      leaves: references to its leaves; None if the object alone is known.
-      by_object: whether an object may be enough. JAX must refuse what is wrong with its leaves.
     """
 
-    __slots__ = ("_any_deleted", "_object", "_shardings", "by_object", "comes_back", "leaves")
+    __slots__ = ("_any_deleted", "leaves")
 
-    def __init__(self, state: Any, mesh: Mesh, *, is_callers: bool = False) -> None:
+    def __init__(self, state: Any, *, is_callers: bool = False) -> None:
         self._any_deleted: Any = None
         if is_callers or jax_compat.DELETED_ARRAY_CRASHES:
             self._any_deleted = jax_compat.any_deleted
-        self.by_object = self.comes_back = False
-        self._shardings: dict[int, Any] = {}
+        self.leaves: list[weakref.ref] | None = None
         self.is_followed_by(state)
 
     def is_followed_by(self, state: Any) -> None:
         """Record that the step has returned another state."""
-        is_object = self.by_object and type(state) is TrainState
-        self._object = weakref.ref(state) if is_object else None
-        if not (is_object and self.comes_back):
-            self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
-            return
-        self.leaves = None
-        # All results of one executable share its objects of shardings.
-        if id(state.step.sharding) not in self._shardings:
-            shardings = (leaf.sharding for leaf in jax.tree.leaves(state))
-            self._shardings = {id(sharding): sharding for sharding in shardings}
+        self.leaves = [*map(weakref.ref, jax.tree.leaves(state))]
 
     def are_leaves(self, leaves: Sequence[Any]) -> bool:
         """Whether these are the leaves of this state, all alive."""
         if self.leaves is None or not state_check.are_known(self.leaves, leaves):
             return False
         return self._any_deleted is None or not self._any_deleted(leaves)
-
-    def begins(self, args: tuple) -> bool:
-        """Whether this is the first argument, and shares no array with the others."""
-        is_object = self._object is not None and self._object() is args[0]
-        if self.leaves is None:
-            return is_object and self.is_apart(args)
-        leaves = _flatten(args[0])[0]
-        self.comes_back = is_object
-        return self.are_leaves(leaves) and _are_apart(leaves, args[1:])
-
-    def is_apart(self, args: tuple) -> bool:
-        """Whether no leaf of a returned state is in another argument."""
-        if self.leaves is None:
-            try:
-                leaves = _flatten(args[1:])[0]
-                if all(id(leaf.sharding) not in self._shardings for leaf in leaves):
-                    return True
-            except (AttributeError, ValueError):
-                return False
-        return _are_apart(_flatten(args[0])[0], args[1:])
 
 
 class LatestCall:
@@ -107,15 +72,12 @@ class LatestCall:
     __slots__ = ("_is_alone", "_places", "_tree", "known", "program")
 
     def __init__(self, program: Any, known: KnownState, rest: tuple) -> None:
-        self.program, self.known = program, known
-        spec, size = program.spec, program.mesh.size
+        self.program, self.known, spec = program, known, program.spec
+        # On one device JAX refuses deleted leaves, and aliased ones if it donates them, and deletes
+        # none. On several it may delete shards, and asks the first one alone.
         is_refused = program.hits is not None and not jax_compat.DELETED_ARRAY_CRASHES
-        # JAX refuses aliased leaves where it donates them.
-        self._is_alone = is_refused and size == 1 and (spec.donate or not spec.returns_state)
-        # On CPUs a NumPy view keeps the first shard of a donated array, and JAX asks that alone.
-        is_kept = size > 1 and axis.platform(program.mesh) == "cpu"
-        known.by_object = is_refused and spec.donate and not is_kept
-        known.comes_back = self._is_alone
+        is_one = program.mesh.size == 1 and (spec.donate or not spec.returns_state)
+        self._is_alone = is_refused and is_one
         leaves, self._tree = jax.tree.flatten(rest)
         self._places = [_place(leaf) for leaf in leaves]
 
@@ -123,16 +85,18 @@ class LatestCall:
         """Whether another call needs no preparation, unless JAX finds other kinds of arrays."""
         if not args:
             return False
-        if self._is_alone:
-            # JAX itself refuses aliased and deleted arrays, and deletes none.
-            return len(args) == 2 or self.known.is_apart(args)
-        if not self.known.begins(args):
+        if self._is_alone and len(args) == 2:
+            return True
+        leaves = _flatten(args[0])[0]
+        if not (self._is_alone or self.known.are_leaves(leaves)) or not _are_apart(leaves, args):
             return False
         return self.program.hits is not None or self._lies_as_this(args[1:])
 
     def is_followed_by(self, state: Any) -> None:
         """Record the returned state."""
-        if not self._is_alone or type(state) is TrainState:
+        if self._is_alone:
+            self.known.leaves = None
+        else:
             self.known.is_followed_by(state)
 
     def _lies_as_this(self, rest: tuple) -> bool:
@@ -161,14 +125,14 @@ def record_call(
     state = given[0] if returned is None else returned
     if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in jax.tree.leaves(state)):
         return None
-    known = KnownState(state, program.mesh, is_callers=True) if known is None else known
+    known = KnownState(state, is_callers=True) if known is None else known
     return LatestCall(program, known, given[1:])
 
 
-def _are_apart(state: Sequence[Any], rest: tuple) -> bool:
-    """Whether no leaf is in both: a donated array is copied for another argument."""
+def _are_apart(state: Sequence[Any], args: tuple) -> bool:
+    """Whether no leaf is in a further argument, too: a donated array is copied for it."""
     try:
-        leaves = _flatten(rest)[0]
+        leaves = _flatten(args[1:])[0]
     except ValueError:  # with an error of their own
         return False
     if not {*map(id, leaves)}.isdisjoint(map(id, state)):
@@ -364,7 +328,7 @@ class Step:
                 known = latest.known
                 latest.is_followed_by(state)
             else:
-                self._returned = known = KnownState(state, compiled.mesh)
+                self._returned = known = KnownState(state)
             if compiled.arguments is not None:
                 self._leaves[:] = known.leaves or ()
         if latest is None:
