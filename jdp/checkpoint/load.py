@@ -119,13 +119,13 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
 
 def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
     """Return a saved value as `x` is; `copies`: in its own memory."""
+    if is_key(x):
+        data = placed(without_key(x), value, copies=copies)
+        return jax.random.wrap_key_data(data, impl=key_impl(x))
     if not isinstance(x, jax.Array) and not _has_place(x):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
-    if is_key(x):
-        data = placed(without_key(x), value, copies=copies)
-        return jax.random.wrap_key_data(data, impl=key_impl(x))
     if x.weak_type and not x.shape and (not _has_place(x) or x.sharding.is_fully_addressable):
         # Only a Python number produces a weakly typed array, as jnp.asarray(1.0) does.
         number = jnp.asarray(value.item())

@@ -57,7 +57,7 @@ def shapes_of(make: Callable[[], Any]) -> Any:
     left = iter(shapes)
     state = tree.unflatten([next(left) if leaf is None else leaf for leaf in leaves])
     nodes, outer = jax.tree.flatten(state, is_leaf=_knows_its_place)
-    if any(isinstance(node, jax.ShapeDtypeStruct) for node in nodes) and _places(jaxpr.jaxpr):
+    if any(isinstance(node, jax.ShapeDtypeStruct) for node in nodes) and _places(jaxpr):
         return None
     placed = [node.as_placed() if _knows_its_place(node) else node for node in nodes]
     return None if any(node is None for node in placed) else outer.unflatten(placed)
@@ -67,12 +67,14 @@ def _knows_its_place(node: Any) -> bool:
     return hasattr(node, "as_placed")
 
 
-def _places(jaxpr: Any) -> bool:
-    """Whether a program places arrays, of which shapes tell nothing."""
-    for eqn in jaxpr.eqns:
+def _places(program: Any) -> bool:
+    """Whether a program places arrays or reads placed ones, of which shapes tell nothing."""
+    if any(getattr(x, "committed", False) for x in getattr(program, "consts", ())):
+        return True
+    for eqn in program.eqns:
         places = [*eqn.params.get("devices", ()), *eqn.params.get("out_shardings", ())]
         is_free = all(x is None or type(x).__name__ == "UnspecifiedValue" for x in places)
-        inner = getattr(eqn.params.get("jaxpr"), "jaxpr", None)
+        inner = eqn.params.get("jaxpr")
         if eqn.primitive.name == "sharding_constraint" or not is_free or inner and _places(inner):
             return True
     return False
@@ -83,7 +85,8 @@ def _arrays_of(state: Any, shapes: Any) -> Any:
 
     def array(x: Any, shape: Any) -> Any:
         is_described = isinstance(shape, jax.ShapeDtypeStruct) and not isinstance(x, jax.Array)
-        return jnp.asarray(x.item() if shape.weak_type else x) if is_described else x
+        is_number = is_described and shape.weak_type and not shape.shape
+        return jnp.asarray(x.item() if is_number else x) if is_described else x
 
     return jax.tree.map(array, state, shapes)
 

@@ -79,13 +79,15 @@ def test_the_restored_state_lies_as_the_made_one_and_was_not_made(tmp_path, how,
 
 def test_a_state_outside_of_a_train_state_keeps_its_types(tmp_path):
     def make():
-        return {"w": jnp.ones(3) * 2, "weak": jnp.asarray(1.5), "host": np.ones(2), "n": 1}
+        weak = {"weak": jnp.asarray(1.5), "many": jnp.full(2, 1.5)}
+        return {"w": jnp.ones(3) * 2, "host": np.ones(2), "n": 1, "key": jax.random.key(3)} | weak
 
     with jdp.Checkpointer(tmp_path) as ckpt:
         made = ckpt.restore(make)
-        ckpt.step(jax.tree.map(lambda x: x + 1, made))
+        ckpt.step(jax.tree.map(lambda x: x + 1, {**made, "key": 0}) | {"key": made["key"]})
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
         state = ckpt.restore(functools.partial(make))
+    assert jax.random.bits(state["key"]) == jax.random.bits(made["key"])
     assert [type(x) for x in jax.tree.leaves(state)] == [type(x) for x in jax.tree.leaves(made)]
     assert (state["w"].committed, state["weak"].weak_type, state["n"]) == (False, True, 2)
     assert state["w"].tolist() == [3.0] * 3 and float(state["weak"]) == 2.5
@@ -95,8 +97,11 @@ def placing(how):
     """A function whose shapes do not tell all of its arrays."""
     mesh = ranks(2)
     split = jax.NamedSharding(mesh, jax.P("data"))
+    outer = jax.device_put(jnp.arange(4.0), split)
 
     def make():
+        if how.startswith("captured"):
+            return {"x": jax.jit(lambda: outer * 1)() if how.endswith("in a jit") else outer + 0}
         x = jnp.arange(4.0)
         if how == "reads a value":
             return {"x": x if float(x.sum()) else None}
@@ -109,7 +114,10 @@ def placing(how):
     return make
 
 
-@pytest.mark.parametrize("how", ["reads a value", "device_put", "in a jit", "out_shardings"])
+@pytest.mark.parametrize(
+    "how",
+    ["reads a value", "device_put", "in a jit", "out_shardings", "captured", "captured in a jit"],
+)
 def test_a_state_that_shapes_do_not_tell_is_made(tmp_path, how):
     make = placing(how)
     with jdp.Checkpointer(tmp_path) as ckpt:
