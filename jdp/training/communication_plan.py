@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from jdp.analysis import diagnostics, jaxprs
 from jdp.analysis.marks import LOCAL
-from jdp.collectives import call_order
+from jdp.collectives import call_order, split_rows
 from jdp.jax_compat import opened, scan_counts
 
 Paths = dict[Any, str]  # variable -> name
@@ -193,6 +195,31 @@ _KINDS = {
 }
 
 
+_EXCHANGES: dict[str, Any] = {
+    "jdp_take_rows": split_rows.exchange_and_take,
+    "jdp_add_rows": split_rows.exchange_and_add,
+}
+
+
+class _Recorder:
+    """Records the calls of an exchange of rows: kind, arrays, whether in a loop."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.found: dict[str, tuple[str, Sequence[Any], bool]] = {}  # by name
+
+    def gathered(self, token: Any, x: Any, name: str) -> tuple[Any, Any]:
+        self.found[name] = "all-gather", [x], False
+        return token, jnp.concatenate([x] * self.num_ranks)
+
+    def sent(
+        self, token: Any, leaves: Sequence[Any], split: int, joined: int, name: str
+    ) -> tuple[Any, list[Any]]:
+        self.found[name] = "all-to-all", leaves, "rounds" in self.found
+        parts = [jnp.split(x, self.num_ranks, split) for x in leaves]
+        return token, [jnp.concatenate(each, joined) for each in parts]
+
+
 class SentLeaf(NamedTuple):
     """An array of a collective.
 
@@ -298,7 +325,9 @@ class _PlanWalk:
             name = _name(eqn)
             # JAX makes consecutive sums, one for each leaf of a bucket.
             is_same, before = before is not None and _is_like(before, eqn), eqn
-            if name in _KINDS or name in call_order.NATIVE:
+            if name.removesuffix("_native") in _EXCHANGES:
+                self._exchange(eqn, name, paths)
+            elif name in _KINDS or name in call_order.NATIVE:
                 self._collective(eqn, name, paths, is_same=is_same)
             elif name == call_order.DONE:  # of two tokens and the leaves: a token and the leaves
                 pass_on(eqn.invars[2:], eqn.outvars[1:], paths)
@@ -373,6 +402,37 @@ class _PlanWalk:
                 number=number,
             )
         )
+
+    def _exchange(self, eqn: Any, name: str, paths: Paths) -> None:
+        """Record the collectives of a lookup in a sharded table, or of its gradient."""
+        x, ids = eqn.invars[-2:]
+        exchange = _EXCHANGES[name.removesuffix("_native")]
+        calls = _Recorder(eqn.params["num_ranks"])
+        options = {key: eqn.params[key] for key in ("dim", "num_rows") if key in eqn.params}
+        jax.eval_shape(lambda x, ids: exchange(calls, None, x, ids, **options)[1], x.aval, ids.aval)
+        for kind, arrays, is_in_loop in calls.found.values():
+            path = leaf_path(x, paths) if kind == "all-to-all" else ""
+            operands = [
+                SentLeaf(
+                    "" if each.dtype == ids.aval.dtype else path, _dtype(each.dtype), each.size
+                )
+                for each in arrays
+            ]
+            whole = calls.num_ranks if kind == "all-gather" else 1
+            self._found.append(
+                PlannedCollective(
+                    kind=kind,
+                    algorithm="native" if name.endswith("_native") else "xla",
+                    leaves=[
+                        leaf._replace(num_elements=whole * leaf.num_elements) for leaf in operands
+                    ],
+                    operands=operands,
+                    line=diagnostics.source_of(eqn),
+                    is_of_author=diagnostics.is_of_author(eqn),
+                    num_loops=self._num_loops + is_in_loop,
+                    number=eqn.params.get("number"),
+                )
+            )
 
     def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
         """Return whether there are any."""

@@ -112,3 +112,28 @@ def test_a_step_that_is_refused_has_none():
     step = jdp.train_step(lambda state, batch: ({"x": state["x"] + batch.sum()}, {}))
     with pytest.raises(ValueError, match="JDP101"):
         step.communication_plan({"x": jnp.zeros(())}, ROWS)
+
+
+@pytest.mark.parametrize("num_rows", [512, 4096])  # 4096 ids are sent in rounds
+@pytest.mark.parametrize("size", [64, 63])  # 63 numbers a row: the table is split over its rows
+@pytest.mark.parametrize("is_native", [True, False])
+def test_lookups_in_a_sharded_table_exchange_ids_and_rows(num_rows, size, is_native):
+    mesh = ranks(N)
+    options = {} if is_native else {"all_reduce": jdp.collectives.xla}
+    tx = jdp.sharded(optax.sgd(0.1), stage=3, **options)
+    state = jdp.TrainState.create({"table": jnp.ones((num_rows, size))}, tx)
+
+    @jdp.train_step
+    def step(state, ids):
+        def loss_fn(params):
+            return jdp.sharded_embedding(params["table"], ids).mean()
+
+        return state.apply_gradients(jax.grad(loss_fn)(state.params)), {}
+
+    ids = np.arange(num_rows, dtype=np.int32)
+    plan = step.communication_plan(state, ids)
+    shape = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
+    report = jdp.explain(step, state, shape, on=mesh)
+    planned = Counter((each.kind, each.dtype, each.num_bytes, each.num_loops > 0) for each in plan)
+    compiled = [(each.kind, each.dtype, each.num_bytes, each.runs > 1) for each in report.buckets]
+    assert planned == Counter(compiled), (plan, report.buckets)
