@@ -11,21 +11,8 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from support.layer_forms import (
-    any_carry,
-    backwards,
-    closed_over,
-    count_of,
-    counted,
-    gradient_penalty,
-    keys_and_whole_numbers,
-    layer,
-    mapped,
-    mean_loss,
-    rematerialised,
-    squares,
-    unrolled,
-)
+from support import layer_forms
+from support.layer_forms import assert_close, count_of, counted, layer, mean_loss, squares
 
 import jdp
 from jdp import collectives
@@ -33,45 +20,11 @@ from jdp.analysis import step_refusals
 from jdp.reduction import step_context
 
 NUM_LAYERS, WIDTH, RATE = 4, 5, 0.1
-ROWS = 24  # divides by 1, 2, 3 and 8 ranks
 late = functools.partial(jdp.scan_layers, late=True)
-
-
-def parameters(dtype=np.float32):
-    draw = np.random.default_rng(0).normal
-    return {
-        "layers": {
-            "w": draw(size=(NUM_LAYERS, WIDTH, WIDTH), scale=0.4).astype(dtype),
-            "b": draw(size=(NUM_LAYERS, WIDTH), scale=0.1).astype(dtype),
-        },
-        "out": draw(size=WIDTH).astype(dtype),
-    }
-
-
-def rows(num_rows=ROWS):
-    random = np.random.default_rng(1)
-    return {
-        "x": random.normal(size=(num_rows, WIDTH)).astype(np.float32),
-        "count": random.integers(0, 3, num_rows).astype(np.float32),
-    }
-
-
-def plainly(loss_fn, params, batch, num_steps=2):
-    """SGD on one device, over the whole batch, with lax.scan."""
-    for _ in range(num_steps):
-        grads = jax.grad(functools.partial(loss_fn, lax.scan))(params, batch)
-        params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
-    return params
-
-
-def step_of(loss_fn, scan=late, weight=None, tx=None, **options):
-    @jdp.train_step(weight=weight)
-    def step(state, batch):
-        fn = jdp.value_and_grad(functools.partial(loss_fn, scan), **options)
-        loss, grads = fn(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
+parameters = functools.partial(layer_forms.parameters, NUM_LAYERS, WIDTH, 0.4, 1.0)
+rows = functools.partial(layer_forms.rows, 24, WIDTH)  # 24 divides by 1, 2, 3 and 8 ranks
+plainly = functools.partial(layer_forms.plainly, RATE)
+step_of = functools.partial(layer_forms.step_of, scan=late)
 
 
 def state_of(mesh, params, **options):
@@ -84,13 +37,7 @@ def trained(mesh, loss_fn, params, batch, num_steps=2, **options):
     state, step = state_of(mesh, params), step_of(loss_fn, **options)
     for _ in range(num_steps):
         state, _ = step(state, batch)
-    return jax.device_get(state.params)
-
-
-def assert_close(got, want, tolerance=1e-6):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for mine, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=tolerance, atol=tolerance)
+    return state.params
 
 
 def num_reductions(mesh, loss_fn, params=None, **options):
@@ -182,21 +129,14 @@ def slopes_of_models(scan, params, batch):
 
 
 FORMS = [
-    mean_loss,
-    rematerialised,
+    *layer_forms.FORMS,
     rematerialised_outside,
     jitted,
-    backwards,
-    unrolled,
-    closed_over,
-    any_carry,
     nested,
     used_elsewhere,
     one_layer,
     no_layer,
-    gradient_penalty,
     hessian_product,
-    mapped,
     models,
     stacked_models,
     models_of_shared_biases,
@@ -231,36 +171,8 @@ def test_the_ring_reduces_layers_too(make_mesh):
 
 
 def test_leaves_of_several_dtypes_keep_theirs(make_mesh):
-    params = parameters()
-    params["layers"]["b"] = params["layers"]["b"].astype(jnp.bfloat16)
-    want = plainly(mean_loss, params, rows())
-    got = trained(make_mesh(2), mean_loss, params, rows())
-    assert got["layers"]["b"].dtype == jnp.bfloat16
-    assert_close(got["layers"]["w"], want["layers"]["w"], 1e-2)
-    np.testing.assert_allclose(
-        got["layers"]["b"].astype(np.float32), want["layers"]["b"].astype(np.float32), atol=1e-2
-    )
-
-
-def test_params_may_hold_keys_and_whole_numbers(make_mesh):
-    want = plainly(keys_and_whole_numbers, parameters(), rows())
-    got = trained(make_mesh(3), keys_and_whole_numbers, parameters(), rows())
-    assert_close(got, want, 3e-6)
-
-
-def test_xs_may_differ_from_rank_to_rank(make_mesh):
-    # Gives one scan the xs that the other has beside params.
-    def loss_fn(scan, params, batch):
-        xs = jnp.arange(NUM_LAYERS)[:, None, None] * batch["x"]
-        f = lambda x, both: layer(x + both[1], both[0])  # noqa: E731
-        if scan is lax.scan:
-            x, _ = scan(f, batch["x"], (params["layers"], xs))
-        else:
-            x, _ = scan(f, batch["x"], params["layers"], xs)
-        return jnp.square(x @ params["out"] - 1).mean()
-
-    want = plainly(loss_fn, parameters(), rows())
-    assert_close(trained(make_mesh(2), loss_fn, parameters(), rows()), want, 3e-6)
+    to_train = functools.partial(trained, make_mesh(2))
+    layer_forms.assert_dtypes_are_kept(to_train, plainly, parameters(), rows())
 
 
 # Weights and micro-batches
@@ -470,32 +382,21 @@ def in_forward_mode(state, batch):
     return state, {"slope": jax.jvp(loss_fn, (state.params,), (state.params,))[1]}
 
 
-def along_the_parameters(scan, params, batch):
-    f = functools.partial(mean_loss, scan, batch=batch)
-    return jnp.sin(jax.jvp(f, (params,), (params,))[1])
-
-
-def linear_along_the_parameters(scan, params, batch):
+def linearized_slope(scan, params, batch):
     _, push = jax.linearize(functools.partial(mean_loss, scan, batch=batch), params)
     return jnp.sin(push(params))
 
 
-def jitted_along_the_parameters(scan, params, batch):
+def jitted_slope(scan, params, batch):
     f = jax.jit(functools.partial(mean_loss, scan, batch=batch))
     return jnp.sin(jax.jvp(f, (params,), (params,))[1])
 
 
 WRONG_ON_ONE_PLATFORM = {
     "forward mode": (in_forward_mode, "late=False"),
-    "jvp that is differentiated": (by_default(form=along_the_parameters), "late=False"),
-    "linearize that is differentiated": (
-        by_default(form=linear_along_the_parameters),
-        "late=False",
-    ),
-    "jit in a jvp that is differentiated": (
-        by_default(form=jitted_along_the_parameters),
-        "late=False",
-    ),
+    "jvp that is differentiated": (by_default(form=layer_forms.along_the_parameters), "late=False"),
+    "linearize that is differentiated": (by_default(form=linearized_slope), "late=False"),
+    "jit in a jvp that is differentiated": (by_default(form=jitted_slope), "late=False"),
     "psum": (layers_over_ranks(lax.psum), "JDP121"),
     "params that vary": (by_default(form=varying_params), "as xs="),
     "skipped by some ranks": (by_default(form=skipped_by_some), "JDP103"),
@@ -577,7 +478,10 @@ WRONG_IF_LATE = {
     "params that vary": (reducing(lambda g: g, form=varying_params), "as xs="),
     "skipped by some ranks": (reducing(lambda g: g, form=skipped_by_some), "JDP103"),
     "forward mode": (late_in_forward_mode, "late=False"),
-    "jvp that is differentiated": (reducing(lambda g: g, form=along_the_parameters), "late=False"),
+    "jvp that is differentiated": (
+        reducing(lambda g: g, form=layer_forms.along_the_parameters),
+        "late=False",
+    ),
 }
 RIGHT_IF_LATE = {
     "means as means": reducing(of_all(lax.pmean), synced=True),
@@ -605,7 +509,7 @@ def test_what_is_right_on_more_ranks_is_taken_on_one(name, num_ranks, make_mesh)
     step = jdp.train_step(RIGHT_IF_LATE[name].__wrapped__)
     state, _ = step(state_of(make_mesh(num_ranks), parameters()), rows())
     want = plainly(mean_loss, parameters(), rows(), num_steps=1)
-    assert_close(jax.device_get(state.params), want, 3e-6)
+    assert_close(state.params, want, 3e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

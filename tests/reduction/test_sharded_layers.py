@@ -10,69 +10,17 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from support.layer_forms import (
-    any_carry,
-    backwards,
-    closed_over,
-    count_of,
-    counted,
-    gradient_penalty,
-    keys_and_whole_numbers,
-    layer,
-    mapped,
-    mean_loss,
-    rematerialised,
-    squares,
-    unrolled,
-)
+from support import layer_forms
+from support.layer_forms import assert_close, count_of, counted, layer, mean_loss, squares
 
 import jdp
 
-NUM_LAYERS, WIDTH, RATE = (
-    5,
-    24,
-    0.05,
-)  # The width divides by 1, 2, 3 and 8 ranks, the layers do not.
-ROWS = 48
-
-
-def parameters():
-    draw = np.random.default_rng(0).normal
-    return {
-        "layers": {
-            "w": draw(size=(NUM_LAYERS, WIDTH, WIDTH), scale=0.2).astype(np.float32),
-            "b": draw(size=(NUM_LAYERS, WIDTH), scale=0.1).astype(np.float32),
-        },
-        "out": draw(size=WIDTH, scale=0.2).astype(np.float32),
-    }
-
-
-def rows():
-    random = np.random.default_rng(1)
-    return {
-        "x": random.normal(size=(ROWS, WIDTH)).astype(np.float32),
-        "count": random.integers(0, 3, ROWS).astype(np.float32),
-    }
-
-
-def plainly(loss_fn, params, batch, num_steps=2):
-    """SGD on one device, over the whole batch, with lax.scan."""
-    gradient = jax.jit(jax.grad(functools.partial(loss_fn, lax.scan)))
-    for _ in range(num_steps):
-        params = jax.tree.map(lambda p, g: p - RATE * g, params, gradient(params, batch))
-    return params
-
-
-def step_of(loss_fn, scan=jdp.scan_layers, **options):
-    @jdp.train_step(**options)
-    def step(state, batch):
-        fn = jdp.value_and_grad(
-            functools.partial(loss_fn, scan), axis_name=options.get("axis_name", "data")
-        )
-        loss, grads = fn(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
+# The width divides by 1, 2, 3 and 8 ranks, the layers do not.
+NUM_LAYERS, WIDTH, RATE = 5, 24, 0.05
+parameters = functools.partial(layer_forms.parameters, NUM_LAYERS, WIDTH)
+rows = functools.partial(layer_forms.rows, 48, WIDTH)
+plainly = functools.partial(layer_forms.plainly, RATE)
+step_of = functools.partial(layer_forms.step_of, scan=jdp.scan_layers)
 
 
 def state_of(mesh, params, min_size=WIDTH + 1, stage=3, **options):
@@ -86,16 +34,6 @@ def trained(mesh, loss_fn, params, batch, num_steps=2, min_size=WIDTH + 1, **opt
     for _ in range(num_steps):
         state, _ = step(state, batch)
     return state.params
-
-
-def assert_close(got, want, tolerance=1e-6):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for mine, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        shards = mine.addressable_shards
-        for shard in shards:
-            np.testing.assert_allclose(
-                shard.data, expected[shard.index], rtol=tolerance, atol=tolerance
-            )
 
 
 # One model, in all the forms in which layers are written
@@ -125,21 +63,6 @@ def only_outputs(scan, params, batch):
 
     ys = scan(f, batch["x"] * params["out"], params["layers"])[1]
     return (ys["kept"] * ys["number"]).sum()
-
-
-def further_xs(scan, params, batch):
-    scales = jnp.arange(NUM_LAYERS)[:, None, None] / 4 * params["out"]
-    xs = {"scale": scales, "row": scales * batch["x"], "number": jnp.arange(NUM_LAYERS)}
-
-    def f(x, both):
-        w, given = both
-        return layer(x * given["scale"] + given["row"] + given["number"] / 8, w)
-
-    if scan is lax.scan:
-        x, _ = scan(f, batch["x"], (params["layers"], xs))
-    else:
-        x, _ = scan(f, batch["x"], params["layers"], xs)
-    return jnp.square(x @ params["out"] - 1).mean()
 
 
 def nested(scan, params, batch):
@@ -172,23 +95,14 @@ def mean_over_ranks(scan, params, batch):
 
 
 FORMS = [
-    mean_loss,
-    rematerialised,
+    *layer_forms.FORMS,
     saving_products,
-    backwards,
-    unrolled,
     unrolled_backwards,
-    closed_over,
-    any_carry,
     sum_that_begins_with_a_number,
     only_outputs,
-    keys_and_whole_numbers,
-    further_xs,
     nested,
     used_elsewhere,
     changed_before,
-    mapped,
-    gradient_penalty,
     mean_over_ranks,
 ]
 
@@ -226,19 +140,11 @@ def test_leaves_that_are_split_by_layers_train_beside_the_others(make_mesh):
 
 
 def test_leaves_of_several_dtypes_keep_theirs(make_mesh):
-    params = parameters()
-    params["layers"]["b"] = params["layers"]["b"].astype(jnp.bfloat16)
-    want = plainly(mean_loss, params, rows())
-    got = trained(make_mesh(2), mean_loss, params, rows())
-    assert got["layers"]["b"].dtype == jnp.bfloat16
-    assert_close(got["layers"]["w"], want["layers"]["w"], 1e-2)
-    np.testing.assert_allclose(
-        got["layers"]["b"].astype(np.float32), want["layers"]["b"].astype(np.float32), atol=1e-2
-    )
+    to_train = functools.partial(trained, make_mesh(2))
+    layer_forms.assert_dtypes_are_kept(to_train, plainly, parameters(), rows())
 
 
 def test_layers_that_are_not_differentiated_are_frozen(make_mesh):
-
     def loss_of(scan, out, layers, batch):
         return squares(scan, {"layers": layers, "out": out}, batch["x"]).mean()
 
@@ -266,7 +172,7 @@ def test_shards_over_one_of_two_axes_are_averaged_over_both():
     jdp.init(mesh, axis_name=both)
     tx = jdp.sharded(optax.sgd(RATE), stage=3, min_size=WIDTH + 1, axis_name=both, over="shard")
     scan = functools.partial(jdp.scan_layers, axis_name=both)
-    step = step_of(mean_loss, scan, axis_name=both)
+    step = step_of(mean_loss, scan=scan, axis_name=both)
     state, _ = step(jdp.TrainState.create(parameters(), tx), rows())
     assert state.params["layers"]["w"].sharding.spec == P(None, "shard")
     assert_close(state.params, plainly(mean_loss, parameters(), rows(), num_steps=1))
@@ -301,13 +207,7 @@ def test_a_rank_of_weight_0_contributes_nothing_even_nan(make_mesh):
 @pytest.mark.parametrize("weight", [None, count_of])
 def test_micro_batches_train_like_the_whole_batch(weight, make_mesh):
     loss_fn = mean_loss if weight is None else counted
-
-    @jdp.train_step(weight=weight)
-    def step(state, batch):
-        fn = jdp.value_and_grad(functools.partial(loss_fn, jdp.scan_layers), accumulate=2)
-        loss, grads = fn(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
+    step = step_of(loss_fn, weight=weight, accumulate=2)
     state, _ = step(state_of(make_mesh(3), parameters()), rows())
     assert_close(state.params, plainly(loss_fn, parameters(), rows(), num_steps=1), 3e-6)
 
@@ -372,24 +272,19 @@ def test_forward_mode_is_refused_and_says_what_to_write(make_mesh):
         measure.lower(state_of(make_mesh(2), parameters()), rows())
 
 
-def along_the_parameters(scan, params, batch):
-    value, slope = jax.jvp(functools.partial(mean_loss, scan, batch=batch), (params,), (params,))
-    return value + slope
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_derivative_of_forward_mode_is_refused_at_its_line(stage, make_mesh):
     state = state_of(make_mesh(2), parameters(), stage=stage)
     with pytest.raises(ValueError, match=r"layer_forms\.py:\d+.*late=False.*JDP111"):
-        step_of(along_the_parameters).lower(state, rows())
+        step_of(layer_forms.along_the_parameters).lower(state, rows())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_derivative_of_forward_mode_is_right_with_late_false(stage, make_mesh):
     scan = functools.partial(jdp.scan_layers, late=False)
     state = state_of(make_mesh(3), parameters(), stage=stage)
-    state, _ = step_of(along_the_parameters, scan)(state, rows())
-    want = plainly(along_the_parameters, parameters(), rows(), num_steps=1)
+    state, _ = step_of(layer_forms.along_the_parameters, scan=scan)(state, rows())
+    want = plainly(layer_forms.along_the_parameters, parameters(), rows(), num_steps=1)
     assert_close(state.params, want)
 
 

@@ -52,12 +52,13 @@ def plain_step(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 
 
-def step_of(loss_fn, weight=None, **options):
+def step_of(loss_fn, weight=None, axis_name="data", **options):
     """A step that trains on a loss; the options are those of `jdp.value_and_grad`."""
 
-    @jdp.train_step(weight=weight)
+    @jdp.train_step(weight=weight, axis_name=axis_name)
     def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
+        fn = jdp.value_and_grad(loss_fn, axis_name=axis_name, **options)
+        loss, grads = fn(state.params, batch)
         return state.apply_gradients(grads), {"loss": loss}
 
     return step
