@@ -54,8 +54,7 @@ def test_shards_of_16_bits_that_a_cpu_gathers_as_integers_have_names():
     assert gathered == {("state.params['w']",)}
 
 
-# As XLA for TPUs writes it: sums in another order than planned, and parameters that a copy brings.
-BROUGHT = """HloModule jit_step
+ADD = """HloModule jit_step
 
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -63,7 +62,10 @@ BROUGHT = """HloModule jit_step
   ROOT %c = f32[] add(%a, %b)
 }
 
-ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+"""
+
+# As XLA for TPUs writes it: sums in another order than planned, and parameters that a copy brings.
+BROUGHT = """ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4], f32[8,4]) {
   %p0 = f32[8,4] parameter(0), metadata={op_name="args[0].params['a']"}
   %p1 = f32[8,4] parameter(1), metadata={op_name="args[0].params['b']"}
   %x = f32[8,4] parameter(2), metadata={op_name="args[1][0]"}
@@ -83,15 +85,7 @@ ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4],
 
 
 # Micro-batches in a loop: its second sum is of what is added to the first parameter after it.
-LOOP = """HloModule jit_step
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-%body (carry: (f32[32], f32[32], f32[16], f32[16])) -> (f32[32], f32[32], f32[16], f32[16]) {
+LOOP = """%body (carry: (f32[32], f32[32], f32[16], f32[16])) -> (f32[32], f32[32], f32[16], f32[16]) {
   %carry = (f32[32], f32[32], f32[16], f32[16]) parameter(0)
   %x = f32[32] get-tuple-element(%carry), index=0
   %y = f32[32] get-tuple-element(%carry), index=1
@@ -129,15 +123,7 @@ ENTRY %main (p0: f32[32], p1: f32[32], p2: f32[16], p3: f32[16]) -> (f32[32], f3
 
 # As XLA for TPUs writes two reduce-scatters: a kernel, whose tiles 125 rows do not fill, with an
 # exchange after it, and a sum that it slices.
-SCATTERS = """HloModule jit_step
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-%all-reduce-scatter.1 (input: f32[1000]) -> f32[128] {
+SCATTERS = """%all-reduce-scatter.1 (input: f32[1000]) -> f32[128] {
   %input = f32[1000] parameter(0)
   %zero = f32[] constant(0)
   %pad = f32[1024] pad(%input, %zero), padding=0_24
@@ -161,7 +147,7 @@ ENTRY %main (x: f32[1000], y: f32[64]) -> (f32[128], f32[21], f32[8]) {
 
 def matches_of(text, computation, plan):
     """The collectives of a computation, and what is known of them."""
-    program = HloProgram(text)
+    program = HloProgram(ADD + text)
     inside = program.computations[computation]
     shapes = {one.name: one.shape for one in inside}
     costs = Costs(program.computations)
@@ -198,9 +184,7 @@ def test_a_parameter_that_a_tpu_copies_in_slices_names_its_gradient():
 
 
 # As XLA for TPUs sends float16: two of them in a u32, of 12 numbers and 4 of padding.
-HALVES = """HloModule jit_step
-
-%add (a: u32[], b: u32[]) -> u32[] {
+HALVES = """%or (a: u32[], b: u32[]) -> u32[] {
   %a = u32[] parameter(0)
   %b = u32[] parameter(1)
   ROOT %c = u32[] or(%a, %b)
@@ -211,7 +195,7 @@ ENTRY %main (p: f16[12], x: f16[12]) -> f16[12] {
   %x = f16[12] parameter(1), metadata={op_name="args[1]"}
   %padded = f16[16] custom-call(%x), custom_call_target="ZeroCrop"
   %words = u32[2,4] bitcast(%padded)
-  %sum = u32[2,4] all-reduce(%words), replica_groups={{0,1}}, to_apply=%add
+  %sum = u32[2,4] all-reduce(%words), replica_groups={{0,1}}, to_apply=%or
   %halves = f16[12] bitcast(%sum)
   ROOT %new = f16[12] add(%p, %halves)
 }
@@ -266,15 +250,7 @@ def test_reduce_scatters_that_xla_sums_and_slices_have_names_and_are_not_of_the_
 
 
 # A body that XLA has unrolled once, the sums after its loop, and nothing that names a parameter.
-UNROLLED = """HloModule jit_step
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-%body (carry: (f32[32], f32[32])) -> (f32[32], f32[32]) {
+UNROLLED = """%body (carry: (f32[32], f32[32])) -> (f32[32], f32[32]) {
   %carry = (f32[32], f32[32]) parameter(0)
   %x = f32[32] get-tuple-element(%carry), index=0
   %y = f32[32] get-tuple-element(%carry), index=1
@@ -306,15 +282,7 @@ def test_a_collective_in_a_loop_is_not_named_by_one_that_is_planned_outside_of_a
 
 
 # As XLA for TPUs gathers small arrays: a rank's part is written into zeros, and all are added up.
-GATHERING_SUM = """HloModule jit_step
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-%placed (zeros: f32[32], part: f32[16], place: s32[]) -> f32[32] {
+GATHERING_SUM = """%placed (zeros: f32[32], part: f32[16], place: s32[]) -> f32[32] {
   %zeros = f32[32] parameter(0)
   %part = f32[16] parameter(1)
   %place = s32[] parameter(2)
@@ -345,15 +313,7 @@ def test_a_parameter_that_a_tpu_gathers_by_a_sum_is_not_named_as_a_gradient(gath
 
 
 # Clipped gradients: the norm of all of them meets each parameter.
-CLIPPED = """HloModule jit_step
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-ENTRY %main (b: f32[32], x: f32[32], y: f32[32]) -> (f32[32], f32[2,32]) {
+CLIPPED = """ENTRY %main (b: f32[32], x: f32[32], y: f32[32]) -> (f32[32], f32[2,32]) {
   %b = f32[32] parameter(0), metadata={op_name="args[0].params['b']"}
   %x = f32[32] parameter(1), metadata={op_name="args[1][0]"}
   %y = f32[32] parameter(2), metadata={op_name="args[1][1]"}
