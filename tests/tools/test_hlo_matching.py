@@ -65,7 +65,8 @@ ADD = """HloModule jit_step
 """
 
 # As XLA for TPUs writes it: sums in another order than planned, and parameters that a copy brings.
-BROUGHT = """ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+BROUGHT = """
+ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) -> (f32[8,4], f32[8,4]) {
   %p0 = f32[8,4] parameter(0), metadata={op_name="args[0].params['a']"}
   %p1 = f32[8,4] parameter(1), metadata={op_name="args[0].params['b']"}
   %x = f32[8,4] parameter(2), metadata={op_name="args[1][0]"}
@@ -85,7 +86,8 @@ BROUGHT = """ENTRY %main (p0: f32[8,4], p1: f32[8,4], x: f32[8,4], y: f32[8,4]) 
 
 
 # Micro-batches in a loop: its second sum is of what is added to the first parameter after it.
-LOOP = """%body (carry: (f32[32], f32[32], f32[16], f32[16])) -> (f32[32], f32[32], f32[16], f32[16]) {
+LOOP = """
+%body (carry: (f32[32], f32[32], f32[16], f32[16])) -> (f32[32], f32[32], f32[16], f32[16]) {
   %carry = (f32[32], f32[32], f32[16], f32[16]) parameter(0)
   %x = f32[32] get-tuple-element(%carry), index=0
   %y = f32[32] get-tuple-element(%carry), index=1
