@@ -72,9 +72,18 @@ def plain(state, rows):
     return state.apply_gradients(grads), {"loss": loss, "norm": norm(state.params)}
 
 
-def differentiated(state, rows):
-    loss, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss, "norm": norm(state.params)}
+def program_of(name, loss_fn, **options):
+    """A step that trains on a loss; the options are those of `jdp.value_and_grad`."""
+
+    def program(state, rows):
+        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, rows)
+        return state.apply_gradients(grads), {"loss": loss, "norm": norm(state.params)}
+
+    program.__name__ = name
+    return program
+
+
+differentiated = program_of("differentiated", loss_fn)
 
 
 def train(n, stage, program=differentiated, num_steps=3, state=None, **options):

@@ -11,26 +11,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import sharded_training as model
 from support.sharded_training import batch, loss_fn, make_state, masked_loss, optimizer, train
-from support.training import assert_close, ranks
+from support.training import assert_close, ranks, step_of
 
 import jdp
 
 STAGES = (1, 2, 3)
-
-
-def accumulated(state, rows):
-    loss, grads = jdp.value_and_grad(loss_fn, micro_batch_rows=3)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
-def weighed(state, rows):
-    loss, grads = jdp.value_and_grad(masked_loss)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
-def weighed_in_parts(state, rows):
-    loss, grads = jdp.value_and_grad(masked_loss, micro_batch_rows=2)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
 
 
 def synced(state, rows):
@@ -75,11 +60,6 @@ def decided(state, rows):
     return new, {"loss": loss}
 
 
-def rematerialised(state, rows):
-    loss, grads = jdp.value_and_grad(jax.checkpoint(loss_fn))(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
 def closing_over_its_rows(state, rows):
     loss, grads = jdp.value_and_grad(lambda p: loss_fn(p, rows))(state.params)
     return state.apply_gradients(grads), {"loss": loss}
@@ -97,6 +77,10 @@ def with_frozen(stage):
     return make_state(stage, trainable=lambda path, leaf: "embedding" not in path)
 
 
+accumulated = model.program_of("accumulated", loss_fn, micro_batch_rows=3)
+weighed = model.program_of("weighed", masked_loss)
+weighed_in_parts = model.program_of("weighed_in_parts", masked_loss, micro_batch_rows=2)
+rematerialised = model.program_of("rematerialised", jax.checkpoint(loss_fn))
 # Each stage with each number of ranks, and each program with one of them.
 CASES = [
     *[(model.differentiated, n, stage, {}) for n in (1, 2, 3, 8) for stage in STAGES],
@@ -222,12 +206,7 @@ def test_a_table_whose_rows_do_not_divide_is_split_along_its_columns_if_they_do(
     table = np.random.default_rng(0).normal(size=(50257, width)).astype("f")
     ids = np.random.default_rng(1).integers(0, 50257, 64)
 
-    @jdp.train_step
-    def step(state, ids):
-        grads = jdp.value_and_grad(lambda t, i: jnp.square(t[i]).sum(1).mean())(state.params, ids)[
-            1
-        ]
-        return state.apply_gradients(grads), {}
+    step = step_of(lambda table, ids: jnp.square(table[ids]).sum(1).mean())
 
     def trained(stage):
         state = jdp.TrainState.create(table, optimizer(stage, optax.sgd(2.0)))
@@ -272,12 +251,7 @@ def test_parts_over_one_of_two_axes_are_replicated_over_the_other(over, share, a
         mesh = jax.make_mesh((2, 3), ("outer", "inner"), axes, devices=jax.devices()[:6])
         jdp.init(mesh, axis_name=axis_name)
 
-        @jdp.train_step(axis_name=axis_name)
-        def step(state, rows):
-            fn = jdp.value_and_grad(loss_fn, axis_name=axis_name)
-            loss, grads = fn(state.params, rows)
-            return state.apply_gradients(grads), {"loss": loss}
-
+        step = step_of(loss_fn, axis_name=axis_name)
         state = jdp.TrainState.create(model.params(), tx)
         for i in range(3):
             state, _ = step(state, batch(i))

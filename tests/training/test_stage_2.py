@@ -17,70 +17,32 @@ from jdp.reduction import shard_registry
 LAYERS, DIM = 5, 24
 
 
-def accumulated(state, rows):
-    loss, grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
-def in_uneven_parts(state, rows):
-    loss, grads = jdp.value_and_grad(loss_fn, micro_batch_rows=4)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
-def weighed(state, rows):
-    loss, grads = jdp.value_and_grad(masked_loss, accumulate=2)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
-def weighed_by_another_weight(state, rows):
-    fn = jdp.value_and_grad(masked_loss, accumulate=2, weight=count)
-    loss, grads = fn(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
 def layered_loss(p, rows):
     x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None), rows["x"], p)
     return jnp.square(x.mean(1) - rows["y"][:, 0]).mean()
 
 
-def layers_in_reverse(state, rows):
-    def loss(p, rows):
-        def layer(x, given):
-            w, scale = given
-            return jnp.tanh(scale * (x @ w["w"]) + w["b"]), x.mean()
+def layers_in_reverse(p, rows):
+    def layer(x, given):
+        w, scale = given
+        return jnp.tanh(scale * (x @ w["w"]) + w["b"]), x.mean()
 
-        scales = 1 + jnp.arange(LAYERS) * rows["x"].mean()
-        x, ys = jdp.scan_layers(layer, rows["x"], p, scales, reverse=True, unroll=2)
-        return jnp.square(x.mean(1) - rows["y"][:, 0]).mean() + jnp.square(ys).sum()
-
-    loss, grads = jdp.value_and_grad(loss)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
+    scales = 1 + jnp.arange(LAYERS) * rows["x"].mean()
+    x, ys = jdp.scan_layers(layer, rows["x"], p, scales, reverse=True, unroll=2)
+    return jnp.square(x.mean(1) - rows["y"][:, 0]).mean() + jnp.square(ys).sum()
 
 
-def with_a_gradient_penalty(state, rows):
-    def loss(p, rows):
-        def squares(x):
-            return jnp.sum(jnp.square(layered_loss(p, {**rows, "x": x})))
+def with_a_gradient_penalty(p, rows):
+    def squares(x):
+        return jnp.sum(jnp.square(layered_loss(p, {**rows, "x": x})))
 
-        slope = jax.grad(squares)(rows["x"])
-        return layered_loss(p, rows) + jnp.square(slope).sum()
-
-    loss, grads = jdp.value_and_grad(loss, accumulate=2)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
+    slope = jax.grad(squares)(rows["x"])
+    return layered_loss(p, rows) + jnp.square(slope).sum()
 
 
-def layered(state, rows):
-    loss, grads = jdp.value_and_grad(layered_loss, accumulate=2)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
-
-
-def weighed_layers(state, rows):
-    def weighed_loss(p, rows):
-        x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None), rows["x"], p)
-        return jnp.sum(jnp.square(x.mean(1)) * rows["counts"]) / count(rows)
-
-    loss, grads = jdp.value_and_grad(weighed_loss, accumulate=2)(state.params, rows)
-    return state.apply_gradients(grads), {"loss": loss}
+def weighed_layers(p, rows):
+    x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None), rows["x"], p)
+    return jnp.sum(jnp.square(x.mean(1)) * rows["counts"]) / count(rows)
 
 
 def count(rows):
@@ -115,6 +77,14 @@ def summed(stage):
     return jdp.TrainState.create(model.params(), sums)
 
 
+def in_two(name, loss_fn, **options):
+    return model.program_of(name, loss_fn, accumulate=2, **options)
+
+
+accumulated = in_two("accumulated", loss_fn)
+in_uneven_parts = model.program_of("in_uneven_parts", loss_fn, micro_batch_rows=4)
+weighed = in_two("weighed", masked_loss)
+layered = in_two("layered", layered_loss)
 CASES = [
     *[(accumulated, n, make_state, None) for n in (1, 2, 3, 8)],
     (accumulated, 2, plain_sgd, None),
@@ -124,12 +94,12 @@ CASES = [
     (in_uneven_parts, 3, make_state, None),
     (weighed, 3, make_state, count),
     (weighed, 8, plain_sgd, count),
-    (weighed_by_another_weight, 2, make_state, None),
+    (in_two("weighed_by_another_weight", masked_loss, weight=count), 2, make_state, None),
     (layered, 2, layered_state, None),
     (layered, 3, layered_state, None),
-    (layers_in_reverse, 3, layered_state, None),
-    (with_a_gradient_penalty, 2, layered_state, None),
-    (weighed_layers, 2, layered_state, count),
+    (model.program_of("layers_in_reverse", layers_in_reverse), 3, layered_state, None),
+    (in_two("with_a_gradient_penalty", with_a_gradient_penalty), 2, layered_state, None),
+    (in_two("weighed_layers", weighed_layers), 2, layered_state, count),
     (model.differentiated, 3, frozen, None),
 ]
 
@@ -160,16 +130,9 @@ def test_parts_over_one_of_two_axes_are_averaged_over_both(over):
 
     def run(tx):
         axes = (AxisType.Auto,) * 2
-        jdp.init(
-            jax.make_mesh((2, 2), axis_name, axes, devices=jax.devices()[:4]), axis_name=axis_name
-        )
-
-        @jdp.train_step(axis_name=axis_name)
-        def step(state, rows):
-            fn = jdp.value_and_grad(loss_fn, accumulate=2, axis_name=axis_name)
-            loss, grads = fn(state.params, rows)
-            return state.apply_gradients(grads), {"loss": loss}
-
+        mesh = jax.make_mesh((2, 2), axis_name, axes, devices=jax.devices()[:4])
+        jdp.init(mesh, axis_name=axis_name)
+        step = step_of(loss_fn, accumulate=2, axis_name=axis_name)
         state, _ = step(jdp.TrainState.create(model.params(), tx), batch())
         jdp.check_replicas(state, axis_name=axis_name)
         return fetched(state.params)
@@ -195,11 +158,8 @@ def gradients_of(state, n, fn):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_gradient_is_the_mean_on_every_rank_and_knows_its_part(accumulate):
-    def fn(p, rows):
-        return jdp.value_and_grad(loss_fn, accumulate=accumulate)(p, rows)
-
     ranks(3)
-    got, parts = gradients_of(make_state(2), 3, fn)
+    got, parts = gradients_of(make_state(2), 3, jdp.value_and_grad(loss_fn, accumulate=accumulate))
     want = jax.grad(loss_fn)(model.params(), batch())
     for name, leaf in want.items():
         for shard in got[name].addressable_shards:
@@ -247,7 +207,6 @@ def temporary(stage, loss_fn, params, dim, **options):
     """Temporary bytes of a rank of a step."""
     ranks(8)
     step = step_of(loss_fn, **options)
-
     tx = jdp.sharded(optax.sgd(0.1), stage=stage, bucket_bytes=4 * dim * dim)
     state = jdp.TrainState.create(params, tx)
     compiled = step.lower(state, np.zeros((32, dim), np.float32)).compile()
@@ -338,18 +297,12 @@ def test_a_mean_is_not_taken_for_the_sum_of_another_optimizer(stage):
 
 
 def test_gradients_of_layers_that_are_computed_from_parameters_stay_those_of_the_rank():
-    def step(state, rows):
-        def loss(p, rows):
-            changed = {**p, "w": p["w"] * rows["x"].mean()}
-            return layered_loss(changed, rows)
+    def loss_fn(p, rows):
+        return layered_loss({**p, "w": p["w"] * rows["x"].mean()}, rows)
 
-        grads = jdp.value_and_grad(loss, accumulate=2)(state.params, rows)[1]
-        return state.apply_gradients(grads), {}
-
-    ranks(2)
-    want, _ = jdp.train_step(step)(layered_state(0), batch())
-    got, _ = jdp.train_step(step)(layered_state(2), batch())
-    assert_close(fetched(got.params), fetched(want.params), 2e-6)
+    step = in_two("changed", loss_fn)
+    got, want = (train(2, stage, step, layered_state, None) for stage in (2, 0))
+    assert_close(got, want, 2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:the loss does not depend on")
@@ -358,10 +311,7 @@ def test_a_table_is_looked_up_whole():
         rows_of_table = jdp.sharded_embedding(p["embedding"], rows["ids"])
         return jnp.square(rows_of_table.mean(1) - rows["y"][:, 0]).mean()
 
-    def step(state, rows):
-        loss, grads = jdp.value_and_grad(looked_up, accumulate=2)(state.params, rows)
-        return state.apply_gradients(grads), {"loss": loss}
-
+    step = in_two("looked_up", looked_up)
     got, want = (train(3, stage, step, make_state, None) for stage in (2, 0))
     assert_close(got, want, 2e-6)
 
