@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import resource
 import signal
@@ -16,21 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.metrics import lines
 from support.processes import environment
 
 import jdp
 from jdp.distributed import metrics_file, metrics_log
-
-
-@pytest.fixture
-def path(tmp_path):
-    yield tmp_path / "metrics.jsonl"
-    metrics_log.end()
-
-
-def lines(path):
-    metrics_log.flush()
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_file_that_another_run_writes_is_refused(path, monkeypatch):

@@ -1,13 +1,12 @@
 """`jdp.log(..., state=)`: what the optimizer knows, as on one device."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.metrics import lines
 
 import jdp
 from jdp.distributed import metrics_log
@@ -15,17 +14,6 @@ from jdp.worker.progress import own
 
 ROWS = np.random.default_rng(0).normal(size=(264, 9)).astype("float32")
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
-
-
-@pytest.fixture
-def path(tmp_path):
-    yield tmp_path / "metrics.jsonl"
-    metrics_log.end()
-
-
-def lines(path):
-    metrics_log.flush()
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def optimizer():

@@ -19,12 +19,6 @@ from jdp.distributed.trackers import RunNote, beside
 STEPS = 6
 
 
-@pytest.fixture
-def path(tmp_path):
-    yield tmp_path / "metrics.jsonl"
-    metrics_log.end()
-
-
 def log(path, steps, also):
     for step in steps:
         jdp.log({"loss": 1 / (step + 1), "nan": float("nan")}, step, file=path, also=also)
