@@ -179,17 +179,23 @@ FAILING = {
 }
 
 
+def zeros():
+    """Initialize jdp, and make a state of all processes."""
+    where = NamedSharding(jdp.init(), PartitionSpec())
+    values = lambda index: np.zeros(SIZE, int)[index]  # noqa: E731
+    return {"w": jax.make_array_from_callback((SIZE,), where, values)}
+
+
 def train(path, what, who, commit_every, steps="train_step"):
     """Make 12 steps of a state that counts them, and catch what `ckpt.step` raises.
 
     One process fails or misses `ckpt.step` once. The steps are calls of a train step, or of the
     script's own, or in turn.
     """
-    where, me = NamedSharding(jdp.init(), PartitionSpec()), jax.process_index()
+    state, me = zeros(), jax.process_index()
     own, train_step = jax.jit(add_one, donate_argnums=0), jdp.train_step(add_one)
     if me == who and what in FAILING:
         fail_at(*FAILING[what], 2)
-    state = {"w": jax.make_array_from_callback((SIZE,), where, lambda i: np.zeros(SIZE, int)[i])}
     batches, caught = jdp.batches(np.zeros(6), 6, num_steps=12), []
     ckpt = jdp.Checkpointer(path, commit_every=commit_every, save_every=3)
     state = ckpt.restore(state, batches)
@@ -263,20 +269,20 @@ def test_a_process_that_misses_a_call_does_not_mix_steps(tmp_path, who, commit_e
     assert commits == {it: [it + 1 - who] for it in (newest, newest - commit_every)}
 
 
-def fail_first(path):
-    """Make 9 steps, of which process 1 can not begin the first commit; return when it began one."""
-    where = NamedSharding(jdp.init(), PartitionSpec())
-    begun, begin, caught = [], Session._begin_commit, []
+def fail(path, owner, name, number, num_steps, commit_every):
+    """Fail in a call on process 1; return the steps of the commits that began, and the errors."""
+    begun, begin, caught, state = [], Session._begin_commit, [], zeros()
     Session._begin_commit = lambda self: (begun.append(self.steps), begin(self))
     if jax.process_index() == 1:
-        fail_at(CommitMemory, "begin", 1)
-    step, batches = jdp.train_step(add_one), jdp.batches(np.zeros(6), 6, num_steps=9)
-    ckpt = jdp.Checkpointer(path, commit_every=4)
-    state = {"w": jax.make_array_from_callback((SIZE,), where, lambda i: np.zeros(SIZE, int)[i])}
+        fail_at(owner, name, number)
+    step, batches = jdp.train_step(add_one), jdp.batches(np.zeros(6), 6, num_steps=num_steps)
+    ckpt = jdp.Checkpointer(path, commit_every=commit_every)
     state = ckpt.restore(state, batches)
     for batch in batches:
         state, _ = step(state, batch)
-        with catching(caught):
+        if is_last := name == "finish":
+            ckpt._session._commits.wait()
+        with contextlib.nullcontext() if is_last else catching(caught):
             ckpt.step(state, batches)
     with catching(caught):
         ckpt.close()
@@ -287,32 +293,17 @@ def test_a_process_that_can_not_begin_the_first_commit_begins_the_next_one_with_
     tmp_path,
 ):
     with Launcher() as launcher:
-        first, second = launcher.processes(2, f"{HERE}:fail_first", tmp_path / "ckpt")
+        given = tmp_path / "ckpt", CommitMemory, "begin", 1, 9, 4
+        first, second = launcher.processes(2, f"{HERE}:fail", *given)
         assert first.result() == [[1, 4, 8], []]
         assert second.result() == [[1, 4, 8], ["[Errno 28] No space left on device"]]
         values = committed(CommitMemory(launcher.memories[0]))
     assert values["['w']"] == np.full(SIZE, 8).astype("int32").tobytes()
 
 
-def fail_last(path):
-    """Make 3 steps, of which process 1 can not finish the last commit, and close."""
-    where, caught = NamedSharding(jdp.init(), PartitionSpec()), []
-    if jax.process_index() == 1:
-        fail_at(HostCommits, "finish", 3)
-    step, batches = jdp.train_step(add_one), jdp.batches(np.zeros(6), 6, num_steps=3)
-    ckpt = jdp.Checkpointer(path, commit_every=1)
-    state = {"w": jax.make_array_from_callback((SIZE,), where, lambda i: np.zeros(SIZE, int)[i])}
-    state = ckpt.restore(state, batches)
-    for batch in batches:
-        state, _ = step(state, batch)
-        ckpt._session._commits.wait()
-        ckpt.step(state, batches)
-    with catching(caught):
-        ckpt.close()
-    return caught
-
-
 def test_an_error_of_the_last_commit_is_raised_when_all_have_compared_their_state(tmp_path):
     with Launcher() as launcher:
-        first, second = launcher.processes(2, f"{HERE}:fail_last", tmp_path / "ckpt")
-        assert (first.result(), second.result()) == ([], ["[Errno 28] No space left on device"])
+        given = tmp_path / "ckpt", HostCommits, "finish", 3, 3, 1
+        started = launcher.processes(2, f"{HERE}:fail", *given)
+        caught = [process.result()[1] for process in started]
+        assert caught == [[], ["[Errno 28] No space left on device"]]
