@@ -185,20 +185,21 @@ def two_processes(folder, number, how=""):
 @pytest.mark.processes
 @pytest.mark.xdist_group("processes")
 @pytest.mark.all_sets
-@pytest.mark.parametrize("number", USER)
-def test_processes_save_after_the_same_step_at_a_signal_to_one(tmp_path, number):
-    codes, outputs = two_processes(tmp_path / "run", number)
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        *[(number, "") for number in USER],
+        (signal.SIGUSR1, "thread"),  # as Ray trains
+        (signal.SIGUSR2, "handled"),
+    ],
+)
+def test_processes_save_after_the_same_step_at_a_signal_to_one(tmp_path, number, how):
+    codes, outputs = two_processes(tmp_path / "run", number, how)
     assert codes == [75, 75], outputs
     (step,) = saved_in(tmp_path / "run")
     assert step > 5 and f"step {step} " in outputs[0]
-
-
-@pytest.mark.processes
-@pytest.mark.xdist_group("processes")
-def test_an_earlier_handler_of_one_of_two_processes_runs_after_the_save(tmp_path):
-    codes, outputs = two_processes(tmp_path / "run", signal.SIGUSR2, "handled")
-    assert codes == [75, 75], outputs
-    assert ["handled" in output for output in outputs] == [False, True]
+    # An earlier handler of one process runs after the save.
+    assert ["handled" in output for output in outputs] == [False, how == "handled"]
 
 
 LAUNCHED = """
@@ -230,15 +231,6 @@ def test_jdp_run_saves_at_a_signal_to_the_launcher(jdp_run, number):
     assert run.wait() == 75, run.output
     assert len(saved_in(run.folder / "run")) == 1
     assert "--resume" in run.output.splitlines()[-1]
-
-
-# As Ray does.
-@pytest.mark.processes
-@pytest.mark.xdist_group("processes")
-def test_processes_that_train_outside_of_the_main_thread_save_at_a_signal(tmp_path):
-    codes, outputs = two_processes(tmp_path / "run", signal.SIGUSR1, "thread")
-    assert codes == [75, 75], outputs
-    assert len(saved_in(tmp_path / "run")) == 1
 
 
 # A scheduler signals data loaders too, and the step before the save needs them.
