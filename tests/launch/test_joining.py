@@ -86,48 +86,13 @@ def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
         assert why in asyncio.run(join())
 
 
-@pytest.mark.parametrize("first", ["deserted", "silent"])
-def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
-    options = parse(["--join-timeout-s=3", "--heartbeat-timeout-s=1", "train.py"], {})
-    listener = socket.create_server(("127.0.0.1", 0))
-    addresses = request.getfixturevalue(first), listener.getsockname()
-    stream = socket.AF_INET, socket.SOCK_STREAM, 0, ""
-
-    async def join():
-        joined = asyncio.get_running_loop().create_future()
-        door = Admission(
-            listener,
-            "token",
-            judge=lambda facts: None,
-            admit=lambda channel, facts, proof: channel.send(
-                "welcome", proof=proof, is_running=False
-            ),
-        )
-        link = LeaderConnection(
-            options,
-            "token",
-            LeaderSearch.of_one(("leader", 7)),
-            introduce=dict,
-            joined=lambda is_running: joined.set_result(""),
-            received=lambda kind, facts: None,
-            lost=joined.set_result,
-            gave_up=joined.set_result,
-        )
-        try:
-            return await joined
-        finally:
-            link.leave()
-            door.stop_listening()
-
-    found = [(*stream, address) for address in addresses]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert asyncio.run(join()) == ""
+def _listener():
+    return socket.create_server(("127.0.0.1", 0))
 
 
-def _joining(heartbeat_timeout_s, admit, joined):
+def _joining(heartbeat_timeout_s, admit, joined, listener, *, seconds=9, address=None, lost=print):
     """What a future gets while a host joins a leader, which answers by `admit(host, end, ...)`."""
-    flags = "--join-timeout-s=9", f"--heartbeat-timeout-s={heartbeat_timeout_s}", "train.py"
-    listener = socket.create_server(("127.0.0.1", 0))
+    flags = f"--join-timeout-s={seconds}", f"--heartbeat-timeout-s={heartbeat_timeout_s}"
 
     async def join():
         end = asyncio.get_running_loop().create_future()
@@ -138,13 +103,13 @@ def _joining(heartbeat_timeout_s, admit, joined):
             admit=lambda channel, facts, proof: admit(link, end, channel, proof),
         )
         link = LeaderConnection(
-            parse(flags, {}),
+            parse([*flags, "train.py"], {}),
             "token",
-            LeaderSearch.of_one(listener.getsockname()),
+            LeaderSearch.of_one(address or listener.getsockname()),
             introduce=dict,
             joined=lambda is_running: joined(link, end),
             received=lambda kind, facts: None,
-            lost=print,
+            lost=lost or end.set_result,
             gave_up=end.set_result,
         )
         try:
@@ -154,6 +119,20 @@ def _joining(heartbeat_timeout_s, admit, joined):
             door.stop_listening()
 
     return asyncio.run(asyncio.wait_for(join(), 10.0))
+
+
+@pytest.mark.parametrize("first", ["deserted", "silent"])
+def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
+    def admit(link, end, channel, proof):
+        channel.send("welcome", proof=proof, is_running=False)
+
+    listener = _listener()
+    addresses = request.getfixturevalue(first), listener.getsockname()
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    options = {"seconds": 3, "address": ("leader", 7), "lost": None}
+    joined = lambda link, end: end.set_result("joined")  # noqa: E731
+    assert _joining(1, admit, joined, listener, **options) == "joined"
 
 
 def test_a_host_stays_joined_whose_time_to_join_ends_with_the_answer():
@@ -166,7 +145,7 @@ def test_a_host_stays_joined_whose_time_to_join_ends_with_the_answer():
     def joined(link, end):
         asyncio.get_running_loop().call_later(0.05, link.send, "ready")
 
-    assert _joining(0.3, admit, joined) == "ready"
+    assert _joining(0.3, admit, joined, _listener()) == "ready"
 
 
 def test_an_answer_to_an_attempt_that_was_given_up_is_not_taken_for_another():
@@ -180,7 +159,8 @@ def test_an_answer_to_an_attempt_that_was_given_up_is_not_taken_for_another():
         for each, its in late:  # first the answer to the attempt that was given up
             each.send("welcome", proof=its, is_running=False)
 
-    assert _joining(5.0, admit, lambda link, end: end.set_result("joined")) == "joined"
+    joined = lambda link, end: end.set_result("joined")  # noqa: E731
+    assert _joining(5.0, admit, joined, _listener()) == "joined"
 
 
 def _join_and_go(nnodes, folder, *, is_reset):
