@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 from jdp import collectives
@@ -22,13 +22,13 @@ LONG = SIZES | {"long": (16_385, 1)}  # 4 bytes more than may go along
 
 def loss_fn(params, batch):
     kept = jnp.where(batch["weight"] > 0, batch["x"], 0).sum() / batch["weight"].sum()
-    return kept * sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(params))
+    return kept * sum(leaf.sum() for leaf in jax.tree.leaves(params))
 
 
-def state_of(sizes=SIZES, *, dtype=jnp.float32, **options):
-    params = {name: jnp.zeros(shape, dtype) for name, shape in sizes.items()}
-    options = {"min_size": 8, **options}
-    return jdp.TrainState.create(params, jdp.sharded(optax.sgd(RATE), **options))
+def state_of(sizes=SIZES, *, trainable=None, **options):
+    params = {name: jnp.zeros(shape) for name, shape in sizes.items()}
+    tx = jdp.sharded(optax.sgd(RATE), **{"min_size": 8, **options})
+    return jdp.TrainState.create(params, tx, trainable=trainable)
 
 
 def largest_difference(grads, want):
@@ -143,30 +143,29 @@ def test_a_norm_by_hand_is_that_of_one_device_and_no_warning(stage):
 @pytest.mark.parametrize(("sizes", "num_more"), [(SIZES, 0), (LONG, 1)])
 def test_gradients_and_loss_take_one_call_if_they_are_small(stage, sizes, num_more):
     ranks(2)
-
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    text = step.lower(state_of(sizes, stage=stage), rows()).as_text()
+    text = step_of(loss_fn).lower(state_of(sizes, stage=stage), rows()).as_text()
     calls = re.findall(r"stablehlo.custom_call @jdp_(all_reduce|reduce_scatter)\(", text)
     assert sorted(calls) == ["all_reduce"] * num_more + ["reduce_scatter"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("synced", [{"synced": True}, {}], ids=str)
-def test_gradients_may_be_handed_on_as_means(stage, synced):
+@pytest.mark.parametrize(
+    ("doubled", "options"),
+    [("b", {}), ("w", {}), ("wbcvd", {}), ("wbcvd", {"synced": True})],
+    ids=str,
+)
+def test_gradients_may_be_changed_and_handed_on_as_means(stage, doubled, options):
     ranks(3)
 
     @jdp.train_step
     def step(state, batch):
         loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
-        grads = jax.tree.map(lambda x: x * 2, grads)
-        return state.apply_gradients(grads, **synced), {"loss": loss}
+        grads |= {name: grads[name] * 2 for name in doubled}
+        return state.apply_gradients(grads, **options), {"loss": loss}
 
-    state, _ = step(state_of(stage=stage), rows())
-    assert_trained(state.params, 2 * ROWS["x"].mean())
+    state, _ = step(state_of(stage=stage), rows())  # a warning is an error in tests
+    for name, leaf in state.params.items():
+        assert_trained([leaf], ROWS["x"].mean() * (2 if name in doubled else 1))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -203,7 +202,7 @@ def test_gradients_of_single_rows_stay_those_of_the_rank():
 
 NOTHING_IS_SPLIT = {
     "all are small": {"min_size": 4096},
-    "those that are large do not train": {"trainable": {"w": False, "v": False}},
+    "those that are large do not train": {"trainable": {name: name in "bcd" for name in SIZES}},
 }
 
 
@@ -212,12 +211,8 @@ NOTHING_IS_SPLIT = {
 @pytest.mark.parametrize("options", NOTHING_IS_SPLIT.values(), ids=NOTHING_IS_SPLIT)
 def test_they_are_means_where_nothing_is_split(stage, accumulate, options):
     ranks(3)
-    options = {**options}
-    trainable = {name: True for name in SIZES} | options.pop("trainable", {})
-    params = {name: jnp.zeros(shape) for name, shape in SIZES.items()}
-    tx = jdp.sharded(optax.sgd(RATE), stage=stage, **{"min_size": 8, **options})
     shifted = rows() | {"x": ROWS["x"] - 1000}  # negative on the first rank
-    want, names = shifted["x"].mean(), [name for name, trains in trainable.items() if trains]
+    want, names = shifted["x"].mean(), "bcd" if "trainable" in options else SIZES
 
     @jdp.train_step
     def step(state, batch):
@@ -228,8 +223,7 @@ def test_they_are_means_where_nothing_is_split(stage, accumulate, options):
         grads = jax.tree.map(jnp.sign, grads)
         return state.apply_gradients(grads), {"loss": loss, "difference": of_ranks}
 
-    state = jdp.TrainState.create(params, tx, trainable=trainable)
-    state, metrics = step(state, shifted)
+    state, metrics = step(state_of(stage=stage, **options), shifted)
     assert float(metrics["difference"]) == 0
     assert_trained({name: state.params[name] for name in names}, 1)
 
@@ -257,12 +251,7 @@ def test_a_leaf_that_the_loss_does_not_read_takes_no_call(stage, unread):
     def loss_of_others(params, batch):
         return loss_fn({name: x for name, x in params.items() if name not in unread}, batch)
 
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_of_others)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    state = state_of(stage=stage)
+    state, step = state_of(stage=stage), step_of(loss_of_others)
     with pytest.warns(UserWarning, match="does not depend on"):
         text = step.lower(state, rows()).as_text()
         state, _ = step(state, rows())
@@ -308,22 +297,6 @@ def test_another_weight_is_refused_where_it_would_do_nothing(stage, name):
 
     with pytest.raises(ValueError, match=rf"grads\['{name}'\].* another weight= does nothing"):
         step(state_of(stage=stage), rows())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", ["b", "w"])
-def test_a_change_of_one_of_them_is_no_reason_to_warn(stage, name):
-    ranks(2)
-
-    @jdp.train_step
-    def step(state, batch):
-        _, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
-        grads = {**grads, name: grads[name] * 2}
-        return state.apply_gradients(grads), {}
-
-    state, _ = step(state_of(stage=stage), rows())  # a warning is an error in tests
-    for each, leaf in state.params.items():
-        assert_trained([leaf], ROWS["x"].mean() * (2 if each == name else 1))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
