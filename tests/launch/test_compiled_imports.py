@@ -47,8 +47,7 @@ def test_nothing_is_said_where_the_first_import_has_written_bytecode(jdp_run, tm
 def test_a_start_that_is_quick_is_not_said(jdp_run, tmp_path):
     without = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
     run = jdp_run(**without)
-    run.pids(0, 1)
-    assert run.finish() == 0
+    assert run.finish(0, 1) == 0
     assert run.events("compiled_imports") == []
 
 

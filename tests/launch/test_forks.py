@@ -27,8 +27,7 @@ def test_a_run_and_its_recoveries_run_the_beginning_of_the_script_once(jdp_run, 
         pids = run.pids(generation, size)
         run.standbys(generation, size)
         os.kill(pids[-1], signal.SIGKILL)
-    run.pids(3, size)
-    assert run.finish() == 0
+    assert run.finish(3, size) == 0
     assert starts(run) == 1
     assert ITSELF not in run.output
 
@@ -39,16 +38,14 @@ def test_standbys_take_over_before_the_first_step_is_done(jdp_run):
     run.until_true(lambda: len(run.alive()) == 4, "processes and standbys")
     first = run.until("joined", 2)
     os.kill(first[1]["pid"], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     assert starts(run) == 1
 
 
 def test_without_standbys_a_recovery_runs_the_beginning_once(jdp_run):
     run = jdp_run("--nproc-per-node=3", "--standbys=0", before=COUNTS)
     os.kill(run.pids(0, 3)[1], signal.SIGKILL)
-    run.pids(1, 3)
-    assert run.finish() == 0
+    assert run.finish(1, 3) == 0
     assert starts(run) == 2
 
 
@@ -79,8 +76,7 @@ def test_what_a_fork_would_break_is_named_once_and_not_forked(jdp_run, before, w
     script = SCRIPT.replace("exec(sys.argv[1])", f"{COUNTS}\n{before}")
     run = jdp_run("--nproc-per-node=3", "--standbys=0", script=script)
     os.kill(run.pids(0, 3)[2], signal.SIGKILL)
-    run.pids(1, 3)
-    assert run.finish() == 0
+    assert run.finish(1, 3) == 0
     assert starts(run) == 6
     [line] = [line for line in run.output.splitlines() if ITSELF in line]
     assert re.search(why, line)
@@ -95,8 +91,7 @@ def test_a_name_in_the_statement_that_calls_init_is_read_before_it(jdp_run, call
     run = jdp_run(
         "--nproc-per-node=2", script=f"{head}{parks}\n    return a\n\n\na = {call}\n{rest}"
     )
-    run.pids(0, 2)
-    assert run.finish() == 0
+    assert run.finish(0, 2) == 0
     assert "names RANK" in run.output
 
 
@@ -110,8 +105,7 @@ def test_modules_in_other_folders_and_with_names_like_the_script_are_searched(jd
             init=f"assert {name}.RANK == str(a.process_id)",
             PYTHONPATH=f"{PACKAGES}:{folder}",
         )
-        run.pids(0, 2)
-        assert run.finish() == 0
+        assert run.finish(0, 2) == 0
         assert f"{name}.py:101 names RANK" in run.output
         (tmp_path / "done").unlink()
 
@@ -119,8 +113,7 @@ def test_modules_in_other_folders_and_with_names_like_the_script_are_searched(jd
 def test_a_name_that_stands_behind_init_is_not_read_before_it(jdp_run):
     script = SCRIPT.replace("exec(sys.argv[2])", "assert os.environ['RANK'] == str(a.process_id)")
     run = jdp_run("--nproc-per-node=2", script=script)
-    run.pids(0, 2)
-    assert run.finish() == 0
+    assert run.finish(0, 2) == 0
     assert ITSELF not in run.output
 
 
@@ -129,37 +122,50 @@ def test_a_log_file_and_a_name_without_quotes_are_no_reasons(jdp_run):
     writes = "logging.warning('process %d', a.process_id)"
     script = SCRIPT.replace("exec(sys.argv[1])", logs)
     run = jdp_run("--nproc-per-node=3", "--standbys=0", script=script, init=writes)
-    run.pids(0, 3)
-    assert run.finish() == 0
+    assert run.finish(0, 3) == 0
     assert ITSELF not in run.output
     lines = (run.folder / "log").read_text().splitlines()
     assert sorted(lines) == [f"WARNING:root:process {i}" for i in range(3)]
+
+
+def silent_for(seconds):
+    """A script whose first process is asked for forks, and does not answer."""
+    silent = f"launcher.tell('parked', pid=os.getpid(), cannot_fork=None); time.sleep({seconds})"
+    return SCRIPT.replace("a = launcher.park()", f"{silent}\na = launcher.park()")
+
+
+MAPS = "\nimport mmap\nwith open(__file__) as f: memory = mmap.mmap(f.fileno(), 0, prot=1)"
+WAITS = """
+def reap(*_):
+    try: os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError: pass
+signal.signal(signal.SIGCHLD, reap)
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "before", "options", "num_starts"),
+    [
+        (2, [], MAPS, {"init": "assert memory[:1]"}, 1),
+        (3, [], WAITS, {}, 1),
+        (3, ["--standbys=0", "--start-method=spawn"], "", {}, 3),
+        (2, ["--standbys=0"], "", {"script": silent_for(3)}, 2),
+    ],
+    ids=["mapped memory", "a handler that waits for all children", "spawn", "no answer"],
+)
+def test_how_often_the_beginning_runs(jdp_run, size, flags, before, options, num_starts):
+    run = jdp_run(f"--nproc-per-node={size}", *flags, before=COUNTS + before, **options)
+    assert run.finish(0, size) == 0
+    assert starts(run) == num_starts
 
 
 def test_a_first_process_that_is_late_is_not_waited_for(jdp_run):
     late = f"{COUNTS}\ntime.sleep(3 * (len(open(folder / 'starts').read().split()) == 1))"
     soon = "from jdp.launch.host import agent; agent._FIRST_S = 0.5"
     run = jdp_run("--nproc-per-node=2", "--standbys=0", before=late, changes=soon)
-    run.pids(0, 2)
-    assert run.finish() == 0
+    assert run.finish(0, 2) == 0
     assert starts(run) == 2
     assert "process 0 has not called jdp.init() for 0.5 s" in run.output
-
-
-def test_mapped_memory_is_shared(jdp_run):
-    maps = "import mmap\nwith open(__file__) as f: memory = mmap.mmap(f.fileno(), 0, prot=1)"
-    run = jdp_run("--nproc-per-node=2", before=f"{COUNTS}\n{maps}", init="assert memory[:1]")
-    run.pids(0, 2)
-    assert run.finish() == 0
-    assert starts(run) == 1
-
-
-def test_spawn_runs_all_of_the_script_in_each_process(jdp_run):
-    flags = "--nproc-per-node=3", "--standbys=0", "--start-method=spawn"
-    run = jdp_run(*flags, before=COUNTS)
-    run.pids(0, 3)
-    assert run.finish() == 0
-    assert starts(run) == 3
 
 
 def test_a_script_that_never_calls_init_runs_in_each_process(jdp_run):
@@ -170,44 +176,19 @@ def test_a_script_that_never_calls_init_runs_in_each_process(jdp_run):
     assert "never called jdp.init()" in run.output
 
 
-def test_a_process_that_does_not_answer_a_request_is_not_waited_for(jdp_run):
-    silent = "launcher.tell('parked', pid=os.getpid(), cannot_fork=None); time.sleep(3)"
-    script = SCRIPT.replace("a = launcher.park()", f"{silent}\na = launcher.park()")
-    run = jdp_run("--nproc-per-node=2", "--standbys=0", before=COUNTS, script=script)
-    run.pids(0, 2)
-    assert run.finish() == 0
-    assert starts(run) == 2
-
-
 def test_a_late_answer_is_not_taken_for_another_and_its_fork_ends_without_the_script(jdp_run):
-    silent = "launcher.tell('parked', pid=os.getpid(), cannot_fork=None); time.sleep(1.5)"
-    script = SCRIPT.replace("a = launcher.park()", f"{silent}\na = launcher.park()")
+    script = silent_for(1.5)
     ends = "import atexit; atexit.register(lambda: (folder / f'end {os.getpid()}').touch())"
     run = jdp_run("--nproc-per-node=4", "--standbys=0", before=f"{COUNTS}\n{ends}", script=script)
-    run.pids(0, 4)
-    assert run.finish() == 0
+    assert run.finish(0, 4) == 0
     assert starts(run) == len([*run.folder.glob("end *")]) == 4
-
-
-def test_a_handler_may_wait_for_all_children(jdp_run):
-    handler = (
-        "def reap(*_):\n"
-        "    try: os.waitpid(-1, os.WNOHANG)\n"
-        "    except ChildProcessError: pass\n"
-        "signal.signal(signal.SIGCHLD, reap)"
-    )
-    run = jdp_run("--nproc-per-node=3", before=f"{COUNTS}\n{handler}")
-    run.pids(0, 3)
-    assert run.finish() == 0
-    assert starts(run) == 1
 
 
 def test_children_of_a_fork_do_not_inherit_its_connection(jdp_run):
     count = "for _ in range(99): os.open('/dev/null', 0)  # no number is free"
     check = "assert not [f for f in range(3, 99) if os.get_inheritable(f)], 'inherited'"
     run = jdp_run("--nproc-per-node=2", init=f"{count}\n{check}")
-    run.pids(0, 2)
-    assert run.finish() == 0
+    assert run.finish(0, 2) == 0
 
 
 def test_a_busy_log_thread_loses_no_line_of_a_fork(jdp_run):
@@ -220,8 +201,7 @@ OutputMux._add = lambda self, output: (time.sleep(0.3), add(self, output))
     hello = "print(f'hello {a.process_id} of {a.generation}', flush=True)"
     run = jdp_run("--nproc-per-node=3", "--standbys=1", changes=busy, init=hello)
     os.kill(run.pids(0, 3)[0], signal.SIGKILL)
-    run.pids(1, 3)
-    assert run.finish() == 0
+    assert run.finish(1, 3) == 0
     assert all(f"[process {i}] hello {i} of 1" in run.output for i in range(3))
 
 
@@ -229,8 +209,7 @@ def test_the_generators_of_a_fork_continue_as_the_script_has_seeded_them(jdp_run
     seeds = "import random, numpy as np; random.seed(7); np.random.seed(8)"
     draws = "print('drawn', random.random(), np.random.random())"
     run = jdp_run("--nproc-per-node=3", before=seeds, init=draws)
-    run.pids(0, 3)
-    assert run.finish() == 0
+    assert run.finish(0, 3) == 0
     code = f"{seeds}\n{draws}"
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.output.count(alone.stdout.strip()) == 3
@@ -242,8 +221,7 @@ def test_output_before_init_is_shown_once(jdp_run):
         "exec(sys.argv[1])", "sys.stdout.write('rest of a line '); print('now')"
     )
     run = jdp_run("--nproc-per-node=3", script=script, PYTHONUNBUFFERED="")
-    run.pids(0, 3)
-    assert run.finish() == 0
+    assert run.finish(0, 3) == 0
     assert run.output.count("rest of a line now") == 1
 
 

@@ -22,8 +22,7 @@ def test_processes_are_told_who_they_are(jdp_run, size):
         "--rdzv-id=a run",
         after="print(a, os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_PORT'])",
     )
-    run.pids(0, size)
-    assert run.finish() == 0
+    assert run.finish(0, size) == 0
     for rank in range(size):
         assert f"process_id={rank}, num_processes={size}, local_id={rank}" in run.output
         port = run.output.partition("coordinator='127.0.0.1:")[2].partition("'")[0]
@@ -42,8 +41,7 @@ def test_a_script_that_never_asks_finds_the_environment_of_torchrun(jdp_run):
 def test_a_launcher_with_closed_streams_runs_and_recovers(jdp_run):
     run = jdp_run("--nproc-per-node=2", within=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"))
     os.kill(run.pids(0, 2)[1], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
 
 
 BEGINS = """
@@ -85,9 +83,7 @@ def test_a_killed_process_is_replaced_by_a_standby(jdp_run, size, rank):
 
 
 # A second model, trained after one of 60 steps.
-SECOND = """
-from jdp.worker import progress, watching
-watching.begin_watching(600.0, a.process_id, a.num_processes)
+SECOND = f"""{BEGINS}
 step, base = (5, 65) if a.generation else (0, 60)
 launcher.tell("restored", step=step, base=base, tier="commit", s=0.0)
 for _ in range(7 * (1 - a.generation)):
@@ -100,8 +96,7 @@ def test_steps_that_are_lost_are_those_of_the_model_that_trains(jdp_run):
     pids = run.pids(0, 2)
     run.until("first_step", 4)  # the script tells it, too
     os.kill(pids[1], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     [recovered] = run.events("recovered")
     assert (recovered["restored_step"], recovered["lost_steps"]) == (5, 2)
 
@@ -110,8 +105,7 @@ def test_a_recovery_whose_program_is_in_no_cache_says_why(jdp_run):
     script = SCRIPT.replace("compile_s=0.0", "compile_s=9.3, is_uncached=True")
     run = jdp_run("--nproc-per-node=2", script=script)
     os.kill(run.pids(0, 2)[1], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     assert re.search(r"\(compiled 9\.300, not cached: .*order of its collectives", run.output)
 
 
@@ -121,8 +115,7 @@ def test_each_recovery_has_standbys_again(jdp_run):
         pids = run.pids(generation, 2)
         run.standbys(generation, 2)
         os.kill(pids[generation % 2], signal.SIGKILL)
-    run.pids(3, 2)
-    assert run.finish() == 0
+    assert run.finish(3, 2) == 0
 
 
 def test_processes_that_die_together_are_one_failure(jdp_run):
@@ -133,8 +126,7 @@ def test_processes_that_die_together_are_one_failure(jdp_run):
     os.kill(pids[0], signal.SIGKILL)
     os.kill(pids[2], signal.SIGKILL)
     run.process.send_signal(signal.SIGCONT)
-    run.pids(1, 3)
-    assert run.finish() == 0
+    assert run.finish(1, 3) == 0
 
 
 def test_a_stopped_standby_is_not_chosen(jdp_run):
@@ -170,8 +162,7 @@ def test_a_script_that_needs_its_rank_before_init_runs_without_standbys(jdp_run)
     pids = run.pids(0, 2)
     run.until_true(lambda: "a standby (pid " in run.output, "line about it")
     os.kill(pids[0], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     assert "KeyError: 'RANK'" in run.output
     assert run.output.count("a standby (pid ") == 1
 
@@ -180,15 +171,13 @@ def test_a_failure_while_standbys_start_is_recovered_from(jdp_run):
     run = jdp_run("--nproc-per-node=2", before="time.sleep(0.3)")
     os.kill(run.pids(0, 2)[0], signal.SIGKILL)
     os.kill(run.pids(1, 2)[1], signal.SIGKILL)
-    run.pids(2, 2)
-    assert run.finish() == 0
+    assert run.finish(2, 2) == 0
 
 
 def test_a_failure_while_the_next_generation_forms_is_recovered_from(jdp_run):
     run = jdp_run("--nproc-per-node=2", init="if a.generation == 1 and a.process_id: sys.exit(9)")
     os.kill(run.pids(0, 2)[0], signal.SIGKILL)
-    run.pids(2, 2)
-    assert run.finish() == 0
+    assert run.finish(2, 2) == 0
     [recovered] = run.events("recovered")
     assert "SIGKILL" in recovered["cause"] and "code 9" in recovered["cause"]
 
@@ -226,8 +215,7 @@ if not (folder / "first").exists():
     if not budget:
         assert run.wait() == 128 + signal.SIGKILL
         return
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     assert len(run.events("formed")) == 2
 
 
@@ -385,8 +373,7 @@ def test_a_failure_behind_the_last_step_promises_no_further_one(jdp_run, is_comp
 def test_an_option_that_no_launcher_passes_is_named_once(jdp_run, start_method, option, num_told):
     script = SCRIPT.replace("exec(sys.argv[1])", f'text = "{option}"\nexec(sys.argv[1])')
     run = jdp_run("--nproc-per-node=2", f"--start-method={start_method}", script=script)
-    run.pids(0, 2)
-    assert run.finish() == 0
+    assert run.finish(0, 2) == 0
     assert run.output.count("reads --local-rank, which jdp run does not pass") == num_told
 
 
@@ -407,28 +394,17 @@ progress.{phase}.__enter__()
     assert run.finish() == 0 and call in run.output
 
 
-@pytest.mark.parametrize("begins", ["", BEGINS])
-def test_a_process_may_work_alone_at_the_end(jdp_run, begins):
+# They still run their last step.
+CALLED = f"{BEGINS}\nwith progress.TRAIN_STEP: pass\nprogress.own.num_running = lambda: 1"
+
+
+@pytest.mark.parametrize(("begins", "seconds"), [("", 0.8), (BEGINS, 0.8), (CALLED, 3.0)])
+def test_a_process_may_work_alone_or_end_a_called_step_at_the_end(jdp_run, begins, seconds):
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=0",
         "--shutdown-timeout-s=0.3",
-        after=f"{begins}\nif not a.process_id: time.sleep(0.8)\nsys.exit()",
-    )
-    assert run.wait() == 0
-
-
-def test_a_last_step_that_all_have_called_may_take_long(jdp_run):
-    run = jdp_run(
-        "--nproc-per-node=2",
-        "--max-restarts=0",
-        "--shutdown-timeout-s=0.3",
-        after=f"""{BEGINS}
-with progress.TRAIN_STEP: pass
-progress.own.num_running = lambda: 1  # they run it
-if not a.process_id: time.sleep(3.0)
-sys.exit()
-""",
+        after=f"{begins}\nif not a.process_id: time.sleep({seconds})\nsys.exit()",
     )
     assert run.wait() == 0, run.output
 
@@ -493,8 +469,7 @@ def test_a_signal_ends_the_processes_by_sigterm(jdp_run, number):
 
 def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(jdp_run):
     run = jdp_run("--nproc-per-node=2", within=["nohup"])
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGHUP)
+    run.signal(signal.SIGHUP)
     assert run.finish() == 0
 
 
@@ -503,8 +478,7 @@ def test_who_saves_at_a_signal_sets_the_exit_code(jdp_run):
         "--nproc-per-node=2",
         after="signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))",
     )
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGTERM)
+    run.signal(signal.SIGTERM)
     assert run.wait() == 75
 
 
@@ -517,8 +491,7 @@ def test_who_saves_at_a_signal_sets_the_exit_code(jdp_run):
 )
 def test_a_signal_to_a_run_that_has_finished_changes_nothing(jdp_run, finishes):
     run = jdp_run("--nproc-per-node=2", after=finishes)
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGTERM)
+    run.signal(signal.SIGTERM)
     assert run.wait() == 0
 
 
@@ -527,8 +500,7 @@ IGNORES = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SI
 
 def test_who_ignores_a_signal_is_killed_after_the_grace(jdp_run):
     run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=0.3", after=IGNORES)
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGTERM)
+    run.signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
     assert "--shutdown-timeout-s" in run.output
 
@@ -539,8 +511,7 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 progress.EVALUATING.__enter__()
 """
     run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=0.5", after=evaluates)
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGTERM)
+    run.signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
     assert re.search(r"process 0 .*evaluating .* \d\.\d s", run.output)
 
@@ -555,15 +526,13 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 """
     run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=1", after=saves)
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGTERM)
+    run.signal(signal.SIGTERM)
     assert run.wait() == code
 
 
 def test_a_second_interrupt_kills_at_once(jdp_run):
     run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=600", after=IGNORES)
-    run.until("running", 2)
-    run.process.send_signal(signal.SIGINT)
+    run.signal(signal.SIGINT)
     time.sleep(0.1)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT
@@ -653,8 +622,7 @@ stuck()
 def test_the_watch_ends_a_generation_that_makes_no_step(jdp_run):
     run = jdp_run("--nproc-per-node=2", "--timeout-s=1", after=HANGS)
     run.until("stalled", is_over=True, process_ids=[0])
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     assert "process 0 (pid " in run.output and "in stuck" in run.output
 
 
@@ -689,8 +657,7 @@ if a.process_id == 0 and a.generation == 0:
     pids = run.pids(0, 2)
     run.until_true((run.folder / "written").exists, "commit")
     os.kill(pids[0], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     assert run.output.count("found b''") == 2
     assert run.output.count("found b'a commit'") == 2
 
@@ -704,8 +671,7 @@ if a.process_id == 0:
 """
     run = jdp_run("--nproc-per-node=2", init=listens)
     os.kill(run.pids(0, 2)[1], signal.SIGKILL)
-    run.pids(1, 2)
-    assert run.finish() == 0
+    assert run.finish(1, 2) == 0
     ports = [line.split()[-1] for line in run.output.splitlines() if " port " in line]
     assert len(set(ports)) == 2
 
@@ -718,8 +684,7 @@ def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run):
     os.kill(run.pids(0, 3)[1], signal.SIGKILL)
     os.kill(run.pids(1, 3)[1], signal.SIGKILL)
     run.pids(2, 2)
-    run.pids(3, 3)
-    assert run.finish() == 0
+    assert run.finish(3, 3) == 0
     assert [e["num_processes"] for e in run.events("formed")] == [3, 3, 2, 3]
     assert run.events("recovered")[-1]["cause"] == failure.growth().text
 

@@ -180,8 +180,7 @@ def test_what_is_being_saved_when_the_leader_dies_is_saved(hosts):
         after=f"def save(*_): {saves}\nsignal.signal(signal.SIGTERM, save)",
     )
     leader, other = run.add(0), run.add(1)
-    leader.until("running", 2)
-    leader.process.send_signal(signal.SIGTERM)
+    leader.signal(signal.SIGTERM)
     other.until_true((other.folder / "saving 1").exists, "saving")
     leader.process.kill()
     assert other.wait() == 75

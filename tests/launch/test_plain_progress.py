@@ -29,8 +29,7 @@ def test_a_line_now_and_then_has_the_numbers_of_all_processes(jdp_run):
 def test_a_short_run_says_nothing_and_one_that_is_quiet_neither(jdp_run):
     for flags, changes in ([], ""), (["--progress=off"], OFTEN):
         run = jdp_run(*flags, init=TRAINS, after=AFTER, changes=changes)
-        run.pids(0, 1)
-        assert run.finish() == 0
+        assert run.finish(0, 1) == 0
         assert not lines(run)
 
 

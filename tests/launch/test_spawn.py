@@ -336,7 +336,6 @@ if a.generation == 0:
 """,
         JAX_COMPILATION_CACHE_DIR=str(folder),
     )
-    run.pids(1, 1)
-    assert run.finish() == 0
+    assert run.finish(1, 1) == 0
     assert (folder / "jit_g-2-cache").exists() is is_kept
     assert (folder / "jit_f-1-cache").exists() and (folder / "mine.txt").exists()

@@ -166,6 +166,11 @@ class Launcher:
         told = self.until("first_step", size, generation=generation)
         return [e["pid"] for e in sorted(told, key=lambda e: e["process_id"])]
 
+    def signal(self, number: int, size: int = 2) -> None:
+        """Send a signal once so many processes run."""
+        self.until("running", size)
+        self.process.send_signal(number)
+
     def standbys(self, generation: int, number: int) -> list[int]:
         """The pids of the standbys behind a generation, once they wait."""
         self.until("ready", generation=generation)
@@ -174,8 +179,10 @@ class Launcher:
         assert len(found) == number, (found, running)
         return found
 
-    def finish(self) -> int:
-        """Have the script end, and give the exit code."""
+    def finish(self, *generation_and_size: int) -> int:
+        """Have the script end, of a generation after its first step; give the exit code."""
+        if generation_and_size:
+            self.pids(*generation_and_size)
         (self.folder / "done").touch()
         return self.wait()
 
