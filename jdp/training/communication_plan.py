@@ -201,7 +201,7 @@ _EXCHANGES: dict[str, Any] = {
 }
 
 
-class _Recorder:
+class _ExchangeCalls:
     """Records the calls of an exchange of rows: kind, arrays, whether in a loop."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -407,7 +407,7 @@ class _PlanWalk:
         """Record the collectives of a lookup in a sharded table, or of its gradient."""
         x, ids = eqn.invars[-2:]
         exchange = _EXCHANGES[name.removesuffix("_native")]
-        calls = _Recorder(eqn.params["num_ranks"])
+        calls = _ExchangeCalls(eqn.params["num_ranks"])
         options = {key: eqn.params[key] for key in ("dim", "num_rows") if key in eqn.params}
         jax.eval_shape(lambda x, ids: exchange(calls, None, x, ids, **options)[1], x.aval, ids.aval)
         for kind, arrays, is_in_loop in calls.found.values():

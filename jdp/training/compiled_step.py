@@ -127,7 +127,7 @@ _log = logging.getLogger("jdp")
 _MAX_JAXPRS = 8
 
 
-class _Call(threading.local):
+class _TracedCall(threading.local):
     """A thread's call or trace: the caller's arguments, not tracers, and the next program."""
 
     args: tuple = ()
@@ -177,7 +177,7 @@ class CompiledStep:
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
-        self._call = _Call()
+        self._call = _TracedCall()
         self._is_new = True
         self._is_compiling = self._is_uncached = self._holds_cache = False
         self._has_logged = False

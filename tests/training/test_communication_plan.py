@@ -67,9 +67,7 @@ def test_each_gradient_is_in_it_once_with_its_exact_size(how, accumulate):
     assert SPLIT <= {*(scattered if how.startswith("stage") else summed)}
     # Where XLA would copy a slice of a parameter, jdp does not gather into it.
     gathered = sizes(plan, "all-gather", "state.params") + sizes(plan, "all-gather", "the update")
-    assert gathered == (
-        {name: whole[name] for name in SPLIT} if how.startswith("stage") else {}
-    )
+    assert gathered == ({name: whole[name] for name in SPLIT} if how.startswith("stage") else {})
     assert any(each.num_loops for each in plan) == (accumulate == 2 and how[-1] in "23")
     assert {each.algorithm for each in plan} == {"xla" if how == "xla" else "native"}
     assert not any(each.is_of_author for each in plan)
