@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jdp import axis, jax_compat, pytrees
@@ -130,12 +131,14 @@ def record_call(
 
 
 def _are_apart(state: Sequence[Any], args: tuple) -> bool:
-    """Whether no leaf is in a further argument, too: a donated array is copied for it."""
+    """Whether further arguments need no copy: of a donated leaf, or an array of the host."""
     try:
         leaves = _flatten(args[1:])[0]
     except ValueError:  # with an error of their own
         return False
     if not {*map(id, leaves)}.isdisjoint(map(id, state)):
+        return False
+    if any(isinstance(leaf, np.ndarray) for leaf in leaves):  # the caller may write into it
         return False
     return not (jax_compat.DELETED_ARRAY_CRASHES and jax_compat.any_deleted(leaves))
 

@@ -480,3 +480,23 @@ def test_threads_that_compile_one_step_at_once_get_its_results(n):
     for thread in threads:
         thread.join()
     assert sorted(found) == [(i, [-ROWS[: 6 * i + 6].mean()] * 9) for i in range(4)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_array_of_the_host_may_change_after_each_call(n, donate):
+    batch, state = placed(ranks(n)), {"x": jnp.zeros(1 << 20)}
+    room = np.zeros((1 << 20) + 16, np.float32)
+    host = room[-room.ctypes.data % 64 // 4 :][: 1 << 20]  # JAX copies others at once
+    on_devices = jax.device_put(jnp.zeros(1 << 20), jax.NamedSharding(ranks(n), jax.P()))
+
+    @jdp.train_step(donate=donate)
+    def slow(state, batch, delta):
+        late = jax.lax.fori_loop(0, 50, lambda _, x: jnp.sin(x) + x @ x, jnp.zeros((200, 200)))
+        return {"x": state["x"] + delta + late[0, 0]}, {}
+
+    for i in range(12):
+        host[:] = 1
+        state, _ = slow(state, batch, on_devices if i % 4 else host)
+        host[:] = 100
+    assert {*np.asarray(state["x"]).tolist()} == {3.0}
