@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 251,
-    "lines of jdp": 56_830,
-    "words of docstrings and comments in jdp": 95_910,
-    "lines of tests": 73_280,
+    "lines of jdp": 54_620,
+    "words of docstrings and comments in jdp": 65_840,
+    "lines of tests": 73_330,
     "lines of README.md": 120,
-    "lines of CHANGELOG.md": 150,
+    "lines of CHANGELOG.md": 95,
 }
 FILES = "README.md", "CHANGELOG.md"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
