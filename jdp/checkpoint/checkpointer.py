@@ -104,8 +104,9 @@ class Checkpointer:
             the shapes, dtypes and shardings to restore to, so a step compiled for it is not
             recompiled. A function is only traced where there is something to restore: its arrays
             are never made beside the restored ones. It is called then, too, if it cannot be traced,
-            if it places arrays or reads placed ones outside of a `TrainState`, if the mesh has
-            further axes, and with `missing="keep"`.
+            if it makes arrays beside a `TrainState`, places arrays or reads placed ones without
+            one, if the mesh has further axes, and with `missing="keep"`. It must store no array
+            elsewhere: a traced one has no values.
           batches: the run's `jdp.batches(...)`; `jdp.shard_batches(loader)` of a loader that saves
             its own state; or an object with an int `position`, which is set.
           missing: "error" raises if leaves differ. "keep" allows another optimizer, an added

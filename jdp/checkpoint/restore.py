@@ -1,7 +1,5 @@
 """Restores all processes: values, and the position of the data."""
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,10 +25,7 @@ _log = logging.getLogger("jdp")
 
 def is_maker(state: Any) -> bool:
     """Whether a function that makes a state was given in its place. A module is a state."""
-    is_partial = isinstance(state, functools.partial) and not isinstance(
-        state, jax.tree_util.Partial
-    )
-    return inspect.isfunction(state) or inspect.ismethod(state) or is_partial
+    return callable(state) and jax.tree_util.all_leaves([state])
 
 
 def shapes_of(make: Callable[[], Any]) -> Any:
@@ -57,7 +52,9 @@ def shapes_of(make: Callable[[], Any]) -> Any:
     left = iter(shapes)
     state = tree.unflatten([next(left) if leaf is None else leaf for leaf in leaves])
     nodes, outer = jax.tree.flatten(state, is_leaf=_knows_its_place)
-    if any(isinstance(node, jax.ShapeDtypeStruct) for node in nodes) and _places(jaxpr):
+    if any(isinstance(node, jax.ShapeDtypeStruct) for node in nodes) and (
+        _places(jaxpr) or any(map(_knows_its_place, nodes))  # from whose arrays it may be made
+    ):
         return None
     placed = [node.as_placed() if _knows_its_place(node) else node for node in nodes]
     return None if any(node is None for node in placed) else outer.unflatten(placed)

@@ -128,6 +128,34 @@ def test_a_state_that_shapes_do_not_tell_is_made(tmp_path, how):
     assert state["x"].sharding == made["x"].sharding and state["x"].tolist() == [1, 2, 3, 4]
 
 
+def test_an_average_beside_a_state_lies_as_its_parameters(tmp_path):
+    ranks(2)
+
+    def make():
+        state = jdp.TrainState.create({"w": jnp.ones((64, 256))}, WRAPPERS["stage 3"](optax.sgd(1)))
+        return state, state.params["w"] * 1
+
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.step(ckpt.restore(make))
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        state, average = ckpt.restore(make)
+    assert average.sharding == state.params["w"].sharding
+
+
+@pytest.mark.parametrize("how", ["jit", "object"])
+def test_what_can_be_called_and_is_no_tree_is_a_function(tmp_path, how):
+    class Maker:
+        def __call__(self):
+            return {"w": jnp.ones(2)}
+
+    make = jax.jit(Maker()) if how == "jit" else Maker()
+    for resume in (False, True):
+        with jdp.Checkpointer(tmp_path, resume=resume) as ckpt:
+            state = ckpt.restore(make)
+            ckpt.step(jax.tree.map(lambda x: x + 1, state))
+    assert state["w"].tolist() == [2.0, 2.0]
+
+
 def test_missing_leaves_have_the_values_that_the_function_makes(tmp_path):
     ranks(1)
     with jdp.Checkpointer(tmp_path) as ckpt:
