@@ -160,9 +160,18 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
         kind: Any = type(jitted)
         found = kind.__new__(kind)
         found.__setstate__({**facts, "cache_miss": cache_miss})
+        found._fun = jitted._fun  # named in errors of jax_debug_nans
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
     return found
+
+
+def set_indivisible(fn: Any) -> None:
+    """Keep JAX from calling a function by single operations where jax_debug_nans has found a NaN.
+
+    Its arguments were donated by then. JAX names the function instead.
+    """
+    fn._apply_primitive = True
 
 
 def clear_fast_path(jitted: Any) -> None:

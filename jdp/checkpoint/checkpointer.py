@@ -5,8 +5,7 @@ from typing import Any
 
 from jdp import pytrees
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.restore import is_maker, require_position, shapes_of
-from jdp.checkpoint.saved_leaves import describe
+from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.session import Session
 from jdp.checkpoint.write_plan import require_alive
 from jdp.distributed import this_process
@@ -102,8 +101,8 @@ class Checkpointer:
         Args:
           state: the state of step 0, or a function without arguments that makes it. Its leaves give
             the shapes, dtypes and shardings to restore to, so a step compiled for it is not
-            recompiled. A function is only traced where there is something to restore: its arrays
-            are never made beside the restored ones. It is called then, too, if it cannot be traced,
+            recompiled. A run that resumes only traces a function: its arrays are never made beside
+            the restored ones. It is called then, too, if nothing is saved, if it cannot be traced,
             if it makes arrays beside a `TrainState`, places arrays or reads placed ones without
             one, if the mesh has further axes, and with `missing="keep"`. It must store no array
             elsewhere: a traced one has no values.
@@ -138,11 +137,6 @@ class Checkpointer:
         if missing not in ("error", "keep"):
             raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
         allows_edits = allows(allow, "new script")
-        make = state if is_maker(state) else None
-        if make is not None:
-            shapes = None if missing == "keep" else shapes_of(make)
-            state, make = (make(), None) if shapes is None else (shapes, make)
-        describe(state)
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
             with progress.RESTORING:
@@ -152,7 +146,6 @@ class Checkpointer:
                     self._resume,
                     keeps_missing=missing == "keep",
                     allows_edits=allows_edits,
-                    make=make,
                 )
         except BaseException:
             session.end_session()

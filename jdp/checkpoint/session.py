@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -13,8 +12,9 @@ from jdp import pytrees
 from jdp.checkpoint import directory, orbax_files
 from jdp.checkpoint.code_change import Edits
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.restore import restored
+from jdp.checkpoint.restore import is_maker, restored, shapes_of
 from jdp.checkpoint.restore_candidates import Found, all_processes, find
+from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.state_writer import (
     checkpoint_writer,
     commit_writer,
@@ -119,13 +119,17 @@ class Session:
         *,
         keeps_missing: bool,
         allows_edits: bool,
-        make: Callable[[], Any] | None,
     ) -> Any:
         """Return the state to resume from, and set the batches to its position.
 
-        `make` makes the state of step 0 where only shapes are given.
+        `state` may be a function that makes it.
         """
         began, self._edits = time.monotonic(), Edits(allows=allows_edits)
+        make = None
+        if is_maker(state):
+            shapes = shapes_of(state) if self._resumes(resume) and not keeps_missing else None
+            state, make = (state(), None) if shapes is None else (shapes, state)
+        describe(state)
         in_flight.accept_new_state()
         self._splits = is_split(state)
         everything = self._find(resume)

@@ -331,6 +331,7 @@ class CompiledStep:
             return state, *others
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
+        jax_compat.set_indivisible(on_mesh)
         return on_mesh
 
     # XLA may add collectives for other axes.

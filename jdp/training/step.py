@@ -49,7 +49,7 @@ class KnownState:
     def __init__(self, state: Any, *, is_callers: bool = False) -> None:
         self._any_deleted: Any = None
         if is_callers or jax_compat.DELETED_ARRAY_CRASHES:
-            self._any_deleted = jax_compat.any_deleted
+            self._any_deleted = pytrees.any_deleted
         self.leaves: list[weakref.ref] | None = None
         self.is_followed_by(state)
 
@@ -140,7 +140,7 @@ def _are_apart(state: Sequence[Any], args: tuple) -> bool:
         return False
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):  # the caller may write into it
         return False
-    return not (jax_compat.DELETED_ARRAY_CRASHES and jax_compat.any_deleted(leaves))
+    return not (jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted(leaves))
 
 
 def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:

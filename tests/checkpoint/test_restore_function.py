@@ -65,7 +65,7 @@ def test_the_restored_state_lies_as_the_made_one_and_was_not_made(tmp_path, how,
     make, runs = makes(how, n)
     with jdp.Checkpointer(tmp_path) as ckpt:
         made = ckpt.restore(make)
-        assert runs == [True, False]
+        assert runs == [False]
         assert values(made) == values(make())
         changed = made.replace(params=jax.tree.map(lambda x: x + 1, made.params))
         ckpt.step(changed)

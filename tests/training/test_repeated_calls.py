@@ -500,3 +500,20 @@ def test_an_array_of_the_host_may_change_after_each_call(n, donate):
         state, _ = slow(state, batch, on_devices if i % 4 else host)
         host[:] = 100
     assert {*np.asarray(state["x"]).tolist()} == {3.0}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("donate", "number"), [(True, 0), (False, 0), (True, 4), (False, 4)])
+def test_a_nan_that_jax_looks_for_is_an_error_that_names_the_step(donate, number, n):
+    mesh = ranks(n)
+
+    @jdp.train_step(donate=donate)
+    def logarithm(state, batch):
+        return {"w": state["w"] + 1}, {"log": jnp.log(batch["x"]).mean()}
+
+    state = {"w": jnp.zeros(4)}
+    with jax.debug_nans(True):
+        for _ in range(number):
+            state, _ = logarithm(state, placed(mesh, ROWS + 1))
+        with pytest.raises(FloatingPointError, match="encountered in logarithm"):
+            logarithm(state, placed(mesh, -ROWS - 1))
