@@ -36,8 +36,7 @@ def measure(*, budget_s: float, setups: Sequence[tuple[str, int, int]]) -> Secti
         "4 floats, a `TrainState` beside a tuple of parameters and optimizer state. eval: the loss "
         f"alone. hooks: train, with `Checkpointer.step` in each step and `jdp.log` in each "
         f"{_LOG_EVERY}th. Each gradient is 1, so results are exact, and are checked on every rank "
-        "after the last round. More than 1,000 leaves run on one rank: XLA takes a minute to "
-        "compile as many arguments of a `shard_map`.",
+        "after the last round.",
         rows,
         {
             "step": "{kind}",
