@@ -27,7 +27,7 @@ jdp.init()
 whole = f"{jax.process_index()} of {jax.process_count()}"
 (pathlib.Path(sys.argv[1]) / whole).touch()
 """
-# Without jdp.init there is nothing to join: what Python itself takes.
+# The peer imports the same packages in one process, and joins no other one.
 ALONE = SCRIPT.replace("jdp.init()\n", "")
 
 

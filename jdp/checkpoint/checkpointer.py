@@ -102,10 +102,10 @@ class Checkpointer:
           state: the state of step 0, or a function without arguments that makes it. Its leaves give
             the shapes, dtypes and shardings to restore to, so a step compiled for it is not
             recompiled. A run that resumes only traces a function: its arrays are never made beside
-            the restored ones. It is called then, too, if nothing is saved, if it cannot be traced,
-            if it makes arrays beside a `TrainState`, places arrays or reads placed ones without
-            one, if the mesh has further axes, and with `missing="keep"`. It must store no array
-            elsewhere: a traced one has no values.
+            the restored ones. The function is called if nothing is saved, if JAX cannot trace it,
+            if it makes arrays beside a `TrainState`, if it places arrays or reads placed ones
+            without one, if the mesh has further axes, and with `missing="keep"`. It must not store
+            arrays elsewhere, because traced ones have no values.
           batches: the run's `jdp.batches(...)`; `jdp.shard_batches(loader)` of a loader that saves
             its own state; or an object with an int `position`, which is set.
           missing: "error" raises if leaves differ. "keep" allows another optimizer, an added

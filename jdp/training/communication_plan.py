@@ -373,9 +373,9 @@ class _PlanWalk:
         name_of = self._names.sent if is_of_gradients and not is_of_author else leaf_path
         named = [name_of(atom, paths) for atom in atoms]
         leaves = [
-            SentLeaf(path, _dtype(atom.aval.dtype), size)
-            for atom, whole in zip(atoms, named, strict=True)
-            for path, size in self._names.parts(whole, int(atom.aval.size))
+            SentLeaf(path, _dtype(aval.dtype), size)
+            for aval, whole in zip(map(_sent_type, atoms), named, strict=True)
+            for path, size in self._names.parts(whole, int(aval.size))
         ]
         # Gathered and summed arrays keep their names; a call between GPUs returns them at its end.
         results = atoms if name == call_order.START else eqn.outvars[-len(atoms) :]
@@ -465,8 +465,8 @@ def _gathered(eqn: Any, atoms: Sequence[Any], named: Sequence[str]) -> list[Sent
         names[i] = next(overwritten) if flag else names[i]
     results = eqn.outvars[-len(names) :]
     return [
-        SentLeaf(name, _dtype(out.aval.dtype), int(out.aval.size))
-        for name, out in zip(names, results, strict=True)
+        SentLeaf(name, _dtype(aval.dtype), int(aval.size))
+        for name, aval in zip(names, map(_sent_type, results), strict=True)
     ]
 
 
@@ -492,6 +492,14 @@ def _operands(eqn: Any, name: str) -> list[Any]:
 def _callback_name(eqn: Any) -> str:
     found = str(eqn.params.get("callback", eqn.primitive.name))
     return eqn.primitive.name if len(found) > 60 or "object at" in found else found
+
+
+def _sent_type(atom: Any) -> Any:
+    """Return the type that XLA sends: of a typed random key its data."""
+    aval = atom.aval
+    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return aval
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def _dtype(dtype: Any) -> str:

@@ -107,6 +107,18 @@ def test_a_collective_of_the_author_has_its_line():
     assert one.line.startswith("test_communication_plan.py:")
 
 
+def test_keys_are_sent_as_their_words():
+    ranks(3)
+
+    @jdp.eval_step
+    def step(state, batch, keys):
+        return {"bits": jax.random.normal(jax.lax.all_gather(keys, "data", tiled=True)[0])}
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    (one,) = [c for c in step.communication_plan({}, ROWS[:6], keys) if c.kind == "all-gather"]
+    assert (one.dtype, one.num_bytes) == ("u32", 3 * 3 * 8) and "72 bytes" in str(one)
+
+
 def test_a_step_that_is_refused_has_none():
     ranks(2)
     step = jdp.train_step(lambda state, batch: ({"x": state["x"] + batch.sum()}, {}))
