@@ -169,7 +169,7 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
 def set_indivisible(fn: Any) -> None:
     """Keep JAX from calling a function by single operations where jax_debug_nans has found a NaN.
 
-    Its arguments were donated by then. JAX names the function instead.
+    JAX names the function instead.
     """
     fn._apply_primitive = True
 
