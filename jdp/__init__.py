@@ -1,5 +1,7 @@
 """Data-parallel training for JAX."""
 
+import os
+
 TYPE_CHECKING = False  # True to type checkers; importing `typing` would take 4 ms
 
 __version__: str
@@ -81,6 +83,11 @@ _MODULES = {
 
 __all__ = sorted(_MODULES)
 
+
+if "JDP_LAUNCHER" in os.environ:
+    from jdp.worker import fork_server
+
+    fork_server.record_reads()
 
 if not TYPE_CHECKING:
     # `jdp run` needs no JAX, so names import on first read. The first one imports all but

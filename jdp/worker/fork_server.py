@@ -23,6 +23,8 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jdp.worker import source_files
@@ -31,6 +33,8 @@ from jdp.worker import source_files
 _NUMBERS = re.compile(
     rb"[\"'](RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT))[\"']"
 )
+_reads: list[tuple[str, str]] = []  # ("file:line", name), by any module
+_copied: list[str] = []  # names that the latest iteration over os.environ returned
 
 # While a fork is made that will train: `os.register_at_fork` handlers keep their state.
 is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
@@ -38,6 +42,7 @@ is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
 _PR_SET_PDEATHSIG = 1
 _PR_GET_CHILD_SUBREAPER = 37
 _NUM_DESCRIPTORS = 4
+_MAPPINGS = "os", "collections.abc", "_collections_abc"
 
 _GPUS = "/dev/nvidia", "/dev/kfd", "/dev/dri"
 _DEVICES = frozenset(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
@@ -48,9 +53,40 @@ _OPENBLAS = [(prefix, suffix) for prefix in ("", "scipy_") for suffix in ("", "6
 _OPENBLAS_HAS_OWN_THREADS = 1  # 2: OpenMP's threads
 
 
+class _RecordingEnvironment(os._Environ):
+    """Records reads of the variables that `jdp.init()` sets, except those of a copy."""
+
+    def __getitem__(self, key: str) -> str:
+        # A copy asks for the objects that an iteration returned.
+        if isinstance(key, str) and not any(key is each for each in _copied):
+            if _NUMBERS.fullmatch(f"'{key}'".encode(errors="replace")):
+                _record_read(key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        _copied[:] = super().__iter__()
+        return iter(tuple(_copied))
+
+
+def record_reads() -> None:
+    """Record reads of ranks until `why_not` asks for them."""
+    if type(os.environ) is os._Environ:
+        os.environ.__class__ = _RecordingEnvironment
+
+
+def _record_read(key: str) -> None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
+        frame = frame.f_back
+    if frame is not None and not frame.f_globals.get("__name__", "").startswith("jdp."):
+        _reads.append((f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", key))
+
+
 def why_not(own: Collection[int]) -> str | None:
     """Return why not to fork this process; forks share or replace `own` files."""
-    if place := source_files.find_executed(_NUMBERS):
+    if type(os.environ) is _RecordingEnvironment:
+        os.environ.__class__ = os._Environ  # type: ignore[assignment]
+    if place := source_files.find_executed(_NUMBERS) or next(iter(_reads), None):
         return f"{place[0]} names {place[1]}, which jdp.init() sets"
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     if others:

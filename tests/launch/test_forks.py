@@ -110,6 +110,23 @@ def test_modules_in_other_folders_and_with_names_like_the_script_are_searched(jd
         (tmp_path / "done").unlink()
 
 
+def test_an_installed_module_that_reads_a_rank_is_found_and_a_copy_is_no_read(jdp_run, tmp_path):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "tracker.py").write_text("import os\nmain = os.getenv('RANK', '0') == '0'\n")
+    copies = "{**os.environ}, os.environ.copy(), list(os.environ.items())"
+    for imports, reason in ("import tracker", "tracker.py:2 names RANK"), (copies, None):
+        script = SCRIPT.replace("exec(sys.argv[1])", f"import jdp\n{imports}")
+        run = jdp_run(
+            "--nproc-per-node=2", script=script, PYTHONPATH=f"{PACKAGES}:{folder}",
+            init=f"assert {not reason} or tracker.main == (a.process_id == 0)",
+        )  # fmt: skip
+        assert run.finish(0, 2) == 0
+        assert (ITSELF in run.output) == bool(reason)
+        assert (reason or "") in run.output
+        (tmp_path / "done").unlink()
+
+
 def test_a_name_that_stands_behind_init_is_not_read_before_it(jdp_run):
     script = SCRIPT.replace("exec(sys.argv[2])", "assert os.environ['RANK'] == str(a.process_id)")
     run = jdp_run("--nproc-per-node=2", script=script)
