@@ -191,6 +191,7 @@ def init(
     mesh: Mesh | None = None,
     *,
     axis_name: AxisName = "data",
+    axes: Mapping[str, int] | None = None,
     cpu_ranks: int | None = None,
     devices: Sequence[jax.Device] | None = None,
     timeout_s: float | None = 600.0,
@@ -206,7 +207,10 @@ def init(
 
     Args:
       mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.
-      axis_name: name of the data axis, or a tuple of names of axes of `mesh` that form it.
+      axis_name: name of the data axis, or a tuple of names of axes that form it.
+      axes: sizes by name, each >= 1, of a mesh with further axes, such as `{"model": 4}`. One data
+        axis may be left out: it gets the remaining devices. The data axis is outermost, so the
+        devices of a further axis are neighbours, on one host if its size divides theirs.
       cpu_ranks: train on this many virtual CPU devices, 1 to 1024. Must precede anything that asks
         JAX for a device.
       devices: the devices of the mesh, in rank order. Default: all devices of all processes.
@@ -225,9 +229,9 @@ def init(
 
     Raises:
       TypeError: an option has another type.
-      ValueError: `mesh` has no such axis, a device is listed twice, `cpu_ranks` comes too late, or
-        `timeout_s` is not positive; on every process, if a process has other versions, devices,
-        XLA_FLAGS or another mesh.
+      ValueError: `mesh` has no such axis, `axes` do not fit the devices, a device is listed twice,
+        `cpu_ranks` comes too late, or `timeout_s` is not positive; on every process, if a process
+        has other versions, devices, XLA_FLAGS or another mesh.
       RuntimeError: the other processes cannot be found, or JAX is already running.
 
     >>> import jdp
@@ -246,12 +250,15 @@ def init(
         _require_devices(devices)
     if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
         raise ValueError("init takes only one of mesh, cpu_ranks and devices: each names devices.")
+    if axes is not None:
+        _require_sizes(axes, mesh)
     watching.require_limit(timeout_s)
     if not isinstance(progress, bool):
         raise TypeError(f"init got progress={progress!r}. Write progress=False to show none.")
     join()
     if mesh is None:
-        mesh = _mesh_of(_cpu_devices(cpu_ranks) if cpu_ranks is not None else devices, wanted)
+        chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
+        mesh = _mesh_of(chosen, wanted, axes or {})
     require_axes(mesh, wanted)
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
@@ -263,14 +270,37 @@ def init(
     return mesh
 
 
-def _mesh_of(devices: Sequence[jax.Device] | None, wanted: tuple[str, ...]) -> Mesh:
-    if len(wanted) > 1:
+def _mesh_of(
+    devices: Sequence[jax.Device] | None, wanted: tuple[str, ...], axes: Mapping[str, int]
+) -> Mesh:
+    chosen = jax.devices() if devices is None else [*devices]
+    left_out = [name for name in wanted if name not in axes]
+    if len(left_out) > 1:
         raise ValueError(
-            f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many "
-            "devices lie along each. Write init(jax.make_mesh((2, 4), ...), axis_name=...)."
+            f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many devices "
+            f"lie along each. Write init(axes={dict.fromkeys(wanted, 2)}, axis_name={wanted})."
         )
-    chosen = jax.devices() if devices is None else list(devices)
-    return Mesh(np.array(chosen), wanted, axis_types=(AxisType.Auto,))
+    num_left, rest = divmod(len(chosen), math.prod(axes.values()))
+    if rest or not left_out and num_left != 1:
+        raise ValueError(
+            f"axes={dict(axes)} asks for {math.prod(axes.values())} devices, but this mesh has "
+            f"{len(chosen)}. Write sizes whose product divides {len(chosen)}, and leave out "
+            f"{wanted[0]!r}, which gets the remaining devices."
+        )
+    sizes = {name: axes.get(name, num_left) for name in wanted} | dict(axes)
+    types = (AxisType.Auto,) * len(sizes)
+    if axes and devices is None:  # neighbours in the network of a TPU
+        return jax.make_mesh((*sizes.values(),), (*sizes,), types)
+    return Mesh(np.array(chosen).reshape(*sizes.values()), (*sizes,), axis_types=types)
+
+
+def _require_sizes(axes: Any, mesh: Mesh | None) -> None:
+    if mesh is not None:
+        raise ValueError("init got mesh= and axes=, which both make a mesh: leave axes= out.")
+    if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f'init got axes={axes!r}. Write sizes by name, axes={{"model": 4}}.')
+    for name, size in axes.items():
+        int_at_least(f"axes[{name!r}]", size, least=1)
 
 
 def _require_devices(devices: Any) -> None:

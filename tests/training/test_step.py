@@ -815,6 +815,41 @@ def test_each_rank_has_a_device_of_its_own(devices, error, text):
         jdp.init(devices=devices)
 
 
+@pytest.mark.parametrize(
+    "axes, names, shape",
+    [
+        ({"model": 2}, "data", {"data": 4, "model": 2}),
+        ({"model": 2, "data": 4}, "data", {"data": 4, "model": 2}),
+        ({"pipe": 2, "model": 4}, "rows", {"rows": 1, "pipe": 2, "model": 4}),
+        ({"fsdp": 2, "model": 2}, ("replica", "fsdp"), {"replica": 2, "fsdp": 2, "model": 2}),
+    ],
+)
+def test_the_data_axis_is_outermost_and_takes_the_remaining_devices(axes, names, shape):
+    for devices in (None, jax.devices()[::-1]):
+        mesh = jdp.init(axes=axes, axis_name=names, devices=devices)
+        assert dict(mesh.shape) == shape and [*mesh.shape] == [*shape]
+        assert [*mesh.devices.flat] == (devices or jax.devices())
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"axes": {"model": 3}}, ValueError, "asks for 3 devices, but this mesh has 8"),
+        ({"axes": {"data": 2, "model": 2}}, ValueError, "leave out 'data'"),
+        ({"axes": {"model": 0}}, ValueError, r"axes\['model'\]"),
+        ({"axes": {"model": 2.5}}, TypeError, r"axes\['model'\]"),
+        ({"axes": ["model"]}, TypeError, "sizes by name"),
+        ({"axis_name": ("a", "b")}, ValueError, "names 2 axes"),
+        ({"axes": {"model": 2}, "mesh": True}, ValueError, "leave axes= out"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(options, error, text):
+    if "mesh" in options:
+        options = options | {"mesh": jdp.init()}
+    with pytest.raises(error, match=text):
+        jdp.init(**options)
+
+
 @pytest.mark.parametrize("timeout_s", ["10", True, (3,)])
 def test_a_time_limit_is_a_number(timeout_s):
     with pytest.raises(TypeError, match="timeout_s=.*number of seconds"):
