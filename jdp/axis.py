@@ -1,16 +1,19 @@
 """Bound mesh axes, and JAX's types of values over them."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AxisName = str | Sequence[str]
+
+# For each dim the further mesh axes over which the compiler splits an array; () if over none.
+FurtherSpec = tuple[tuple[str, ...], ...]
 
 _mesh: ContextVar[AbstractMesh | None] = ContextVar("jdp_mesh", default=None)
 _NO_MESH = AbstractMesh((), ())
@@ -108,6 +111,35 @@ def is_without_mesh() -> bool:
 def platform(mesh: Mesh | None) -> str:
     """Return the platform of a mesh; of JAX's default backend for None."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def further_spec(array: Any, axis_name: AxisName) -> FurtherSpec:
+    """Return over which axes beside `axis_name` an array or its description is split."""
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    data = names(axis_name)
+    parts = [
+        names(part) if part and isinstance(part, str | tuple) else () for part in sharding.spec
+    ]
+    spec = tuple(tuple(name for name in part if name not in data) for part in parts)
+    return spec if any(spec) else ()
+
+
+def on_local_shards(fn: Callable[[jax.Array], jax.Array], x: jax.Array, spec: FurtherSpec) -> Any:
+    """Call `fn` on this device's shard over further axes.
+
+    XLA would gather `x` over them first: it partitions no reduce-scatter, all-gather or all-to-all
+    over manual axes along axes that are left to it (JAX 0.12).
+    """
+    if not spec:
+        return fn(x)
+    around = enclosing_mesh()
+    left = {name for name in around.axis_names if name not in around.manual_axes}
+    partition = PartitionSpec(*(part or None for part in spec))
+    return jax.shard_map(
+        fn, axis_names=left, in_specs=partition, out_specs=partition, check_vma=False
+    )(x)
 
 
 def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:

@@ -13,6 +13,7 @@ from jdp.collectives import call_order, native_shards, xla_shards
 from jdp.collectives.buckets import joined, parts
 from jdp.collectives.native import why_not
 from jdp.collectives.xla import Scale
+from jdp.collectives.xla_shards import Further
 
 
 def reduce_scatter(
@@ -22,6 +23,7 @@ def reduce_scatter(
     *,
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
+    further: Further = None,
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`, and keep this rank's shard.
 
@@ -34,6 +36,7 @@ def reduce_scatter(
         no call of their own.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
+      further: how the compiler splits each leaf, along other dims than `dims`.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
@@ -43,7 +46,17 @@ def reduce_scatter(
         [None if dim is None else dim + further for dim in own]
         for own, further in zip(dims, in_front, strict=True)
     ]
-    sums = _chosen(names, mesh).reduce_scatter(floats, places, names, scale=scale, mesh=mesh)
+    if is_native(names, mesh):
+        sums = native_shards.reduce_scatter(floats, places, names, scale=scale, mesh=mesh)
+    else:
+        if further is not None:
+            further = [
+                [((),) * is_complex + spec if spec else () for spec in own]
+                for own, is_complex in zip(further, in_front, strict=True)
+            ]
+        sums = xla_shards.reduce_scatter(
+            floats, places, names, scale=scale, mesh=mesh, further=further
+        )
     return [list(map(joined, *each)) for each in zip(sums, buckets, strict=True)]
 
 
@@ -54,6 +67,7 @@ def all_gather(
     *,
     mesh: Mesh | None = None,
     overwrite: Sequence[Sequence[jax.Array | None]] | None = None,
+    further: Further = None,
 ) -> list[list[jax.Array]]:
     """Concatenate the shards of all ranks of `axis_name`, leaf by leaf.
 
@@ -63,11 +77,12 @@ def all_gather(
       overwrite: for each leaf None or an array like its result, whose memory a native call reuses.
         XLA writes this rank's shard into a dead array, so only the other shards are copied; it
         copies a live array first.
+      further: how the compiler splits each leaf, along other dims than `dims`.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, 1)
     if not is_native(names, mesh):
-        return xla_shards.all_gather(buckets, dims, names, mesh=mesh)
+        return xla_shards.all_gather(buckets, dims, names, mesh=mesh, further=further)
     return native_shards.all_gather(buckets, dims, names, mesh=mesh, overwrite=overwrite)
 
 

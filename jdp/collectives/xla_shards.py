@@ -10,8 +10,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jdp import axis, jax_compat
-from jdp.axis import AxisName
+from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives.xla import Scale, scaled, split_scale
+
+# Of each leaf of each bucket; None: the compiler splits none of them.
+Further = Sequence[Sequence[FurtherSpec]] | None
 
 
 def reduce_scatter(
@@ -21,6 +24,7 @@ def reduce_scatter(
     *,
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
+    further: Further = None,
 ) -> list[list[jax.Array]]:
     """Reduce-scatter as `shards.reduce_scatter` does; XLA chooses order and rounding."""
     names = axis.names(axis_name)
@@ -30,13 +34,18 @@ def reduce_scatter(
         scatter = _scattered_rows
     aborts = axis.aborts_in_bfloat16(platform)
     results = []
-    for bucket, own_dims in zip(buckets, dims, strict=True):
+    for bucket, own_dims, specs in zip(buckets, dims, _specs(further, dims), strict=True):
         before, after = split_scale(scale, bucket[0].dtype)
+        leaves = axis.as_varying(list(bucket), names)
         parts = [
             axis.psum(scaled(leaf, before), names, platform)
             if dim is None
-            else scatter(scaled(leaf, before), dim, names, aborts)
-            for leaf, dim in zip(axis.as_varying(list(bucket), names), own_dims, strict=True)
+            else axis.on_local_shards(
+                functools.partial(scatter, dim=dim, names=names, aborts=aborts),
+                scaled(leaf, before),
+                spec,
+            )
+            for leaf, dim, spec in zip(leaves, own_dims, specs, strict=True)
         ]
         results.append([scaled(part, after) for part in parts])
     return results
@@ -48,17 +57,24 @@ def all_gather(
     axis_name: AxisName,
     *,
     mesh: Mesh | None = None,
+    further: Further = None,
 ) -> list[list[jax.Array]]:
     """All-gather as `shards.all_gather` does."""
     names = axis.names(axis_name)
     is_cpu = axis.platform(mesh) == "cpu"
+
+    def gather(part: jax.Array, dim: int, spec: FurtherSpec) -> jax.Array:
+        gathered = _gathered_bits if is_cpu and _is_short(part) else _gathered
+        return axis.on_local_shards(lambda x: gathered(x, dim, names), part, spec)
+
     return [
-        [
-            (_gathered_bits if is_cpu and _is_short(part) else _gathered)(part, dim, names)
-            for part, dim in zip(axis.as_varying(list(bucket), names), own_dims, strict=True)
-        ]
-        for bucket, own_dims in zip(buckets, dims, strict=True)
+        [*map(gather, axis.as_varying(list(bucket), names), own_dims, specs)]
+        for bucket, own_dims, specs in zip(buckets, dims, _specs(further, dims), strict=True)
     ]
+
+
+def _specs(further: Further, dims: Sequence[Sequence[Any]]) -> Sequence[Sequence[FurtherSpec]]:
+    return further if further is not None else [[()] * len(own) for own in dims]
 
 
 def all_to_all(

@@ -188,11 +188,8 @@ def _shard_target(
     old = tuple(leaf.sharding.spec) if _is_on(leaf, mesh) else ()
     parts = [_without(part, set(axis.names(axis_name))) for part in old]
     if spec:
-        dim, own = len(spec) - 1, axis.names(spec[-1])
         parts += [None] * (len(spec) - len(parts))
-        every = (*(axis.names(parts[dim]) if parts[dim] else ()), *own)
-        # The ranks divide the dim, but the devices along all its axes may not.
-        parts[dim] = own if leaf.shape[dim] % num_ranks(mesh, every) else every
+        parts[len(spec) - 1] = axis.names(spec[-1])
     target = NamedSharding(mesh, PartitionSpec(*parts))
     is_there = _is_on(leaf, mesh) and leaf.sharding.is_equivalent_to(target, leaf.ndim)
     return None if is_there else target

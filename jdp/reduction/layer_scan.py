@@ -100,6 +100,7 @@ class LayerShards:
         # one for each dtype, because all are complete at once
         sent = list(map(jax.ShapeDtypeStruct, shapes, self._reduce_dtypes))
         self._plan = buckets.plan(sent, sys.maxsize)
+        self._planned_further = [[parts[i].further[1:] for i in bucket] for bucket in self._plan]
         self._shapes = [
             (*shape[:dim], shape[dim] * axis.size(self._over), *shape[dim + 1 :])
             for shape, dim in zip(shapes, self._dims, strict=True)
@@ -123,7 +124,9 @@ class LayerShards:
         def gather(own: list[jax.Array], share: Any) -> list[jax.Array]:
             sent = self._bucketed(list(map(cast, own, self._gather_dtypes)))
             with self._weights.named():
-                planned = shards.all_gather(*sent, self._over, mesh=self._mesh)
+                planned = shards.all_gather(
+                    *sent, self._over, mesh=self._mesh, further=self._planned_further
+                )
             return self._unplanned(planned)
 
         def backward(share: Any, gradient: list[jax.Array]) -> tuple[list[jax.Array], Any]:
@@ -144,7 +147,9 @@ class LayerShards:
             before, _ = split_scale(self._scale, sent)
             local.append(cast(scaled(weights.term(cast(x, dtype)), before), sent))
         with weights.named():
-            sums = shards.reduce_scatter(*self._bucketed(local), self._over, mesh=self._mesh)
+            sums = shards.reduce_scatter(
+                *self._bucketed(local), self._over, mesh=self._mesh, further=self._planned_further
+            )
             if self._others:
                 sums = [axis.psum(x, self._others, axis.platform(self._mesh)) for x in sums]
         return list(map(cast, self._unplanned(sums), self._dtypes))

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,19 +262,21 @@ class Sharding:
         """Whether whole parameters exist throughout a step."""
         return self.stage < 3 or self.keep_gathered
 
-    def dim(self, leaf: Any, num_shards: int) -> int | None:
+    def dim(self, leaf: Any, num_shards: int, taken: Container[int] = ()) -> int | None:
         """Return the dim along which a leaf is split, None if it stays whole.
 
-        It is the largest that divides, or the one before the last if that has whole tiles of rows
-        for each rank: XLA for TPUs scatters rows, but may sum a slice of columns whole (v5e:2x4,
-        bfloat16 `[1024, 1024]`).
+        It is the largest that divides and is not `taken`, or the one before the last if that has
+        whole tiles of rows for each rank: XLA for TPUs scatters rows, but may sum a slice of
+        columns whole (v5e:2x4, bfloat16 `[1024, 1024]`).
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:
             return None
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             return None
-        dims = [i for i, size in enumerate(shape) if size and size % num_shards == 0]
+        dims = [
+            i for i, size in enumerate(shape) if size and size % num_shards == 0 and i not in taken
+        ]
         largest = max(dims, key=lambda i: (shape[i], -i), default=None)
         rows = len(shape) - 2
         # A TPU's tile has 8 rows. Fewer than 128 may be vectors of stacked layers.

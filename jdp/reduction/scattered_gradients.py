@@ -7,6 +7,7 @@ import jax
 
 from jdp import axis, collectives
 from jdp.analysis.marks import LOCAL, MEAN, SHARD, SUMMED, mark
+from jdp.axis import FurtherSpec
 from jdp.collectives import buckets, shards
 from jdp.reduction import (
     gradients,
@@ -38,7 +39,11 @@ def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
 
 
 def scattered(
-    paths: Sequence[str], leaves: Sequence[jax.Array], dims: Sequence[int | None], tx: Sharded
+    paths: Sequence[str],
+    leaves: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    tx: Sharded,
+    further: Sequence[FurtherSpec],
 ) -> list[jax.Array]:
     """Return this rank's slices of the means of local gradients."""
     sharding = tx.sharding
@@ -64,7 +69,8 @@ def scattered(
     losses = step_metrics.take_means(step, weight, sharding.all_reduce, step.mesh) if takes else []
     along = [weights.term(x) for x in step_metrics.packed_means(losses)]
     with weights.named():
-        sums = _summed(terms, along, [dims[i] for i in to_send], scale, tx)
+        own = [dims[i] for i in to_send], [further[i] for i in to_send]
+        sums = _summed(terms, along, *own, scale, tx)
     for i, part in zip(to_send, sums, strict=False):
         part = weights.total(mixed_precision.cast(part, local[i].dtype))
         if dims[i] is not None:
@@ -81,6 +87,7 @@ def _summed(
     terms: Sequence[jax.Array],
     along: Sequence[jax.Array],
     dims: Sequence[int | None],
+    further: Sequence[FurtherSpec],
     scale: Any,
     tx: Sharded,
 ) -> list[jax.Array]:
@@ -91,9 +98,11 @@ def _summed(
     mesh = None if step is None else step.mesh
     plan = buckets.plan_with(terms, tx.sharding.bucket_bytes, along)
     leaves, dims = [*terms, *along], [*dims, *[None] * len(along)]
+    further = [*further, *[()] * len(along)]
     send = [[leaves[i] for i in bucket] for bucket in plan]
     places = [[dims[i] for i in bucket] for bucket in plan]
-    sums = shards.reduce_scatter(send, places, over, scale=scale, mesh=mesh)
+    specs = [[further[i] for i in bucket] for bucket in plan]
+    sums = shards.reduce_scatter(send, places, over, scale=scale, mesh=mesh, further=specs)
     if others:
         sums = [axis.psum(parts, others, axis.platform(mesh)) for parts in sums]
     found: dict[int, jax.Array] = {}

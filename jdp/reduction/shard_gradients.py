@@ -199,7 +199,8 @@ class ShardGradients:
             ]
             shards = [self._shards.get(chosen[k]) for k in places]
             dims = [None if shard is None else shard.dim for shard in shards]
-            parts = scattered_gradients.scattered(paths, leaves, dims, owner)
+            further = [() if shard is None else shard.further for shard in shards]
+            parts = scattered_gradients.scattered(paths, leaves, dims, owner, further)
             found |= dict(zip(places, parts, strict=True))
         return [found[k] for k in range(len(chosen))]
 

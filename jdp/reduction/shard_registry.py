@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import MEAN, PART, SHARD, WHOLE, mark
+from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, step_context
 
@@ -95,6 +97,7 @@ class Shard(NamedTuple):
       is_kept: whether the whole array exists throughout the step.
       gather_dtype: None: its own.
       reduce_dtype: of its sent gradient; None: its own.
+      further: how the compiler splits the array.
     """
 
     value: jax.Array
@@ -105,6 +108,7 @@ class Shard(NamedTuple):
     is_kept: bool = False
     gather_dtype: Any = None
     reduce_dtype: Any = None
+    further: FurtherSpec = ()
 
 
 def gathered(
@@ -124,11 +128,48 @@ def gathered(
     scope = step_context.innermost()
     mesh = None if scope is None else scope.mesh
     places = [[overwrite[i] if overwrite else None for i in bucket] for bucket in plan]
-    results = shards.all_gather(values, dims, axes, mesh=mesh, overwrite=places)
+    specs = [[found[i].further for i in bucket] for bucket in plan]
+    results = shards.all_gather(values, dims, axes, mesh=mesh, overwrite=places, further=specs)
     wholes: dict[int, jax.Array] = {}
     for bucket, joined in zip(plan, results, strict=True):
         wholes |= dict(zip(bucket, joined, strict=True))
     return [remember(wholes[i], part) for i, part in enumerate(found)]
+
+
+def further_spec(array: Any, axis_name: AxisName) -> FurtherSpec:
+    """Return how the compiler splits an array along further axes, as far as known."""
+    scope = step_context.innermost()
+    if scope is None or not isinstance(array, jax.core.Tracer):
+        return axis.further_spec(array, axis_name)
+    part = known(array)
+    return part.further if part is not None else scope.further.get(id(array), (array, ()))[1]
+
+
+def remember_further(arrays: Iterable[Any], specs: Iterable[FurtherSpec]) -> None:
+    """Record how the compiler splits traced arrays."""
+    scope = step_context.innermost()
+    for array, spec in zip(arrays, specs, strict=True):
+        if spec and scope is not None and len(spec) <= np.ndim(array):
+            scope.further[id(array)] = array, spec
+
+
+def remember_further_like(tree: Any, like: Any, axis_name: AxisName) -> None:
+    """Record that the compiler splits the arrays of a tree as those of equal shape in another."""
+    leaves, treedef = jax.tree.flatten(tree)
+    others, other_treedef = jax.tree.flatten(like)
+    if treedef == other_treedef:
+        pairs = [(x, y) for x, y in zip(leaves, others, strict=True) if np.shape(x) == np.shape(y)]
+        remember_further([x for x, _ in pairs], [further_spec(y, axis_name) for _, y in pairs])
+
+
+def dim_of(owner: Any, array: Any, num_shards: int) -> int | None:
+    """Return the dim along which an optimizer splits an array, None if it stays whole.
+
+    A dim that the compiler splits over further axes stays so: its shards on this axis would not be
+    slices of the array.
+    """
+    spec = further_spec(array, owner.axis_name)
+    return owner.sharding.dim(array, num_shards, [i for i, part in enumerate(spec) if part])
 
 
 def are_native(found: Iterable[Shard]) -> bool:
@@ -166,7 +207,9 @@ def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
 def forgotten_after() -> Iterator[None]:
     """Forget the arrays remembered in the `with`, whose trace may end."""
     scope = step_context.innermost()
-    records = [] if scope is None else [scope.shards, scope.whole_owners, scope.means]
+    records: list[dict] = []
+    if scope is not None:
+        records = [scope.shards, scope.whole_owners, scope.means, scope.further]
     before = [dict(record) for record in records]
     try:
         yield
@@ -189,9 +232,10 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
     is_here = step_context.current(owner.axis_name) is not None
     for leaf, flag in chosen:
         part = known(leaf)
-        dim = owner.sharding.dim(leaf, axis.size(axes)) if is_here else None
+        dim = dim_of(owner, leaf, axis.size(axes)) if is_here else None
         if part is None and owner.sharding.stage < 3 and dim is not None:
-            part = Shard(own_slice(leaf, dim, axes), dim, axes)
+            further = further_spec(leaf, owner.axis_name)
+            part = Shard(own_slice(leaf, dim, axes), dim, axes, further=further)
         if part is not None:
             owned = {"owner": owner, "trains": flag, "is_kept": owner.sharding.keeps_params}
             scope.shards[id(leaf)] = leaf, part._replace(**owned)
@@ -244,6 +288,6 @@ def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return own_slice(whole, dim, axes)
 
 
-def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:
+def entering(value: jax.Array, dim: int, axes: tuple[str, ...], further: FurtherSpec) -> Shard:
     """Mark the shard of a state's leaf for the proof."""
-    return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes)
+    return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes, further=further)

@@ -74,6 +74,7 @@ def updated_by_others(
         return None
     if not synced and params is not None:
         require_shapes(grads, params)
+    shard_registry.remember_further_like(grads, params, tx.axis_name)
     parts = Update(tx, axes, jax.tree.structure(grads), applies=False)
     return parts.run(parts.means(grads, synced), opt_state, params, extra)
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from jdp import axis, jax_compat
 from jdp.analysis.marks import SYNCED, mark
+from jdp.axis import FurtherSpec
 from jdp.collectives import call_order, shards
 from jdp.reduction import (
     gradients,
@@ -21,7 +22,7 @@ from jdp.reduction import (
     step_context,
     wait_order,
 )
-from jdp.reduction.optimizer import Replicated, Sharded, Sharding, require_shapes, require_updates
+from jdp.reduction.optimizer import Replicated, Sharded, require_shapes, require_updates
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
 from jdp.reduction.shard_registry import Shard
 
@@ -91,6 +92,7 @@ class GradientPieces:
         self._paths = [jax.tree_util.keystr(path) for path, _ in named]
         self._leaves = [leaf for _, leaf in named]
         self._tx, self._axes, self._dims, self._synced = tx, axes, dims, synced
+        self._further = [shard_registry.further_spec(x, tx.axis_name) for x in self._leaves]
 
     def means(self) -> list[Piece]:
         """Return this rank's part of each mean."""
@@ -133,7 +135,8 @@ class GradientPieces:
             return {}
         paths, dims = [self._paths[i] for i in chosen], [self._dims[i] for i in chosen]
         own = [gradients.require_float(self._paths[i], self._leaves[i]) for i in chosen]
-        parts = scattered_gradients.scattered(paths, own, dims, self._tx)
+        further = [self._further[i] for i in chosen]
+        parts = scattered_gradients.scattered(paths, own, dims, self._tx, further)
         found = zip(chosen, parts, dims, strict=True)
         return {i: Piece(part, dim) for i, part, dim in found}
 
@@ -170,6 +173,7 @@ def updated(
     assert isinstance(tx, Sharded)
     if not synced:
         require_shapes(grads, params)
+    shard_registry.remember_further_like(grads, params, tx.axis_name)
     update = Update(tx, axes, jax.tree.structure(grads))
     return update.run(update.means(grads, synced), opt_state, params, extra)
 
@@ -195,8 +199,7 @@ class Update:
         self._applies = applies
 
     def _dims(self, leaves: Sequence[Any]) -> list[int | None]:
-        sharding: Sharding = self._tx.sharding
-        return [sharding.dim(leaf, self._num_shards) for leaf in leaves]
+        return [shard_registry.dim_of(self._tx, leaf, self._num_shards) for leaf in leaves]
 
     def means(self, grads: Any, synced: bool) -> list[Piece]:
         """Return this rank's part of each mean."""
@@ -230,12 +233,23 @@ class Update:
             *(self._waiting(self._pieces(old)) if is_in_place else self._pieces(old)),
             *(Piece(x, None) for x in options),
         ]
-        results, gathers, owned = partitioned(update, args, self._axes, self._dims)
+
+        def replaced() -> list[Any]:
+            """Return the old array in place of each result, if of its shape and dtype."""
+            return [*given[1].like(returned[0]), *given[0].like(returned[1])]
+
+        def dims_of(shapes: list[jax.ShapeDtypeStruct]) -> list[int | None]:
+            pairs = zip(shapes, replaced(), strict=True)
+            return self._dims([new if old is None else old for new, old in pairs])
+
+        results, gathers, owned = partitioned(update, args, self._axes, dims_of)
         _report(gathers, owned)
         num_params = len(returned[0].arrays)
         overwrite = given[1].like(returned[0]) if is_in_place else ()
-        new_params = self._whole(results[:num_params], overwrite)
-        new_state = self._whole(results[num_params:])
+        axis_name = self._tx.axis_name
+        further = [shard_registry.further_spec(x, axis_name) for x in replaced()]
+        new_params = self._whole(results[:num_params], further[:num_params], overwrite)
+        new_state = self._whole(results[num_params:], further[num_params:])
         return returned[0].tree(new_params), returned[1].tree(new_state)
 
     def _pieces(self, leaves: Sequence[jax.Array]) -> list[Piece]:
@@ -266,10 +280,13 @@ class Update:
         return [Piece(found.get(i, x.value), x.dim) for i, x in enumerate(pieces)]
 
     def _whole(
-        self, pieces: Sequence[Piece], overwrite: Sequence[jax.Array | None] = ()
+        self,
+        pieces: Sequence[Piece],
+        further: Sequence[FurtherSpec],
+        overwrite: Sequence[jax.Array | None] = (),
     ) -> list[jax.Array]:
         parts = {
-            i: Shard(piece.value, piece.dim, self._axes)
+            i: Shard(piece.value, piece.dim, self._axes, further=further[i])
             for i, piece in enumerate(pieces)
             if piece.dim is not None
         }

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jdp import axis, jax_compat
 from jdp.analysis.diagnostics import TraceFindings
 from jdp.analysis.marks import SHARE, WEIGHED, mark
-from jdp.axis import AxisName
+from jdp.axis import AxisName, FurtherSpec
 from jdp.reduction import row_weight
 
 
@@ -74,6 +74,7 @@ class Scope:
       shards: id of a whole array -> itself and this rank's shard.
       whole_owners: id of an unsharded parameter -> itself and its optimizer, if that splits others.
       means: id of a gradient that is the mean over ranks -> itself.
+      further: id of an array -> itself, and how the compiler splits it.
       averaged: paths of the gradients averaged where they were computed.
       groups: bytes of parameters gathered together.
       loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer.
@@ -105,6 +106,7 @@ class Scope:
     shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     whole_owners: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     means: dict[int, Any] = field(default_factory=dict)
+    further: dict[int, tuple[Any, FurtherSpec]] = field(default_factory=dict)
     averaged: set[str] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)

@@ -315,7 +315,8 @@ class _PlanWalk:
         self.callbacks: list[tuple[str, str]] = []
         self.kernels: list[Any] = []
         self.scanned: set[str] = set()
-        self._num_loops = 0  # around the current equations
+        self._around: list[Any] = []  # equations around the current ones
+        self._num_loops = 0  # of them
         self._num_transposed = 0  # backward equations around them
         self._names = LeafNames()
 
@@ -337,13 +338,20 @@ class _PlanWalk:
                 self.kernels.append(eqn)
             else:
                 is_loop, is_transposed = name in ("scan", "while"), jaxprs.is_transposed(eqn)
+                self._around.append(eqn)
                 self._num_loops += is_loop
                 self._num_transposed += is_transposed
                 if not self._bodies(eqn, name, paths):
                     self._names.name(eqn, name, paths)
                 self._num_loops -= is_loop
                 self._num_transposed -= is_transposed
+                self._around.pop()
         return paths
+
+    def _line_of(self, eqn: Any) -> str:
+        # JAX records no frames around a `shard_map`.
+        lines = map(diagnostics.source_of, (eqn, *reversed(self._around)))
+        return next(filter(None, lines), "")
 
     def collectives(self) -> list[PlannedCollective]:
         for each in self._found:
@@ -396,7 +404,7 @@ class _PlanWalk:
                 algorithm="native" if native else "xla",
                 leaves=[*wholes],
                 operands=leaves,
-                line=diagnostics.source_of(eqn),
+                line=self._line_of(eqn),
                 is_of_author=is_of_author,
                 num_loops=self._num_loops,
                 number=number,
@@ -427,7 +435,7 @@ class _PlanWalk:
                         leaf._replace(num_elements=whole * leaf.num_elements) for leaf in operands
                     ],
                     operands=operands,
-                    line=diagnostics.source_of(eqn),
+                    line=self._line_of(eqn),
                     is_of_author=diagnostics.is_of_author(eqn),
                     num_loops=self._num_loops + is_in_loop,
                     number=eqn.params.get("number"),

@@ -259,7 +259,7 @@ class CompiledStep:
         the time. Here the author's function is not below the frames of that trace.
         """
         self._begin_compiling()
-        probed = passes.probe(self._rank_program, self._choices, args, self._call.args[1])
+        probed = passes.probe(self._rank_program, self._choices, args, self._call.args)
         self._call.built = self._build(probed)
         self._is_new = False
         if not self._is_tuned:
@@ -317,7 +317,7 @@ class CompiledStep:
             if built is None:
                 # An error of a proof ends this trace: JAX caches no refused program.
                 self._begin_compiling()
-                probed = passes.probe(self._rank_program, self._choices, args, self._call.args[1])
+                probed = passes.probe(self._rank_program, self._choices, args, self._call.args)
                 built = self._build(probed)
             self.jaxprs.append((built.jaxpr, built.inputs.names))
             self.called.waits_in_xla = self._waits_in_xla(built.jaxpr)

@@ -54,9 +54,12 @@ def given(args: tuple, layout: StateLayout) -> tuple:
     return (uniform, SplitInputs(batch, parts), *rest)
 
 
-def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass:
-    """Trace a step, and prove it: here, on other platforms and on more ranks."""
-    inputs = _inputs(rank_program, args, batch)
+def probe(rank_program: RankProgram, choices: Choices, args: tuple, called: tuple) -> Pass:
+    """Trace a step, and prove it: here, on other platforms and on more ranks.
+
+    `called` are the caller's arguments, of which `args` may be tracers.
+    """
+    inputs = _inputs(rank_program, args, called)
     program = _mapped(rank_program, inputs, choices)
     jaxpr, traced = _result(rank_program, inputs, program.trace(*inputs.args))
     proved = _prove(rank_program, inputs, jaxpr, traced)
@@ -124,13 +127,14 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
     return proved[here] if here in proved else step_refusals.proved(jaxpr, traced)
 
 
-def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
+def _inputs(rank_program: RankProgram, args: tuple, called: tuple) -> Inputs:
     spec = rank_program.spec
     state, traced_batch, *rest = args
-    (uniform, *parts), layout, shard_axes = parted(state, rank_program.mesh)
+    _, layout, shard_axes = parted(called[0], rank_program.mesh, spec.axis_name)
+    uniform, *parts = layout.parted(jax.tree.leaves(pytrees.hold(state)))
     names, *names_of_parts = layout.parted(spec.paths(0, state))
-    mask = find_mask(batch)
-    masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
+    mask = find_mask(called[1])
+    masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(called[1])) if leaf is mask]
     names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
     # Types are enough: JAX would also read each array's sharding and layout.

@@ -136,8 +136,10 @@ class RankProgram:
         )
         explained = self._explaining(layout, [state, *split.state], split.batch, rest)
         with explained, order, entered as scope, error_hints.refused_derivative(spec.name, scope):
-            wholes = shard_layout.whole_state(split.state, shard_axes)
-            given_state = pytrees.restore(layout.joined([state, *wholes]))
+            wholes = shard_layout.whole_state(split.state, layout, shard_axes)
+            entered_state = layout.joined([state, *wholes])
+            layout.remember_further(entered_state)
+            given_state = pytrees.restore(entered_state)
             shard_layout.claim_update(given_state, trains=spec.returns_state)
             tree = jax.tree.structure(given_state)  # the author's function may change it
             positional, named = spec.by_keyword(rest)
@@ -150,7 +152,9 @@ class RankProgram:
             step_metrics.require_numbers(metrics)
             own_metrics = step_metrics.float_scalars(metrics)
             metrics, differs = self._averaged(metrics, rest, given)
-            new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
+            new_state = jax.tree.map(_strong, new_state)
+            layout.remember_further(pytrees.hold(new_state))
+            new_groups, new_layout, _ = parted(new_state, self.mesh, spec.axis_name)
             arrays, *parts = shard_layout.state_parts(new_groups, shard_axes)
             weight = self._weight(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)

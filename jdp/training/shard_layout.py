@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdp import axis, pytrees, rank_state
+from jdp.axis import AxisName, FurtherSpec
 from jdp.distributed.mesh import num_ranks
 from jdp.reduction import shard_registry
-from jdp.reduction.optimizer import Sharding, has_optimizer, sharding_of
+from jdp.reduction.optimizer import has_optimizer, sharding_of
 
 # A subclass may have more.
 _FIELDS = ("step", "params", "opt_state", "model_state", "seed")
@@ -130,7 +131,7 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
     if sharding is None:
         return [PartitionSpec()] * len(jax.tree.leaves(opt_state))
     axes = _axes(tx, mesh)
-    dims = map(_finder(sharding, num_ranks(mesh, axes)), jax.tree.leaves(opt_state))
+    dims = map(_finder(tx, num_ranks(mesh, axes)), jax.tree.leaves(opt_state))
     return [PartitionSpec(*() if dim is None else (*[None] * dim, axes)) for dim in dims]
 
 
@@ -168,7 +169,7 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
             continue
         axes = _axes(tx, mesh)
         found.add(axes)
-        find = _finder(sharding, num_ranks(mesh, axes))
+        find = _finder(tx, num_ranks(mesh, axes))
         is_at_3 = sharding.stage == 3
         if not is_optimizer(node):
             dims += [find(leaf) if is_at_3 else None for leaf in jax.tree.leaves(node)]
@@ -195,11 +196,11 @@ def _axes(tx: Any, mesh: Mesh) -> tuple[str, ...]:
     return tuple(sorted(names, key=mesh.axis_names.index))
 
 
-def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
+def _finder(tx: Any, num_shards: int) -> Callable[[Any], int | None]:
     def find(leaf: Any) -> int | None:
         if not pytrees.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
             return None
-        dim = sharding.dim(leaf, num_shards)
+        dim = shard_registry.dim_of(tx, leaf, num_shards)
         return None if dim is None or dim >= _NUM_DIMS else dim
 
     return find
@@ -208,11 +209,21 @@ def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state (`pytrees.hold`) is assembled from the arrays of its groups."""
+    """How a state (`pytrees.hold`) is assembled from the arrays of its groups.
+
+    `further` says how the compiler splits each array.
+    """
 
     treedef: Any
     groups: tuple[int, ...]
     adds_whole_updates: bool
+    further: tuple[FurtherSpec, ...]
+
+    def remember_further(self, state: Any) -> None:
+        """Record how the compiler splits a traced state that takes the place of this one."""
+        leaves, treedef = jax.tree.flatten(state)
+        if treedef == self.treedef:
+            shard_registry.remember_further(leaves, self.further)
 
     def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
         """Invert `parted`: return the state with these leaves."""
@@ -227,24 +238,30 @@ class StateLayout:
         return lists
 
 
-def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
+def parted(
+    state: Any, mesh: Mesh, axis_name: AxisName
+) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
     """Return the arrays of a state by group, its layout, and the axes of its shards."""
     rank_state.require_dims(pytrees.restore(state))
     held = pytrees.hold(state)
     leaves, treedef = jax.tree.flatten(held)
     split, axes = groups(held, mesh)
     adds = adds_whole_updates(pytrees.restore(held))
-    layout = StateLayout(treedef, tuple(split), adds)
+    further = tuple(shard_registry.further_spec(leaf, axis_name) for leaf in leaves)
+    layout = StateLayout(treedef, tuple(split), adds, further)
     return layout.parted(leaves), layout, axes
 
 
-def whole_state(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[Any]]:
+def whole_state(
+    lists: Sequence[Sequence[Any]], layout: StateLayout, axes: tuple[str, ...]
+) -> list[list[Any]]:
     """Return the arrays of a state as the author's function sees them."""
     own, *by_dim = lists
+    _, _, *specs = layout.parted(layout.further)
     parts = [
-        shard_registry.entering(value, dim, axes)
+        shard_registry.entering(value, dim, axes, spec)
         for dim, values in enumerate(by_dim)
-        for value in values
+        for value, spec in zip(values, specs[dim], strict=True)
     ]
     left = iter(shard_registry.gathered(parts))
     return [[*own], *([next(left) for _ in values] for values in by_dim)]

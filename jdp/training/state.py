@@ -21,7 +21,13 @@ from jdp.axis import AxisName
 from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
-from jdp.reduction import declared_reductions, mixed_precision, optimizer, sharded_update
+from jdp.reduction import (
+    declared_reductions,
+    mixed_precision,
+    optimizer,
+    shard_registry,
+    sharded_update,
+)
 from jdp.reduction.optimizer import Replicated, Sharded, sharding_of
 from jdp.training import moment_digits, parameters, shard_layout
 from jdp.validation import int_at_least
@@ -178,7 +184,9 @@ def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= sharding.min_size
     ]
-    whole = [(path, leaf) for path, leaf in named if sharding.dim(leaf, num_shards) is None]
+    whole = [
+        (path, leaf) for path, leaf in named if shard_registry.dim_of(tx, leaf, num_shards) is None
+    ]
     if num_shards == 1 or not whole:
         return
     path, largest = max(whole, key=lambda each: each[1].nbytes)

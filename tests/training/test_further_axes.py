@@ -1,0 +1,287 @@
+"""Training on meshes with further axes: each parameter against one device, and what is sent."""
+
+import collections
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.optimizers import OPTIMIZERS
+
+import jdp
+from jdp.tools import hlo, transfers
+
+NUM_ROWS, NUM_STEPS = 16, 3
+# Of `inner` a part is on each device of "model": columns first, then rows.
+SPECS = {
+    "embedding": P("model"),
+    "up": P(None, "model"),
+    "bias": P("model"),
+    "down": P("model"),
+    "head": P(),
+    "odd": P(None, "model"),
+}
+MESHES = {
+    "2 x 4": {"model": 4},
+    "4 x 2": {"model": 2},
+    "2 x 2 x 2": {"model": 2, "pipe": 2},
+}
+
+
+def params():
+    draw = np.random.default_rng(0).normal
+    return {
+        "embedding": draw(size=(24, 8)).astype("f"),
+        "up": draw(size=(8, 16)).astype("f") / 3,
+        "bias": draw(size=16).astype("f"),
+        "down": draw(size=(16, 8)).astype("f") / 4,
+        "head": draw(size=(8, 5)).astype("f") / 3,
+        "odd": draw(size=(7, 8)).astype("f"),
+    }
+
+
+def batch(step=0):
+    draw = np.random.default_rng(step)
+    ids, y = draw.integers(0, 24, NUM_ROWS), draw.normal(size=(NUM_ROWS, 5))
+    return {"ids": ids, "y": y.astype("f"), "z": draw.normal(size=(NUM_ROWS, 7)).astype("f")}
+
+
+def block(up, bias, down, x):
+    """A block on this device's columns and rows; a complete one without an axis."""
+    return jnp.tanh(x @ up + bias) @ down
+
+
+def by_hand(up, bias, down, x):
+    """The same, where the author communicates."""
+    specs = SPECS["up"], SPECS["bias"], SPECS["down"], P()
+
+    def on_device(*args):
+        return jax.lax.psum(block(*args), "model")
+
+    return jax.shard_map(on_device, axis_names={"model"}, in_specs=specs, out_specs=P())(
+        up, bias, down, x
+    )
+
+
+def loss_fn(block, p, rows):
+    x = p["embedding"][rows["ids"]] + rows["z"] @ p["odd"]
+    x = x + block(p["up"], p["bias"], p["down"], x)
+    return jnp.mean((x @ p["head"] - rows["y"]) ** 2)
+
+
+def on_mesh(axes):
+    mesh = jdp.init(axes=axes)
+    return {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in params().items()}
+
+
+def one_device(tx, num_steps=NUM_STEPS):
+    p, rows = params(), [batch(i) for i in range(num_steps)]
+    state = tx.init(p)
+    for each in rows:
+        grads = jax.grad(functools.partial(loss_fn, block))(p, each)
+        updates, state = tx.update(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    return p
+
+
+def step_of(block, differentiate=jdp.value_and_grad, **options):
+    @jdp.train_step
+    def step(state, rows):
+        loss, grads = differentiate(functools.partial(loss_fn, block), **options)(
+            state.params, rows
+        )
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
+def optimizer(stage, tx):
+    return jdp.sharded(tx, stage=stage, min_size=1) if stage else jdp.replicated(tx)
+
+
+def train(step, state, num_steps=NUM_STEPS):
+    for i in range(num_steps):
+        state, _ = step(state, batch(i))
+    return state
+
+
+def assert_equal(got, want, rtol=2e-5):
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=rtol, err_msg=name)
+
+
+# Element by element, of factored or whole matrices, and of norms over all of them.
+NAMES = (
+    "momentum contrib.muon contrib.prodigy contrib.schedule_free multi_steps optax.adabelief "
+    "optax.adafactor optax.adagrad optax.adam optax.adamax optax.adamw optax.chain optax.fromage "
+    "optax.lamb optax.lars optax.lion optax.adan optax.novograd optax.radam "
+    "optax.rmsprop optax.sgd optax.yogi"
+).split()
+CASES = [*itertools.product(range(4), MESHES)]
+
+
+def _cases():
+    for i, name in enumerate(NAMES):
+        for j, (stage, mesh) in enumerate(CASES):
+            marks = [] if j == i % len(CASES) else pytest.mark.thorough
+            yield pytest.param(name, stage, mesh, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "stage", "mesh"), [*_cases()])
+def test_each_parameter_is_that_of_one_device(name, stage, mesh):
+    tx = OPTIMIZERS[name]()
+    given = on_mesh(MESHES[mesh])
+    state = train(step_of(by_hand), jdp.TrainState.create(given, optimizer(stage, tx)))
+    assert_equal(state.params, one_device(tx))
+    kept = {k: x.sharding.spec for k, x in state.params.items()}
+    for name, spec in SPECS.items():
+        assert [part for part in kept[name] if part == "model"] == [*filter(None, spec)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "step",
+    [
+        step_of(block),
+        step_of(by_hand, jax.value_and_grad),
+        step_of(by_hand, accumulate=2),
+        step_of(by_hand, micro_batch_rows=4),
+    ],
+    ids=["compiler", "jax", "accumulate", "micro-batches"],
+)
+def test_ways_to_differentiate(step, stage):
+    tx = optax.sgd(0.1, momentum=0.9)
+    state = jdp.TrainState.create(on_mesh({"model": 4}), optimizer(stage, tx))
+    assert_equal(train(step, state).params, one_device(tx), rtol=1e-5)
+
+
+def sent(step, state):
+    """Count `(kind, elements of the result)` of exchanges among devices of equal "model" index."""
+    parsed, _ = hlo.parse(step.lower(state, batch()).compile().as_text())
+    instructions = itertools.chain.from_iterable(parsed.values())
+    num_model = jax.tree.leaves(state)[-1].sharding.mesh.shape["model"]
+    found = collections.Counter()
+    for one in instructions:
+        groups = transfers.replica_groups(one)
+        if one.op in EXCHANGES and len({i % num_model for i in groups[0]}) == 1:
+            for shape in hlo.elements(one.shape):
+                found[one.op, hlo.num_elements(shape)] += 1
+    return found
+
+
+EXCHANGES = "all-gather", "reduce-scatter", "collective-permute", "all-to-all"
+
+
+def of_linen(given, tx):
+    @jdp.train_step
+    def step(state, rows):
+        grads = jdp.value_and_grad(functools.partial(loss_fn, by_hand))(state.params, rows)[1]
+        return state.apply_gradients(grads=grads), {}
+
+    state = train_state.TrainState.create(apply_fn=None, params=given, tx=tx)
+    return step, state, lambda state: state.params
+
+
+def of_nnx(given, tx):
+    class Model(nnx.Module):
+        def __init__(self):
+            for name, value in given.items():
+                setattr(self, name, nnx.Param(value))
+
+    @jdp.train_step
+    def step(state, rows):
+        model, optimizer = state
+        graph, weights = nnx.split(model)
+
+        def loss(weights, rows):
+            held = nnx.merge(graph, weights, copy=True)
+            return loss_fn(by_hand, {name: getattr(held, name)[...] for name in SPECS}, rows)
+
+        optimizer.update(model, jdp.value_and_grad(loss)(weights, rows)[1])
+        return state, {}
+
+    def params_of(state):
+        model, _ = state
+        return {name: getattr(model, name)[...] for name in SPECS}
+
+    model = Model()
+    return step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param)), params_of
+
+
+@pytest.mark.parametrize("library", [of_linen, of_nnx])
+def test_states_of_flax_exchange_the_same(library):
+    tx = optax.adam(0.1)
+    step, state, params_of = library(on_mesh({"model": 4}), optimizer(3, tx))
+    kinds = collections.Counter(kind for kind, _ in sent(step, state).elements())
+    assert kinds == {"all-gather": 4, "reduce-scatter": 4}
+    params = params_of(train(step, state))
+    assert_equal(params, one_device(tx))
+    assert str(params["up"].sharding.spec) == "P('data', 'model')"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("num_model", [2, 4])
+def test_only_shards_of_a_model_axis_are_exchanged_over_the_data_axis(num_model, stage):
+    num_data = 8 // num_model
+    given = on_mesh({"model": num_model})
+    state = jdp.TrainState.create(given, optimizer(stage, optax.adam(0.1)))
+    on_device = {k: x.size // (num_model if any(SPECS[k]) else 1) for k, x in given.items()}
+    split = ["embedding", "up", "down", "head"]  # the only dim of the others is not free
+    want = collections.Counter(("all-gather", on_device[name]) for name in split)
+    want += collections.Counter(("reduce-scatter", on_device[name] // num_data) for name in split)
+    assert sent(step_of(by_hand), state) == want
+    first = state.opt_state[0].mu
+    for name, x in first.items():
+        share = x.addressable_shards[0].data.size
+        assert share == on_device[name] // (num_data if name in split else 1), name
+
+
+def test_the_plan_names_each_gradient_with_the_bytes_of_its_shard():
+    state = jdp.TrainState.create(on_mesh({"model": 4}), optimizer(3, optax.adam(0.1)))
+    plan = step_of(by_hand).communication_plan(state, batch())
+    found = {each.leaves[0].path: each for each in plan if each.kind == "reduce-scatter"}
+    num_bytes = {path: each.num_bytes for path, each in found.items()}
+    want = {"embedding": 192, "up": 128, "down": 128, "head": 160}
+    assert num_bytes == {f"grads[{name!r}]": size for name, size in want.items()}
+    assert all(each.line.startswith("test_further_axes.py:") for each in plan)
+
+
+def test_layers_of_a_scan_are_gathered_as_shards():
+    mesh, draw = jdp.init(axes={"model": 4}), np.random.default_rng(0).normal
+    specs = {"up": P(None, None, "model"), "down": P(None, "model")}
+    layers = {"up": draw(size=(3, 8, 16)) / 3, "down": draw(size=(3, 16, 8)) / 4}
+    layers = {name: value.astype("f") for name, value in layers.items()}
+
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+    def loss(scan, p, rows):
+        return jnp.mean(scan(layer, rows["x"], p)[0] ** 2)
+
+    rows = {"x": draw(size=(NUM_ROWS, 8)).astype("f")}
+    tx = optax.sgd(0.1, momentum=0.9)
+    want, kept = layers, tx.init(layers)
+    for _ in range(NUM_STEPS):
+        updates, kept = tx.update(jax.grad(loss, 1)(jax.lax.scan, want, rows), kept)
+        want = optax.apply_updates(want, updates)
+
+    @jdp.train_step
+    def step(state, rows):
+        scanned = functools.partial(loss, jdp.scan_layers)
+        _, grads = jdp.value_and_grad(scanned)(state.params, rows)
+        return state.apply_gradients(grads), {}
+
+    given = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in layers.items()}
+    for stage in (1, 2, 3):
+        state = jdp.TrainState.create(given, optimizer(stage, tx))
+        for _ in range(NUM_STEPS):
+            state, _ = step(state, rows)
+        assert_equal(state.params, want, rtol=1e-5)
+    assert str(state.params["up"].sharding.spec) == "P(None, 'data', 'model')"
