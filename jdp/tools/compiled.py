@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import pytrees, rank_state
+from jdp import axis, pytrees, rank_state
 from jdp.distributed import mesh as meshes
 from jdp.step_spec import StepSpec
 from jdp.tools.hlo import HloProgram
@@ -91,11 +91,21 @@ def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
     placed = []
     for leaf, split, is_own in zip(leaves, partition, own, strict=True):
         if not is_own:
-            placed.append(place(leaf, split or PartitionSpec()))
+            placed.append(place(leaf, _with_further(leaf, split or PartitionSpec(), mesh, spec)))
             continue
         rows = _rows_of_ranks(jnp.shape(leaf)[0], before, num_ranks)
         placed.append(place(leaf, PartitionSpec(spec.axis_name), rows))
     return tree.unflatten(placed)
+
+
+def _with_further(leaf: Any, partition: PartitionSpec, mesh: Mesh, spec: StepSpec) -> PartitionSpec:
+    """Return a leaf's partition with its own over further axes."""
+    further = axis.further_spec(leaf, spec.axis_name)
+    parts = [*partition, *[None] * (len(further) - len(partition))]
+    for i, names in enumerate(further):
+        if names and {*names} <= {*mesh.axis_names}:
+            parts[i] = names
+    return PartitionSpec(*parts)
 
 
 def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
@@ -138,9 +148,14 @@ def devices_of(
             "jdp.train_step."
         )
     spec, args = step.bound(args, keywords)
+    here = None
+    with contextlib.suppress(RuntimeError):  # the state was never placed
+        here = meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)
     if on is None:
-        on = meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)
-    where = target(on, spec.axis_name)
+        on = meshes.current_mesh() if here is None else here
+    sizes = {} if here is None else dict(here.shape)
+    further = {name: size for name, size in sizes.items() if name not in spec.axis_name}
+    where = target(on, spec.axis_name, further)
     return where, meshes.num_ranks(where.mesh, spec.axis_name)
 
 

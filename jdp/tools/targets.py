@@ -2,11 +2,13 @@
 
 import functools
 import importlib.util
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -83,6 +85,11 @@ def gpu_description(name: str) -> str:
 _FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology of TPUs, or "cpu:4"'
 
 
+# Sizes by name of the mesh axes beside the data axis.
+Further = Mapping[str, int]
+NONE: Further = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class TargetDevices:
     """Devices to compile for, with the host number of each; `description` is XLA's of a GPU."""
@@ -114,8 +121,8 @@ class TargetDevices:
         return int(found[1]) if found else None
 
 
-def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
-    """Return the devices of a name such as `8xH200`, as a mesh over the data axis."""
+def target(on: str | Mesh, axis_names: tuple[str, ...], further: Further = NONE) -> TargetDevices:
+    """Return the devices of a name such as `8xH200`, as a mesh with the data axis outermost."""
     if isinstance(on, Mesh):
         return _of_mesh(on, axis_names)
     if not isinstance(on, str):
@@ -123,10 +130,11 @@ def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
     require_name(on)
     if on.startswith("cpu:"):
         devices = _cpu_devices(int(on.removeprefix("cpu:")))
-        return TargetDevices(on, _mesh(devices, axis_names, num_hosts=1), [0] * len(devices))
+        mesh = _mesh(devices, axis_names, further, num_hosts=1)
+        return TargetDevices(on, mesh, [0] * len(devices))
     if on.startswith("v"):
-        return _tpus(on, axis_names)
-    return _gpus(on, axis_names)
+        return _tpus(on, axis_names, further)
+    return _gpus(on, axis_names, further)
 
 
 def require_name(on: str) -> None:
@@ -171,15 +179,22 @@ def _is_of_this_run(device: Any) -> bool:
         return False
 
 
-def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:
+def _mesh(devices: Any, axis_names: tuple[str, ...], further: Further, num_hosts: int) -> Mesh:
     if len(axis_names) > 2 or num_hosts == 1 and len(axis_names) > 1:
         raise ValueError(
             f"the data axis of this step is {axis_names}, and {len(devices)} devices of "
             f"{num_hosts} host(s) do not say how long each axis is. Give a jax.sharding.Mesh."
         )
-    shape = (len(devices),) if len(axis_names) == 1 else (num_hosts, -1)
-    grid = np.array(devices).reshape(shape)
-    return Mesh(grid, axis_names, axis_types=(AxisType.Auto,) * len(axis_names))
+    data = (-1,) if len(axis_names) == 1 else (num_hosts, -1)
+    num_outside = num_hosts if len(axis_names) > 1 else 1
+    if len(devices) % (num_outside * math.prod(further.values())):
+        raise ValueError(
+            f"the mesh of this step has the further axes {dict(further)}, whose sizes do not "
+            f"divide {len(devices)} devices of {num_hosts} host(s). Name another number."
+        )
+    names = (*axis_names, *further)
+    grid = np.array(devices).reshape(*data, *further.values())
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _cpu_devices(num: int) -> list[Any]:
@@ -198,16 +213,16 @@ def _cpu_devices(num: int) -> list[Any]:
     return found[:num]
 
 
-def _gpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
+def _gpus(name: str, axis_names: tuple[str, ...], further: Further) -> TargetDevices:
     kind, num_hosts, num_per_host = gpus_of(name)
     description = gpu_description(GPUS[kind].xla_name)
     devices = gpu_devices(description, num_hosts, num_per_host)
-    mesh = _mesh(devices, axis_names, num_hosts)
+    mesh = _mesh(devices, axis_names, further, num_hosts)
     found = [device.process_index for device in mesh.devices.flat]
     return TargetDevices(name, mesh, found, description)
 
 
-def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
+def _tpus(name: str, axis_names: tuple[str, ...], further: Further) -> TargetDevices:
     if importlib.util.find_spec("libtpu") is None:
         raise MissingPluginError(
             "to compile for TPUs that are not here, install libtpu (no TPU is needed): "
@@ -230,4 +245,5 @@ def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
     devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
     num_hosts = len({device.process_index for device in devices})
     # A topology's links are the same within a host and between hosts.
-    return TargetDevices(name, _mesh(list(devices), axis_names, num_hosts), [0] * len(devices))
+    mesh = _mesh(list(devices), axis_names, further, num_hosts)
+    return TargetDevices(name, mesh, [0] * len(devices))

@@ -76,6 +76,30 @@ def test_scanned_layers_learn(tmp_path):
     assert float(re.search(r"after 60 steps: loss ([\d.]+)", output)[1]) < 0.1
 
 
+@pytest.mark.parametrize(
+    "example, flags, says",
+    [
+        ("tensor_parallel.py", "", r"\(32, 16\) on each"),
+        ("tensor_parallel.py", "--stage=3", r"P\('data', 'model'\), \(16, 16\) on each"),
+        ("pipeline.py", "--micro-batches=6", "gpipe: 33% of"),
+        ("pipeline.py", "--schedule=interleaved --micro-batches=5", "interleaved: 23% of"),
+        ("pipeline.py", "--schedule=1f1b --pipe=8", "1f1b: 47% of"),
+        ("ring_attention.py", "--seq=8", "8 of 64 tokens"),
+        ("mixture_of_experts.py", "--expert=2", "4 of 8 experts"),
+    ],
+)
+def test_models_that_are_split_equal_one_device(tmp_path, example, flags, says):
+    flags = [*flags.split(), "--steps=5", f"--rows={60 if 'micro-batches' in flags else 32}"]
+    output = run(example, *flags, folder=tmp_path)  # which ends with an error if they differ
+    assert re.search(says, output)
+    assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
+
+
+def test_crowded_experts_drop_tokens(tmp_path):
+    output = run("mixture_of_experts.py", "--steps=3", "--capacity=1", folder=tmp_path)
+    assert 0 < float(re.search(r"dropped ([\d.]+)", output)[1]) < 0.5
+
+
 def test_digits_is_learnt_alike_on_four_ranks_and_on_one(tmp_path):
     output = run("digits.py", folder=tmp_path)
     accuracy = re.search(r"ranks: 4, test accuracy: ([\d.]+)% of 397 rows", output)

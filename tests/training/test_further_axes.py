@@ -17,6 +17,7 @@ from support.optimizers import OPTIMIZERS
 
 import jdp
 from jdp.tools import hlo, transfers
+from jdp.tools.compiled import compile_step
 
 NUM_ROWS, NUM_STEPS = 16, 3
 # Of `inner` a part is on each device of "model": columns first, then rows.
@@ -222,7 +223,7 @@ def test_states_of_flax_exchange_the_same(library):
     assert kinds == {"all-gather": 4, "reduce-scatter": 4}
     params = params_of(train(step, state))
     assert_equal(params, one_device(tx))
-    assert str(params["up"].sharding.spec) == "P('data', 'model')"
+    assert params["up"].sharding.spec == P("data", "model")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -250,6 +251,15 @@ def test_the_plan_names_each_gradient_with_the_bytes_of_its_shard():
     want = {"embedding": 192, "up": 128, "down": 128, "head": 160}
     assert num_bytes == {f"grads[{name!r}]": size for name, size in want.items()}
     assert all(each.line.startswith("test_further_axes.py:") for each in plan)
+
+
+def test_a_step_is_explained_for_other_devices_with_the_same_further_axes():
+    state = jdp.TrainState.create(on_mesh({"model": 2}), optimizer(3, optax.adam(0.1)))
+    compiled = compile_step(step_of(by_hand), (state, batch()), {}, "cpu:4")
+    assert dict(compiled.where.mesh.shape) == {"data": 2, "model": 2}
+    assert compiled.args[0].params["up"].sharding.spec == P("data", "model")
+    with pytest.raises(ValueError, match="further axes {'model': 2}, whose sizes do not divide 3"):
+        compile_step(step_of(by_hand), (state, batch()), {}, "cpu:3")
 
 
 def test_layers_of_a_scan_are_gathered_as_shards():
@@ -283,4 +293,4 @@ def test_layers_of_a_scan_are_gathered_as_shards():
         for _ in range(NUM_STEPS):
             state, _ = step(state, rows)
         assert_equal(state.params, want, rtol=1e-5)
-    assert str(state.params["up"].sharding.spec) == "P(None, 'data', 'model')"
+    assert state.params["up"].sharding.spec == P(None, "data", "model")

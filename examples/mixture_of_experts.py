@@ -1,0 +1,150 @@
+"""A mixture of experts inside data parallelism: experts split over "expert", tokens sent to them.
+
+python examples/mixture_of_experts.py                        # 2 x 4 virtual CPU devices, 8 experts
+python examples/mixture_of_experts.py --capacity 1.0         # drops tokens of crowded experts
+python examples/mixture_of_experts.py --ranks 0 --expert 8   # every device of this machine
+
+Each token goes to its two best experts (Lepikhin et al. 2020, GShard,
+https://arxiv.org/abs/2006.16668). The load is balanced by a loss of the means over all tokens of
+the batch (Fedus et al. 2021, https://arxiv.org/abs/2101.03961).
+"""
+
+import argparse
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+WIDTH, HIDDEN, EXPERTS, BEST, CLASSES = 16, 32, 8, 2, 6
+BALANCE = 0.01  # weight of the loss that balances the load
+MAX_DIFFERENCE = 1e-5
+
+SPECS = {"gate": P(), "up": P("expert"), "down": P("expert"), "head": P()}
+
+
+def route(gate, x, capacity):
+    """Choose experts for tokens [tokens, width].
+
+    Returns:
+      slots: [tokens, best], place of each token among the `experts * capacity` places, or that
+        number if the token finds no place. Better choices come first, then earlier tokens.
+      weights: [tokens, best], of each result.
+      load: `(chosen, probability)`, [experts] each, shares of all tokens.
+    """
+    probabilities = jax.nn.softmax(x @ gate)
+    weights, chosen = lax.top_k(probabilities, BEST)
+    weights = weights / weights.sum(-1, keepdims=True)
+    is_chosen = jax.nn.one_hot(chosen, EXPERTS, dtype=int)  # [tokens, best, experts]
+    in_order = is_chosen.swapaxes(0, 1).reshape(-1, EXPERTS)
+    before = (jnp.cumsum(in_order, axis=0) - in_order) * in_order
+    place = before.sum(-1).reshape(BEST, -1).T
+    slots = jnp.where(place < capacity, chosen * capacity + place, EXPERTS * capacity)
+    return slots, weights, (is_chosen[:, 0].mean(0, dtype=x.dtype), probabilities.mean(0))
+
+
+def experts_on_device(params, x, capacity_factor):
+    """The results of tokens [tokens, width] of this device, and the load of this "expert" group."""
+    capacity = int(capacity_factor * BEST * len(x) / EXPERTS) or len(x)  # 0: room for all of them
+    slots, weights, load = route(params["gate"], x, capacity)
+    room = jnp.zeros((EXPERTS * capacity + 1, WIDTH))  # the last place is for dropped tokens
+    sent = room.at[slots].set(x[:, None])[:-1].reshape(EXPERTS, capacity, WIDTH)
+    # To the devices of the experts: [experts of this device, places of all devices, width].
+    arrived = lax.all_to_all(sent, "expert", 0, 1, tiled=True)
+    hidden = jax.nn.gelu(jnp.einsum("etw,ewh->eth", arrived, params["up"]))
+    computed = jnp.einsum("eth,ehw->etw", hidden, params["down"])
+    back = lax.all_to_all(computed, "expert", 1, 0, tiled=True).reshape(-1, WIDTH)
+    back = jnp.concatenate([back, jnp.zeros((1, WIDTH))])
+    is_dropped = slots == EXPERTS * capacity
+    results = jnp.einsum("tbw,tb->tw", back[slots], weights)
+    return results, lax.pmean((*load, is_dropped.mean()), "expert")
+
+
+def loss_fn(capacity_factor, params, batch):
+    # jdp splits the rows over "data"; this function splits them again, over "expert".
+    layer = jax.shard_map(
+        functools.partial(experts_on_device, capacity_factor=capacity_factor),
+        axis_names={"expert"},
+        in_specs=(SPECS, P("expert")),
+        out_specs=(P("expert"), P()),
+    )
+    results, (chosen, probability, dropped) = layer(params, batch["x"])
+    # A product of means: each mean is one over all ranks, so the loss is that of one device.
+    chosen, probability = jdp.mean_over_ranks((chosen, probability))
+    balance = EXPERTS * jnp.sum(chosen * probability)
+    logits = (batch["x"] + results) @ params["head"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return loss + BALANCE * balance, {"loss": loss, "balance": balance, "dropped": dropped}
+
+
+def new_params():
+    draw = np.random.default_rng(0).normal
+    return {
+        "gate": draw(size=(WIDTH, EXPERTS)).astype("f") / 4,
+        "up": draw(size=(EXPERTS, WIDTH, HIDDEN)).astype("f") / 4,
+        "down": draw(size=(EXPERTS, HIDDEN, WIDTH)).astype("f") / 6,
+        "head": draw(size=(WIDTH, CLASSES)).astype("f") / 4,
+    }
+
+
+def batch_of(num_rows, seed):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(num_rows, WIDTH)).astype("f")
+    return {"x": x, "y": (np.abs(x[:, : CLASSES - 1]).argmax(1) + (x[:, 0] > 0)).astype("i")}
+
+
+def train(args, **axes):
+    mesh = jdp.init(**axes, progress=False)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss = functools.partial(loss_fn, args.capacity)
+        (_, metrics), grads = jdp.value_and_grad(loss, has_aux=True)(state.params, batch)
+        return state.apply_gradients(grads), metrics
+
+    params = {k: jax.device_put(x, NamedSharding(mesh, SPECS[k])) for k, x in new_params().items()}
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.2, momentum=0.9)))
+    reported = []
+    for i in range(args.steps):
+        state, metrics = step(state, batch_of(args.rows, seed=i))
+        reported.append(metrics)
+    return mesh, state, jax.device_get(reported)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices; 0: all devices")
+    parser.add_argument("--expert", type=int, default=4, help="devices along the axis expert")
+    parser.add_argument(
+        "--capacity", type=float, default=0.0, help="of an expert, by its equal share; 0: all"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=64)
+    args = parser.parse_args()
+
+    axes = {"axes": {"expert": args.expert}, "cpu_ranks": args.ranks or None}
+    mesh, state, reported = train(args, **axes)
+    print(f"mesh {dict(mesh.shape)}, {EXPERTS // args.expert} of {EXPERTS} experts on each device")
+    for i in range(0, args.steps, max(1, args.steps // 5)):
+        print(f"  step {i:3}: " + ", ".join(f"{k} {x:.4f}" for k, x in reported[i].items()))
+    if args.capacity:
+        return  # which tokens find no place depends on how they are split over devices
+    _, alone, _ = train(args, axes={"expert": 1}, devices=jax.devices()[:1])
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(alone.params), strict=True)
+    largest = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    print(f"largest difference from one device after {args.steps} steps: {largest:.1e}")
+    if largest > MAX_DIFFERENCE:
+        sys.exit("the parameters differ from those of one device")
+
+
+if __name__ == "__main__":
+    main()
