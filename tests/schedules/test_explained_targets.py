@@ -259,6 +259,31 @@ def test_the_hosts_of_a_mesh_with_a_second_axis_are_those_of_its_devices(h200s, 
     assert sum(x.took_s for x in sums) == pytest.approx(layers * seconds)
 
 
+def test_shards_of_a_model_axis_are_exchanged_within_their_data_group(h200s):
+    mesh = jdp.init(axes={"model": 4}, devices=jax.devices("cpu")[:8])
+    specs = [P(None, "model"), P("model")] * (NUM_LAYERS // 2)
+    zeros = [np.zeros((DIM, DIM), np.float32)] * NUM_LAYERS
+    params = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(zeros, specs)]
+
+    def on_device(params, x):
+        for up, down in zip(params[::2], params[1::2], strict=True):
+            x = lax.psum(jnp.tanh(x @ up) @ down, "model")
+        return jnp.mean(jnp.square(x))
+
+    loss = jax.shard_map(on_device, axis_names={"model"}, in_specs=(specs, P()), out_specs=P())
+    rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    state = jdp.TrainState.create(params, jdp.sharded(optax.adam(1e-3), stage=3))
+    found = jdp.explain(step_of(loss), state, rows, on=h200s)
+    assert found.num_ranks == 2
+    assert found.memory.parameters == NUM_LAYERS * LAYER // 8
+    sent = Counter()
+    for each in found.buckets:
+        sent[each.kind] += each.num_bytes * (not each.is_of_author)
+    on_device = NUM_LAYERS * LAYER // 4
+    assert sent.pop("all-reduce") <= 4  # the loss
+    assert sent == {"all-gather": on_device, "reduce-scatter": on_device}
+
+
 def test_a_ring_of_one_host_is_refused_on_two(h200s):
     programs.register_handlers()
     tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.split)
