@@ -1,5 +1,6 @@
 """`Checkpointer`: keeps the state that a run resumes from."""
 
+import logging
 import os
 from typing import Any
 
@@ -8,9 +9,17 @@ from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.session import Session
 from jdp.checkpoint.write_plan import require_alive
+from jdp.data import loops
 from jdp.distributed import this_process
 from jdp.validation import allows, int_at_least
 from jdp.worker import progress
+
+_log = logging.getLogger("jdp")
+_NO_POSITION = (
+    "ckpt.step got no batches, so nothing keeps the position of jdp.batches: a restarted run reads "
+    "the first rows again, and makes all num_steps once more.\nWrite state = ckpt.restore(state, "
+    "batches) before the loop, and ckpt.step(state, batches) in it."
+)
 
 
 class Checkpointer:
@@ -80,6 +89,7 @@ class Checkpointer:
         self._resume = resume
         self._check_replicas = check_replicas
         self._session: Session | None = None
+        self._is_first = True  # no state was recorded
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}={n}" for name, n in self._counts.items())
@@ -233,6 +243,9 @@ class Checkpointer:
                 f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
                 "or never after a restart. Give them to both, or to none."
             )
+        if self._is_first and not session.has_data and loops.is_handing_out():
+            _log.warning(_NO_POSITION)
+        self._is_first = False
         if pytrees.was_donated(state):
             require_alive(state)
         session.record(state, batches)

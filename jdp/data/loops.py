@@ -122,6 +122,14 @@ class EpochPlan(NamedTuple):
 
 
 _log = logging.getLogger("jdp")
+_iterated: "weakref.WeakSet[Batches]" = weakref.WeakSet()
+
+
+def is_handing_out() -> bool:
+    """Whether a loop over `jdp.batches` runs."""
+    return any(each.is_handing_out() for each in tuple(_iterated))
+
+
 # Two equal loops may be intended, as a comparison.
 _MOST = 2
 
@@ -295,7 +303,12 @@ class Batches:
             )
         loop = self._hand_out()
         self._current = weakref.ref(loop)
+        _iterated.add(self)
         return loop
+
+    def is_handing_out(self) -> bool:
+        """Whether a loop over these batches runs."""
+        return self._loop() is not None
 
     def close(self) -> None:
         """End the running loop over these batches and its thread; the position stays."""

@@ -81,6 +81,19 @@ def counted(path, stop, **options):
     return state
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_loop_whose_position_is_not_kept_is_named_once(tmp_path, caplog, given):
+    jdp.init(devices=jax.devices()[:1])
+    batches = jdp.batches({"x": np.zeros((8, 2), "f")}, 4, num_steps=3)
+    position = [batches] if given else []
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)}, *position)
+        for _ in batches:
+            ckpt.step(state, *position)
+    told = [each for each in caplog.messages if "ckpt.step got no batches" in each]
+    assert len(told) == (not given)
+
+
 def test_an_interrupted_run_gives_the_bits_of_an_uninterrupted_one(train, tmp_path):
     uninterrupted = train(steps=6, directory=tmp_path / "other")
     train(steps=4)

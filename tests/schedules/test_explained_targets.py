@@ -262,8 +262,8 @@ def test_the_hosts_of_a_mesh_with_a_second_axis_are_those_of_its_devices(h200s, 
 def test_shards_of_a_model_axis_are_exchanged_within_their_data_group(h200s):
     mesh = jdp.init(axes={"model": 4}, devices=jax.devices("cpu")[:8])
     specs = [P(None, "model"), P("model")] * (NUM_LAYERS // 2)
-    zeros = [np.zeros((DIM, DIM), np.float32)] * NUM_LAYERS
-    params = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(zeros, specs)]
+    zeros = np.zeros((DIM, DIM), np.float32)
+    params = [jax.device_put(zeros, NamedSharding(mesh, spec)) for spec in specs]
 
     def on_device(params, x):
         for up, down in zip(params[::2], params[1::2], strict=True):
