@@ -24,9 +24,9 @@ def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> I
             yield with_code(
                 "JDP104",
                 f"`{found.primitive}`{at} {under}, and the mesh axis {spelled(found.axes)} is left "
-                "to the compiler: if it splits the operand, XLA exchanges parts between all "
-                "devices there, and ranks that skip it leave the others waiting forever. Make "
-                f"the predicate the same first, `{uniform}`, or compute both cases and write "
+                "to the compiler. If that splits the operand, XLA communicates between all devices "
+                "there, and ranks that skip it leave the others waiting forever. Make the "
+                f"predicate the same first, `{uniform}`, or compute both cases and write "
                 "jnp.where(predicate, a, b).",
             )
             continue
@@ -62,9 +62,9 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
     for found, sources in _differing(report, traced, SHARED):
         yield with_code(
             "JDP105",
-            f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
-            f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
-            "over as params what every rank has the same, and the rest as xs=.",
+            f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank to "
+            f"rank{sources}, but its gradient would be the mean of all ranks. Pass as params "
+            "only values that every rank shares, and the rest as xs=.",
         )
 
 
@@ -72,10 +72,9 @@ def _parts(report: Report, traced: Traced) -> Iterator[str]:
     for found, sources in _differing(report, traced, PART):
         yield with_code(
             "JDP114",
-            f"the update of an optimizer in jdp.sharded, at {found.source or 'jdp'}, puts together "
-            "what the ranks have computed in parts, and a part may differ from what another rank "
-            f"would compute{sources}. Each rank would then put its own rows into its part of the "
-            f"state. {_STATE}",
+            f"the update of an optimizer in jdp.sharded, at {found.source or 'jdp'}, gathers "
+            f"parts from all ranks, and a part may differ from rank to rank{sources}. Each rank "
+            f"would then mix its own rows into its shard of the state. {_STATE}",
         )
 
 
@@ -156,41 +155,43 @@ _MODEL_STATE = re.compile(
 
 _STATE = (
     "Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an optimizer in "
-    "jdp.replicated(...), or jdp.sync_gradients(grads) first. Of a loss take "
-    "jdp.mean_over_ranks(loss), of a value_fn= jdp.global_mean(value_fn). State that belongs to a "
-    "rank or to its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
+    "jdp.replicated(...), or jdp.sync_gradients(grads) first. For a loss write "
+    "jdp.mean_over_ranks(loss), for a value_fn= jdp.global_mean(value_fn). Wrap state of one "
+    "rank or its rows (hidden states, error feedback) in jdp.per_rank(x)."
 )
 _OVERWRITTEN = (
-    "Ranks would drift apart silently. Its gradient is a maximum of this rank's rows. Write "
-    "jdp.value_and_grad(loss_fn) in place of jax.value_and_grad: it takes the maximum of all ranks."
+    "Ranks would drift apart silently. Its gradient is a maximum over this rank's rows. Write "
+    "jdp.value_and_grad(loss_fn) instead of jax.value_and_grad: it computes the maximum over all "
+    "ranks."
 )
 _KEPT_METRIC = (
-    "Ranks would keep different metrics. Return the value as a metric of the step, which averages "
-    "it, or update the metric with jdp.mean_over_ranks(x), or jdp.sum_over_ranks(x) for counts."
+    "Ranks would keep different metrics. Return the value as a metric of the step, which "
+    "averages it, or update the metric with jdp.mean_over_ranks(x), or jdp.sum_over_ranks(x) for "
+    "counts."
 )
 _STATISTICS = (
     "Ranks would drift apart silently, and normalise differently if these are batch statistics. "
-    "Store jdp.mean_over_ranks(stats), or give the layer axis_name= (micro-batches that are "
-    "weighed want both). State that belongs to a rank or to its rows (hidden states, error "
-    "feedback) goes into jdp.per_rank(x)."
+    "Store jdp.mean_over_ranks(stats), or pass axis_name= to the layer (weighted micro-batches "
+    "need both). Wrap state of one rank or its rows (hidden states, error feedback) in "
+    "jdp.per_rank(x)."
 )
 _KEY = (
-    "Ranks would drift apart silently. Leave such a random key out of the state: state.key is this "
-    "rank's, and a new one in every step."
+    "Ranks would drift apart silently. Do not store this key: state.key differs per rank and per "
+    "step."
 )
 _OWN_KEY = "`state.key` (this rank's)"
 _DRAWN = (
     "Ranks would drift apart silently. Draw from state.shared_key, which is the same on every rank."
 )
 _DECISION = (
-    "Ranks would decide differently and drift apart silently. Decide by what all ranks have the "
-    "same: jdp.mean_over_ranks(loss) in place of a loss, grads = jdp.sync_gradients(grads) in "
-    "place of this rank's gradients (then apply_gradients(grads, synced=True))."
+    "Ranks would decide differently and drift apart silently. Decide by a value that all ranks "
+    "share: jdp.mean_over_ranks(loss) instead of a loss, grads = jdp.sync_gradients(grads) "
+    "instead of this rank's gradients (then apply_gradients(grads, synced=True))."
 )
 _METRIC = (
-    "Only float scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
-    "jdp.mean_over_ranks(x) for means, jdp.max_over_ranks(x) for maxima, jdp.rows(x) for a value "
-    "for each row."
+    "jdp averages only float scalars. Write jdp.sum_over_ranks(x) for counts, "
+    "jdp.mean_over_ranks(x) for means, jdp.max_over_ranks(x) for maxima, jdp.rows(x) for one "
+    "value per row."
 )
 _OTHER_AXIS = "The state is the same along that axis: reduce it there too."
 
@@ -204,9 +205,9 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
             line, reason = back.nearest_line(node), why([back.origin(node)], inputs)
             yield with_code(
                 "JDP106",
-                f"the Ref `{inputs[position]}` is the same on every rank where it goes in, and may "
-                f"hold another value on each after {line or 'that'}: {reason}. Store "
-                "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x).",
+                f"the Ref `{inputs[position]}` is the same on every rank before the step and may "
+                f"differ after {line or 'it'}: {reason}. Store jdp.mean_over_ranks(x), or return "
+                "values of single rows as jdp.rows(x).",
             )
 
 

@@ -71,11 +71,7 @@ def _is_bfloat16(eqn: Any) -> bool:
 
 
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
-    """Return an equation that may become a collective-permute.
-
-    One partitioned axis needs only all-to-alls. With several, XLA may reorder shards where arrays
-    meet or branches return them.
-    """
+    """Return an equation that may become a collective-permute: several partitioned axes meet."""
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:
         shifts = (eqn for eqn in inside if eqn.primitive.name in _SHIFTS)

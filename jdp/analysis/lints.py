@@ -71,11 +71,7 @@ class _Context(NamedTuple):
 
 
 def require_narrow(jaxpr: Any, traced: Traced) -> None:
-    """Refuse an update by the gradient of a loss that saw full-precision parameters.
-
-    Such a gradient comes from the batch, outside `jdp.value_and_grad`, without a final cast to more
-    bits.
-    """
+    """Refuse an update by the gradient of a loss that saw full-precision parameters."""
     dtype = traced.found.gather_dtype
     if not dtype:
         return
@@ -84,13 +80,14 @@ def require_narrow(jaxpr: Any, traced: Traced) -> None:
         return
     line = next(filter(None, found.values()), "")
     raise ValueError(
-        f"gather_dtype={dtype} has no effect in a loss of this step{f', at {line}' if line else ''}"
-        f": it saw parameters in full precision, and the gradients of "
-        f"{shown([f'`{path}`' for path in found])} come from it. jdp.value_and_grad alone hands a "
-        f"loss {dtype} parameters. Write loss, grads = jdp.value_and_grad(loss_fn)(state.params, "
-        "batch) for each loss, with state.params as they are, in the step itself and not in a "
-        "jax.jit, lax.scan or lax.cond of it. To keep jax.value_and_grad cast in the loss: "
-        f"jax.tree.map(lambda p: p.astype(jnp.{dtype}), params)."
+        f"gather_dtype={dtype} has no effect in a loss of this "
+        f"step{f', at {line}' if line else ''}: it saw parameters in full precision, and the "
+        f"gradients of {shown([f'`{path}`' for path in found])} come from it. Only "
+        f"jdp.value_and_grad casts parameters to {dtype}. Write loss, grads = "
+        "jdp.value_and_grad(loss_fn)(state.params, batch) for each loss, with unchanged "
+        "state.params, in the step itself and not in its jax.jit, lax.scan or lax.cond. To keep "
+        f"jax.value_and_grad, cast in the loss: jax.tree.map(lambda p: p.astype(jnp.{dtype}), "
+        "params)."
     )
 
 
@@ -182,11 +179,11 @@ def clip_warnings(report: Report, traced: Traced) -> Iterator[str]:
         if report.outputs[i].axes & axes and metrics.bend(back.of_output(i)):
             yield with_code(
                 "JDP131",
-                f"`{output.path}` is computed from the gradient of this rank's rows, and averaged "
-                "over the ranks afterwards: a norm is then larger than that of the mean gradient. "
-                "Average first: grads = jdp.sync_gradients(grads), and apply_gradients(grads, "
-                "synced=True). Or write jdp.mean_over_ranks(x) around the metric, if the mean of "
-                "the ranks' own is meant.",
+                f"`{output.path}` is computed from the gradient of this rank's rows and averaged "
+                "over ranks afterwards. Such a norm is larger than the norm of the mean "
+                "gradient. Average first: grads = jdp.sync_gradients(grads), and "
+                "apply_gradients(grads, synced=True). If you want the mean of the ranks' values, "
+                "write jdp.mean_over_ranks(x) around the metric.",
             )
 
 
@@ -201,9 +198,9 @@ def _changed(updates: _Linearity, gradients: Iterable[tuple[str, Node | None]]) 
     for (name, line), paths in found.items():
         yield with_code(
             "JDP131",
-            f"`{name}`{f' at {line}' if line else ''} {NONLINEAR} ({shown([*dict.fromkeys(paths)])}"
-            "), which is averaged over the ranks afterwards: one device would change the mean, so "
-            "the result depends on the number of ranks. Write the change as an optimizer, "
+            f"`{name}`{f' at {line}' if line else ''} {NONLINEAR} "
+            f"({shown([*dict.fromkeys(paths)])}), which is averaged over the ranks afterwards, "
+            "so the result depends on the number of ranks. Move the change into the optimizer, "
             "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), tx)), or average first: "
             "grads = jdp.sync_gradients(grads), and apply_gradients(grads, synced=True).",
         )
@@ -367,7 +364,8 @@ _COUNT = re.compile(
 )
 _TWICE = (
     "{line} divides {what} by the number of devices, and jdp averages over the ranks, so the "
-    "result is divided twice.\nLeave the division out. jdp.sum_over_ranks(x) is the sum."
+    "result is divided twice.\n"
+    "Remove the division. jdp.sum_over_ranks(x) is the sum."
 )
 
 

@@ -32,11 +32,11 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     if not used_inputs(jaxprs.mapped_body(step))[_place(report, traced)]:
         yield with_code(
             "JDP109",
-            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
-            "read it, or only for its weight=: repeated rows would count. Weigh the loss with it, "
-            '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
-            '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
-            'out: jdp.batches(..., tail="drop").',
+            f"`{traced.inputs[traced.mask]}` marks padding, but the step does not read it, or "
+            "only for its weight=, so repeated rows would count. Weight the loss with it, "
+            '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write `weight=lambda '
+            'batch: batch["mask"].sum()` in the decorator; or drop the last batch: '
+            'jdp.batches(..., tail="drop").',
         )
 
 
@@ -50,15 +50,15 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
         return
     if lines := local_means(body, place):
         mask = traced.inputs[traced.mask]
-        how = "as if all had equally many: in a padded batch"
+        how = "with equal weight: in a padded batch"
         if weighs:
             how = "by a weight= that does not depend on that mask: with padding"
         yield with_code(
             "JDP129",
-            f"the mean at {shown([line or 'a line of a library' for line in lines])} is that of "
-            f"the rows of one rank that count (`{mask}`), and ranks are then averaged {how} "
-            "the result depends on the number of ranks, and is NaN where one has only padding. "
-            f"Write `weight=lambda {traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
+            f"the mean at {shown([line or 'a line of a library' for line in lines])} is over the "
+            f"unpadded rows of one rank (`{mask}`), and ranks are then averaged {how} the result "
+            "depends on the number of ranks, and is NaN where a rank has only padding. Write "
+            f"`weight=lambda {traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
         )
 
 

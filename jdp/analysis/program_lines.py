@@ -47,7 +47,7 @@ class ProgramLines(NamedTuple):
                 place = f" ({where})" if where else ""
                 return f"it has `{text}`{place} {_times(now)}, and had that {_times(then)}"
         then, now = sum(saved.values()), sum(self.counts.values())
-        return f"it has {now} of the {then} operations that it had"
+        return f"it has {now} of its {then} earlier operations"
 
 
 def lines_of(jaxpr: Any) -> ProgramLines:

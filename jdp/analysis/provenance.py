@@ -36,12 +36,12 @@ class Origin(NamedTuple):
 
 _SOURCES = {
     "axis_index": "`axis_index` (the number of this rank)",
-    "empty": "`jnp.empty` (memory that nobody has written)",
-    "empty_ref": "a Ref that nobody has written",
+    "empty": "`jnp.empty` (uninitialized memory)",
+    "empty_ref": "an uninitialized Ref",
     "ffi_call": "a foreign call (with side effects)",
-    "infeed": "`infeed` (which each device reads by itself)",
-    "io_callback": "`io_callback` (which each rank calls by itself)",
-    "rng_uniform": "`rng_uniform` (which each device draws by itself)",
+    "infeed": "`infeed` (each device reads its own)",
+    "io_callback": "`io_callback` (each rank calls it separately)",
+    "rng_uniform": "`rng_uniform` (each device draws its own)",
 }
 
 _SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
@@ -168,9 +168,7 @@ class Provenance(WayBack):
                 found[self.body.invars.index(node.variable)] = None
             elif node.frame.eqn is not None:
                 line = self.line(node.frame.around, node.frame.eqn)
-                found["a part that is split by a shard_map" + (f" at {line}" if line else "")] = (
-                    None
-                )
+                found["a part split by a shard_map" + (f" at {line}" if line else "")] = None
             return
         if eqn.primitive.name == "jdp_mark":
             found[f"`{eqn.params['path']}` (this rank's)"] = None
@@ -288,7 +286,7 @@ _VERBS = {
     "div": "divides {1} by {0}, or the other way round",
     "dot_general": "multiplies {1} by {0}",
     "mul": "multiplies {1} by {0}",
-    "select_n": "chooses by {0} between {1} and something else",
+    "select_n": "selects by {0} between {1} and something else",
     "sub": "subtracts {} and {} from each other",
 }
 _COMBINES = "combines {1} with {0}"
@@ -306,7 +304,7 @@ def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
     origin = origins[0]
     sources = _named(origin.sources, inputs)
     if origin.line:
-        same = "the mean gradient" if origin.is_of_gradient else "what all ranks have reduced"
+        same = "the mean gradient" if origin.is_of_gradient else "a value reduced over ranks"
         verb = _VERBS.get(origin.primitive, _COMBINES).format(sources, same)
         return f"{origin.line} {verb}, and the result is not averaged"
     if any(each.is_reduced for each in origins):
@@ -321,7 +319,7 @@ def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:
         rows = [*rows[:3], f"{len(rows) - 3} more"]
     others = [each for each in sources if isinstance(each, str)][:2]
     named = [f"{_listed(rows)} (this rank's rows)"] if rows else []
-    return _listed(named + others) or "something that is hidden in it"
+    return _listed(named + others) or "a hidden value inside it"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -41,19 +41,18 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
             leaves = grouped.setdefault((found.kind, found.source, line), [])
             leaves.append(f"`{found.path or 'grads'}`")
     for (kind, source, line), leaves in grouped.items():
-        came = "was handed to" if kind == SYNCED else "was reduced before it came to"
+        came = "was handed to" if kind == SYNCED else "was reduced before it reached"
         mend = (
-            "Write jdp.sync_gradients(grads) in its place, which weighs."
+            "Write jdp.sync_gradients(grads) instead, which weights."
             if kind == SYNCED
-            else "Hand over the local gradient, or write jdp.mean_over_ranks(x) where a mean "
-            "multiplies a parameter: both weigh."
+            else "Pass the local gradient, or write jdp.mean_over_ranks(x) where a mean "
+            "multiplies a parameter: both weight."
         )
         yield with_code(
             "JDP123",
-            f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and {line or 'something'} "
-            "averages it over the ranks as if all of them counted the same. The step has a "
-            "weight=, and where ranks weigh differently, as in a padded batch, the mean by weight "
-            f"is another gradient. {mend}",
+            f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and "
+            f"{line or 'something'} averages it over ranks with equal weight. The step has a "
+            f"weight=, so in a padded batch the weighted mean is another gradient. {mend}",
         )
 
 
@@ -65,10 +64,10 @@ def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
             grouped.setdefault(found.source, []).append(f"`grads{found.path}`")
     for source, paths in grouped.items():
         yield (
-            f"the gradient {shown(paths)} is the mean over the ranks already where it comes to "
-            f"{source or 'jdp.sync_gradients'}: with jdp.sharded(stage=2) or stage=3, "
-            "jdp.value_and_grad averages by the weight of the step, and another weight= does "
-            "nothing. Write jdp.train_step(weight=...), or jax.value_and_grad, which keeps "
+            f"the gradient {shown(paths)} is already the mean over ranks at "
+            f"{source or 'jdp.sync_gradients'}. With jdp.sharded(stage=2) or stage=3, "
+            "jdp.value_and_grad averages by the weight of the step, so another weight= has no "
+            "effect. Write jdp.train_step(weight=...), or jax.value_and_grad, which keeps "
             "gradients local."
         )
 
@@ -102,8 +101,8 @@ def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[s
     collective, line = (None, "") if found is None else found
     return (
         f"is made from a sum that is {times(eqn, axes, collective)} too large: "
-        f"{line or 'something'} sums over the ranks what every rank has the same. Leave the sum "
-        "out, or write jdp.mean_over_ranks(x)."
+        f"{line or 'something'} sums equal values over the ranks. Remove the sum, or write "
+        "jdp.mean_over_ranks(x)."
     )
 
 
@@ -117,7 +116,7 @@ def _reason(
     if repeated := value.repeated & axes:
         back = report.back(axes)
         text = repetition(eqn, back, back.of_mark(found.eqn), repeated)
-        return with_code("JDP122", "the gradient of {leaves} that comes to {where} " + text)
+        return with_code("JDP122", "the gradient of {leaves} that reaches {where} " + text)
     total, line = value.total & axes, ""
     if not total:
         if not (value.unclear | value.undivided) & axes:
@@ -143,12 +142,12 @@ def _reason(
 def _synced_sum(line: str, too_large: str) -> str:
     return with_code(
         "JDP121",
-        "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
-        f"{line} sums it over the ranks, and jdp sees no division by their number. If the loss "
-        "of each rank was divided by the rows of all ranks, the sum is right: write "
-        "jdp.sync_gradients(grads, mean=False) in place of the sum, which says so. If it is "
-        f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
-        "jdp.sync_gradients(grads) in place of the sum, which divides.",
+        "the gradient of {leaves} was passed to {where} as the mean, with synced=True, but "
+        f"{line} sums it over ranks, and jdp sees no division by their number. If each rank "
+        "divides its loss by the rows of all ranks, the sum is right: write "
+        "jdp.sync_gradients(grads, mean=False) instead of the sum. If each rank's loss is a mean "
+        f"over its own rows, the sum is {too_large} the mean: write jdp.sync_gradients(grads) "
+        "instead of the sum.",
     )
 
 
@@ -157,26 +156,23 @@ def _local_sum(line: str, too_large: str) -> str:
     if too_large:
         return with_code(
             "JDP121",
-            f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
-            f"over the ranks, which makes it {too_large} the mean if each rank's loss is the mean "
-            "over its own rows, and to average it again does not change that. Hand over the local "
-            "gradient, or write jdp.sync_gradients(grads) in place of the sum and then "
-            "apply_gradients(grads, synced=True). If the loss of each rank was divided by the rows "
-            "of all ranks, write jdp.sync_gradients(grads, mean=False) there.",
+            f"the gradient of {{leaves}} was reduced before it reached {{where}}: {line} sums it "
+            "over ranks. If each rank's loss is a mean over its own rows, the sum is "
+            f"{too_large} the mean, also after a second average. Pass the local gradient, or "
+            "write jdp.sync_gradients(grads) instead of the sum and then apply_gradients(grads, "
+            "synced=True). If each rank divides its loss by the rows of all ranks, write "
+            "jdp.sync_gradients(grads, mean=False) there.",
         )
     return with_code(
         "JDP121",
-        f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "
-        "the ranks, and jdp cannot tell whether later divisions make it the mean. Hand "
-        "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean.",
+        f"the gradient of {{leaves}} was reduced before it reached {{where}}: {line} sums it "
+        "over ranks, and later divisions may or may not make it the mean. Pass the local "
+        "gradient, or write apply_gradients(grads, synced=True) if it is the mean.",
     )
 
 
 def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
-    """Return the line of the nearest sum that may make a gradient too large.
-
-    Sums of other values, such as counts, may have any scale.
-    """
+    """Return the line of the nearest sum that may make a gradient too large, counts excepted."""
     if not axes:
         return ""
     back, local = report.back(axes, "undivided"), report.back(axes)
@@ -237,10 +233,10 @@ def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[st
             where = f" at {found.source}" if found.source else ""
             yield with_code(
                 "JDP124",
-                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
-                "that gradient by something else than the step: the cotangents of the ranks were "
-                "added up by other weights, and the gradient would be wrong. Write "
-                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
+                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) "
+                "weights that gradient differently from the step. The cotangents of the ranks "
+                "have other weights, so the gradient would be wrong. Write "
+                "jdp.train_step(weight=...), and remove it from jdp.sync_gradients.",
             )
     if not traced.found.weighed:
         return
@@ -250,20 +246,20 @@ def transpose_refusals(step: Any, report: Report, traced: Traced) -> Iterator[st
         if found.name == MICRO_BATCH:
             yield with_code(
                 "JDP124",
-                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
-                "and is differentiated from outside of them, too, where ranks weigh differently: "
-                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
+                f"a sum or mean over ranks{where} is in the micro-batches of a gradient and is "
+                "also differentiated from outside, and ranks have different weights. That "
+                "gradient would be wrong. Remove accumulate= and micro_batch_rows= from the "
                 "inner gradient.",
             )
             continue
         yield with_code(
             "JDP124",
-            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
-            "cotangents of all ranks without their weights, and the gradient would be wrong where "
-            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
-            "leave out weight= and return the loss "
-            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
-            "whose mean over ranks is that of all rows.",
+            f"`{found.name}`{where} is differentiated, and {by} weights the ranks. JAX sums the "
+            "cotangents of all ranks unweighted, so the gradient would be wrong where weights "
+            "differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) instead, or remove "
+            'weight= and return the loss `(losses * batch["mask"]).mean() / '
+            'jdp.mean_over_ranks(batch["mask"].mean())`, whose mean over ranks is that of all '
+            "rows.",
         )
 
 
@@ -408,8 +404,8 @@ def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
         yield with_code(
             "JDP122",
             f"{shown(leaves)} depends on a sum that is {many} too large: {line or 'something'} "
-            "sums over the ranks what every rank has the same. Write jdp.mean_over_ranks(x), or "
-            "lax.axis_size(axis) * x if that is meant.",
+            "sums equal values over the ranks. Write jdp.mean_over_ranks(x), or "
+            "lax.axis_size(axis) * x if you want the sum.",
         )
 
 
@@ -422,8 +418,8 @@ def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> I
     for line, leaves in grouped.items():
         yield with_code(
             "JDP123",
-            f"{shown(leaves)} is a mean over the ranks in which all of them count the same "
-            f"({line or 'it is divided by their number'}), and this step has a weight=: a rank of "
-            "padding counts as much as the others. Write jdp.mean_over_ranks(x), which weighs, or "
-            "jdp.mean_over_ranks(x, weight=1.0) if that is meant.",
+            f"{shown(leaves)} is an unweighted mean over ranks "
+            f"({line or 'it is divided by their number'}), but this step has a weight=, so a "
+            "rank of padding counts as much as the others. Write jdp.mean_over_ranks(x), which "
+            "weights, or jdp.mean_over_ranks(x, weight=1.0) for the unweighted mean.",
         )

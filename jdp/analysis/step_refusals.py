@@ -133,7 +133,7 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
         yield with_code(
             "JDP108",
             f"{shown(_quoted(sorted(report.opaque)))} hides from the analysis how the gradients "
-            f"of {shown(_quoted(hidden))} are reduced. Call apply_gradients outside of it.",
+            f"of {shown(_quoted(hidden))} are reduced. Call apply_gradients outside it.",
         )
 
 
@@ -142,8 +142,8 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
         if "all_gather_invariant" in _primitives(step):
             yield with_code(
                 "JDP110",
-                f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
-                'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.',
+                f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}. '
+                'Write all_gather(to="varying"), the default, or use JAX >= 0.11.',
             )
 
 
@@ -178,8 +178,8 @@ def forward_mode(line: str) -> str:
     return with_code(
         "JDP111",
         "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
-        f"jdp.scan_layers{line and f' at {line}'}, which has none where it reduces in the "
-        "backward loop, as it does on GPUs by default. Write jdp.scan_layers(..., late=False).",
+        f"jdp.scan_layers{line and f' at {line}'}, but its reduction in the backward loop, the "
+        "default on GPUs, has none. Write jdp.scan_layers(..., late=False).",
     )
 
 
@@ -191,8 +191,9 @@ def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:
             name = leaf if isinstance(leaf, str) else leaf.path
             yield with_code(
                 "JDP112",
-                f"`{name}` is {aval.dtype}{list(aval.shape)}, which XLA cannot compute with. Write "
-                "uint8 or bool for integers of one bit, float8 or float32 for floats of six.",
+                f"`{name}` is {aval.dtype}{list(aval.shape)}, and XLA cannot compute in that "
+                "dtype. Write uint8 or bool for 1-bit integers, float8 or float32 for 6-bit "
+                "floats.",
             )
 
 
@@ -205,10 +206,10 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
         yield with_code(
             "JDP113",
             f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
-            f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
+            f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}. XLA would "
             "abort the process on CPUs. Write jdp.mean_over_ranks(x), jdp.sum_over_ranks(x) or "
-            "jdp.max_over_ranks(x), or cast to float32 around it. Where JAX made it, as the "
-            "gradient of an all_gather, cast what is gathered.",
+            "jdp.max_over_ranks(x), or cast to float32 around it. If it is the gradient of an "
+            "all_gather, cast the gathered value.",
         )
 
 
@@ -221,9 +222,9 @@ def _unused(report: Report) -> Iterator[str]:
     unused = [path for path, shape in leaves if (path, shape) not in used]
     if unused:
         yield (
-            f"the loss does not depend on {shown(_quoted(unused))}: their gradients are zero, as "
-            "on one device (weight decay and momentum still move them). Leave them out with "
-            "TrainState.create(trainable=...) if that is meant."
+            f"the loss does not depend on {shown(_quoted(unused))}, so their gradients are zero, "
+            "as on one device (weight decay and momentum still change them). To exclude them, "
+            "write TrainState.create(trainable=...)."
         )
 
 
@@ -252,10 +253,10 @@ def _untouched(step: Any, traced: Traced) -> Iterator[str]:
     named = [(path, v) for path, v in leaves if path.removesuffix(".value").endswith(ends)]
     if named and same.issuperset(v for _, v in named) and moved.isdisjoint(v for _, v in leaves):
         yield (
-            f"the step reduces gradients, and returns {shown(_quoted([path for path, _ in named]))}"
-            " unchanged: it does not train. Return what apply_gradients returns: state = "
-            "state.apply_gradients(grads). With nnx the model comes first: "
-            "optimizer.update(model, grads)."
+            "the step reduces gradients, and returns "
+            f"{shown(_quoted([path for path, _ in named]))} unchanged, so it does not train. "
+            "Return the result of apply_gradients: state = state.apply_gradients(grads). With "
+            "nnx the model comes first: optimizer.update(model, grads)."
         )
 
 
@@ -272,15 +273,15 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
         return
     # jdp's means weight ranks; the user's may not.
     mend = (
-        "Hand over the local gradient, which jdp weighs."
+        "Pass the local gradient, which jdp weights."
         if traced.found.weighed
-        else "Leave that mean out: the optimizer averages. Or keep it, with synced=True: in "
+        else "Remove that mean: the optimizer averages. Or keep it, with synced=True: in "
         "apply_gradients of a jdp.TrainState, or in tx.update of another state."
     )
     for source, paths in scales.means(report, traced.found.averaged).items():
         yield (
-            f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
-            f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. {mend}"
+            f"the gradient of {shown(_quoted(paths))} is already the mean over ranks at "
+            f"{source or 'jdp.sync_gradients'}, and would be reduced again. {mend}"
         )
 
 

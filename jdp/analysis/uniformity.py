@@ -45,12 +45,12 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
     if not isinstance(primitive, jax.extend.core.Primitive):
         raise TypeError(
             f"jdp.declare_pure takes a jax.extend.core.Primitive, got {type(primitive).__name__} "
-            f"{primitive!r}. Hand over the object that your code binds."
+            f"{primitive!r}. Pass the object that your code binds."
         )
     if primitive.name in RULES and primitive.name not in _declared:
         raise ValueError(
-            f"jdp knows the primitive `{primitive.name}` by itself, and a promise would change "
-            "what it knows. If yours only has the same name, give it another one."
+            f"jdp already knows the primitive `{primitive.name}`, and a declaration would "
+            "contradict its rule. If yours only has the same name, rename it."
         )
     _declared.add(primitive.name)
     RULES[primitive.name] = control_flow.joined
@@ -160,18 +160,16 @@ def _torn_outputs(
         yield with_code(
             "JDP101",
             f"{shown(leaves)}{at} may differ from rank to rank along {along}: {reason}. The "
-            "out_specs say that all ranks have the same, so that one rank's value would be taken "
-            "for that of all, and ranks would drift apart silently. "
+            "out_specs declare it the same on all ranks, so ranks would drift apart silently. "
             f"{_MENDS[mend].format(spelled(names))}",
         )
 
 
 _MENDS = {
-    "average": "Average it first, jax.lax.pmean(x, {0}), or let out_specs put the parts together, "
-    "P({0}).",
-    "key": "Return the key that is the same on every rank, and draw from "
-    "jax.random.fold_in(key, jax.lax.axis_index({0})).",
-    "decide": "Decide by what all ranks have the same, jax.lax.pmean(x, {0}) of the loss or the "
+    "average": "Average it first, jax.lax.pmean(x, {0}), or concatenate in out_specs, P({0}).",
+    "key": "Return the key that all ranks share, and draw from jax.random.fold_in(key, "
+    "jax.lax.axis_index({0})).",
+    "decide": "Decide by a value that all ranks share, jax.lax.pmean(x, {0}) of the loss or the "
     "gradients.",
 }
 
@@ -182,9 +180,9 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
         if torn:
             yield with_code(
                 "JDP106",
-                f"the Ref that is input {i} of the shard_map may hold different values along "
-                f"{spelled(torn)} in the end, but its in_specs say that all ranks share it. "
-                f"Average what is written, jax.lax.pmean(x, {spelled(names)}), or split it, "
+                f"the Ref that is input {i} of the shard_map may end with different values along "
+                f"{spelled(torn)}, but its in_specs declare it shared by all ranks. Average the "
+                f"stored value, jax.lax.pmean(x, {spelled(names)}), or split it, "
                 f"P({spelled(names)}).",
             )
 
@@ -197,7 +195,7 @@ def unknown_primitives(report: Report) -> Iterator[str]:
             "JDP107",
             f"jdp does not know the primitive `{name}`{at} and assumes that its results differ "
             "from rank to rank. If equal operands give equal results on every rank, write "
-            "jdp.declare_pure(primitive) before the first step. If not, average what it gives.",
+            "jdp.declare_pure(primitive) before the first step. If not, average its results.",
         )
 
 
@@ -268,7 +266,7 @@ def uniformity(
         problems += found
     problems = list(dict.fromkeys(problems))
     if problems:
-        raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
+        raise ValueError(f"`{called}` fails on several ranks:\n{bulleted(problems)}")
     return traced.unflatten(["varying" if value.varying else "uniform" for value in left])
 
 
@@ -280,10 +278,10 @@ def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -
     text = f"`{called}` has no shard_map or pmap over {spelled(names)}"
     others = frozenset[str]().union(*map(jaxprs.manual_axes, shard_maps))
     if not others:
-        return f"{text}: there are no ranks in it that could differ."
+        return f"{text}, so it has no ranks that could differ."
     return (
-        f"{text}, only over {spelled(others)}. Write axis_name={spelled(others)} if that is what "
-        "splits the batch."
+        f"{text}, only over {spelled(others)}. If that axis splits the batch, write "
+        f"axis_name={spelled(others)}."
     )
 
 

@@ -285,18 +285,17 @@ def _any(evidence: _Evidence) -> LeafDifference | None:
 
 
 _FEW_DIGITS = (
-    "The differences are small, and the step computes in bfloat16 or float16, which may explain "
-    "them. Compare in float32, or with a larger tolerance=."
+    "The differences are small; bfloat16 or float16 arithmetic may explain them. Compare in "
+    "float32 or with a larger tolerance=."
 )
 _DRAWN_ALIKE = (
-    "{lines} draws random numbers for the rows of a rank from a key that all ranks share: every "
-    "rank draws the same ones, where one rank draws others for each row. Draw from state.key, or "
-    "from jax.random.fold_in(key, jax.lax.axis_index('data')), and compare with a constant in "
-    "their place."
+    "{lines} draws random numbers from a key that all ranks share, so every rank draws the same "
+    "ones for its rows. Draw from state.key or jax.random.fold_in(key, "
+    "jax.lax.axis_index('data')), and run check_step with a constant instead."
 )
 _RANDOM = (
-    "The step draws random numbers: with state.key every rank draws its own (dropout, noise), "
-    "which one rank cannot repeat. Compare with them off, or with state.shared_key."
+    "The step draws random numbers (dropout, noise) from state.key, which differs on each rank. "
+    "Compare without them or with state.shared_key."
 )
 
 # (finder of the leaf to name, cause); the first that applies counts.
@@ -305,14 +304,13 @@ _CAUSES: _Causes = [
     (
         _drifted,
         "The {num_ranks} ranks hold different values of `{leaf.path}`, rank {leaf.rank} the "
-        "furthest from one: look for callbacks that are not pure, and for kernels that add in no "
-        "fixed order.",
+        "furthest from one. Look for impure callbacks and non-deterministic kernels.",
     ),
     (
         _are_n_times_smaller,
-        "Every change is {num_ranks} times smaller. The loss is summed over rows instead of "
-        "averaged, so that the mean over ranks divides by the ranks: write .mean(), not .sum(). Or "
-        "a loss or gradient is divided by the number of devices: leave that out.",
+        "Every change is {num_ranks} times smaller. The loss is summed over rows, and gradients "
+        "are averaged over ranks: write .mean(), not .sum(). Or the step divides by the number "
+        "of devices: delete that division.",
     ),
     (
         _are_n_times_larger,
@@ -322,36 +320,36 @@ _CAUSES: _Causes = [
     (_have_few_digits, _FEW_DIGITS),
     (
         _reduced_statistics,
-        "Batch statistics differ (`{leaf.path}`), although the layer averages them over the ranks: "
-        "each rank counts the same there, however few of its rows a mask leaves. Leave mask= out "
-        "of the layer, or give it the means of all rows that count: jdp.sum_over_ranks(sum) / "
-        "jdp.sum_over_ranks(count).",
+        "Batch statistics differ (`{leaf.path}`). The layer averages them over ranks with equal "
+        "weight, although mask= leaves ranks different numbers of rows. Remove mask=, or pass "
+        "means over all rows that count: jdp.sum_over_ranks(sum) / jdp.sum_over_ranks(count).",
     ),
     (
         _statistics,
-        "Batch statistics differ (`{leaf.path}`): each rank normalises with its own rows. Give the "
-        "layer axis_name=, or accept the difference, as torch does without SyncBatchNorm.",
+        "Batch statistics differ (`{leaf.path}`) because each rank normalises with its own rows. "
+        "Pass axis_name= to the layer, or accept the difference, as in torch without "
+        "SyncBatchNorm.",
     ),
     (
         _are_scaled_by_size,
-        "The gradients agree, and `{leaf.path}` does not: the optimizer divides a gradient by its "
-        "own size, as Adam does, and rounding decides the step of one that cancels out to nearly "
-        "0, such as that of a number added to all logits. Compare with optax.sgd.",
+        "The gradients agree, but `{leaf.path}` differs. The optimizer divides a gradient by its "
+        "own size, as Adam does, so rounding decides the update of a gradient near 0. Compare "
+        "with optax.sgd.",
     ),
     (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
     (
         _are_changed,
-        "The changes have no common ratio, and each rank changes its own gradient by what is not "
-        "linear: the mean of clipped gradients, for instance, is not the clipped mean. Change it "
-        "inside jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
+        "The changes have no common ratio. Each rank applies a nonlinear function, such as "
+        "clipping, to its own gradient before the mean. Apply it inside "
+        "jdp.replicated(optax.chain(optax.clip_by_global_norm(1.0), ...)), or after grads = "
         "jdp.sync_gradients(grads), with apply_gradients(grads, synced=True).",
     ),
     (
         _any,
-        "Something in the loss is not a mean over rows: a masked mean without weight=, a norm of "
-        "the whole batch, statistics of a rank's own rows. Or each rank changes its gradient "
-        "before it is averaged, as clipping does.",
+        "The loss is not a mean over rows: a masked mean without weight=, a norm of the whole "
+        "batch, statistics of a rank's own rows. Or each rank changes its gradient before the "
+        "mean, for example by clipping.",
     ),
 ]
 _METRIC = (
@@ -369,19 +367,19 @@ _CAUSES_OF_METRICS: _Causes = [
     (_are_random, _RANDOM),
     (
         _any,
-        "Float scalars are averaged over ranks, and the mean of the ranks' values is not the value "
-        "of the whole batch. For a norm of the gradient, grads = jdp.sync_gradients(grads) first, "
-        "and apply_gradients(grads, synced=True); for a maximum, jdp.max_over_ranks(x); for a "
-        "ratio or masked mean, jdp.sum_over_ranks of both parts, or weight=; for a value for each "
-        "row, jdp.rows(x).",
+        "Float scalars are averaged over ranks, and that mean is not the value of the whole "
+        "batch. For a gradient norm, write grads = jdp.sync_gradients(grads) first, then "
+        "apply_gradients(grads, synced=True); for a maximum, jdp.max_over_ranks(x); for a ratio "
+        "or masked mean, jdp.sum_over_ranks of both parts, or weight=; for one value per row, "
+        "jdp.rows(x).",
     ),
 ]
 
 
 _CHANGING = (
-    "A constant changes from trace to trace, such as np.random or the time: {lines}. The compiled "
-    "step repeats the constant of its trace. Use jax.random with state.key, or pass the value as "
-    "an argument of the step."
+    "A constant, such as np.random or the time, changes from trace to trace: {lines}. The "
+    "compiled step repeats the constant of its trace. Use jax.random with state.key, or pass the "
+    "value as an argument."
 )
 
 
@@ -478,26 +476,28 @@ def _require_train_step(step: Any) -> None:
     if not isinstance(step, Step) or not step.spec.returns_state:
         raise TypeError(
             f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
-            "jdp.train_step: it compares the states that train steps return."
+            "jdp.train_step. It compares the states that train steps return."
         )
 
 
 def _require_alive(given: dict[str, Any]) -> None:
     for name, tree in given.items():
-        pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
+        pytrees.require_alive(
+            name, tree, "Pass a state that is not donated, or a copy made before."
+        )
 
 
 def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
     if jax.process_count() > 1:
         raise ValueError(
-            f"check_step needs all ranks in one process, and {jax.process_count()} share this "
-            "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
+            f"check_step needs all ranks in one process; {jax.process_count()} processes share "
+            "this mesh. Use virtual devices in one process: jdp.init(cpu_ranks=4)."
         )
     num_ranks = mesh.num_ranks(ranks, axis_name)
     if num_ranks == 1:
         raise ValueError(
-            "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
-            "pass. Make ranks of virtual devices: jdp.init(cpu_ranks=4)."
+            "check_step needs at least 2 ranks; this mesh has 1. Create virtual CPU ranks: "
+            "jdp.init(cpu_ranks=4)."
         )
     return num_ranks
 
@@ -522,9 +522,9 @@ def _require_equal(step: Step, found: StepDifference) -> None:
     worst = (beyond(found.leaves) or beyond(found.metrics))[0]
     after = "" if found.num_steps == 1 else f" after {found.num_steps} steps"
     raise ValueError(
-        f"`{step.__name__}` computes something else on {found.num_ranks} ranks than on one: "
-        f"`{worst.path}` differs by {worst.difference:.2e}{after}, and rounding explains at "
-        f"most {worst.allowed:.2e}. {found.cause}"
+        f"`{step.__name__}` computes another result on {found.num_ranks} ranks than on one: "
+        f"`{worst.path}` differs by {worst.difference:.2e}{after}; rounding explains at most "
+        f"{worst.allowed:.2e}. {found.cause}"
     )
 
 

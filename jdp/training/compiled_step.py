@@ -83,11 +83,10 @@ def program_facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
 # A weighted mean is transposed for the gradient of a loss inside a step, which the step then weighs
 # in its reduction; around the step no reduction does.
 _NO_GRADIENT = (
-    "jax.grad, jax.vjp or jax.jacrev goes through the whole of `{}`, which has a weight=: that "
-    "gradient would be wrong where ranks weigh differently. Take the gradient inside the step, or "
-    "leave out weight= and return the loss "
-    '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`. Forward mode, '
-    "such as jax.jvp, is right."
+    "jax.grad, jax.vjp or jax.jacrev differentiates through `{}`, which has a weight=. That "
+    "gradient is wrong where the weights of ranks differ. Take the gradient inside the step, or "
+    'remove weight= and return the loss `(losses * batch["mask"]).mean() / '
+    'jdp.mean_over_ranks(batch["mask"].mean())`. Forward mode, such as jax.jvp, is right.'
 )
 
 
@@ -105,11 +104,7 @@ def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
 
 
 def pinned(spec: StepSpec, mesh: Mesh, new: Any, old: Any, given: Any) -> Any:
-    """Return a new state with the shardings of the old one.
-
-    On a mesh with further axes the compiler chooses the sharding; another one would make the next
-    call compile again.
-    """
+    """Return a new state with the old shardings, so the next call need not compile again."""
     old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
     if len(mesh.axis_names) == len(spec.axis_name) or tree != old_tree:
         return new
@@ -255,8 +250,7 @@ class CompiledStep:
     def _build_first(self, args: tuple) -> None:
         """Build the first program, for the trace of `on_mesh` that follows.
 
-        JAX records the Python stack of each operation, and each frame costs about a hundredth of
-        the time. Here the author's function is not below the frames of that trace.
+        JAX records the Python stack of each operation; here it is without the frames of that trace.
         """
         self._begin_compiling()
         probed = passes.probe(self._rank_program, self._choices, args, self._call.args)
@@ -356,8 +350,8 @@ class CompiledStep:
         if gathers and not self._has_logged:
             self._has_logged = True
             _log.info(
-                "the update of `%s` gathers whole arrays on every rank, since its optimizer reads "
-                "them whole: %s. It is exact.",
+                "the update of `%s` gathers whole arrays on every rank, because its optimizer "
+                "reads them whole: %s. The result is exact.",
                 self.spec.name,
                 "; ".join(gathers),
             )

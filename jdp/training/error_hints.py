@@ -36,14 +36,12 @@ def explained_value(
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return with_code(
             "JDP127",
-            f"`{spec.name}` hands {what} to NumPy{f' at {line}' if line else ''}: NumPy needs "
-            "values, which do not exist while a step is traced.\n"
-            "Write the function of jax.numpy in its place, and jax.random with state.key in place "
-            "of np.random. Return what is printed as a metric.",
+            f"`{spec.name}` passes {what} to NumPy{f' at {line}' if line else ''}, but a traced "
+            "step has no values.\n"
+            "Write the jax.numpy function instead, and jax.random with state.key instead of "
+            "np.random. Return what you print as a metric.",
         )
-    asks = (
-        f"`{spec.name}` asks for a value that depends on {what}{f' at {line}' if line else ''}, as"
-    )
+    asks = f"`{spec.name}` needs a value that depends on {what}{f' at {line}' if line else ''}, as"
     if type(error) is jax.errors.ConcretizationTypeError:
         asks, advice = f"{asks} float(), int() or .item() does.", _READ + _CLOSED
     else:
@@ -54,17 +52,17 @@ def explained_value(
 
 
 _READ = (
-    'Return it as a metric, {"x": x}, and write float(metrics["x"]) behind the call; to choose by '
+    'Return it as a metric, {"x": x}, and write float(metrics["x"]) after the call; to branch on '
     "it, write jnp.where(flag, a, b)."
 )
 _CHOICE = "Write jnp.where(flag, a, b), or jax.lax.cond(flag, f, g, x)."
 _CLOSED = (
-    " A step has no values while it is traced. A flag or number that chooses the program is closed "
-    "over, with a step for each: jdp.train_step(lambda state, batch: undecorated(state, batch, 2))."
+    " A traced step has no values. Close over a flag or number that selects the program, one "
+    "step per value: jdp.train_step(lambda state, batch: undecorated(state, batch, 2))."
 )
 _OF_MODULE = (
-    " Keep numbers of a module, such as its number of heads, outside of the state: "
-    "arrays, static = eqx.partition(model, eqx.is_array), or a static field of a dataclass."
+    " Keep numbers of a module, such as its number of heads, outside the state: arrays, static = "
+    "eqx.partition(model, eqx.is_array), or a static field of a dataclass."
 )
 
 
@@ -80,10 +78,7 @@ def _named(name: str, spec: StepSpec, paths: Mapping[str, Sequence[str]]) -> str
 
 @contextlib.contextmanager
 def refused_derivative(name: str, scope: Scope) -> Iterator[None]:
-    """Raise jdp's error if JAX cannot differentiate the author's layers.
-
-    JAX fails before the program can be proved, and does not name the layers.
-    """
+    """Raise jdp's error, which names the layers, if JAX cannot differentiate them."""
     try:
         yield
     except NotImplementedError as error:
@@ -134,14 +129,14 @@ def add_hint(
         hint = _of_keys(spec, rest, num_ranks)
     elif "unsupported format string passed to" in text and "Tracer" in text:
         hint = (
-            "a value is formatted that is known only when the step runs. Return it as a metric and "
-            'print it behind the call, or write jax.debug.print("{x:.3f}", x=x).'
+            "the step formats a traced value. Return it as a metric and print it after the call, "
+            'or write jax.debug.print("{x:.3f}", x=x).'
         )
     elif isinstance(batch, dict) and _OF_DICT.search(text):
         names = ", ".join(map(repr, [*batch][:4]))
         hint = (
-            f"`{spec.argument(1)}` is a dict of arrays here, also if it was a table: {names}. "
-            f"Take one by its name: {spec.argument(1)}[{next(iter(batch), 'x')!r}]."
+            f"`{spec.argument(1)}` is a dict of arrays, also if it was a table: {names}. Select "
+            f"one by name: {spec.argument(1)}[{next(iter(batch), 'x')!r}]."
         )
     elif "requires real- or complex-valued inputs" in text:
         hint = _of_integers(spec, state)
@@ -156,7 +151,7 @@ def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
         hint = _of_constraint(text, spec)
     elif "ordered effects are not supported for more than 1 device" in text:
         hint = (
-            "several ranks print in any order. Leave ordered=True out of jax.debug.print and "
+            "ranks print in any order. Remove ordered=True from jax.debug.print and "
             "jax.debug.callback, or return the value: jdp.rows(x)."
         )
     _add(error, spec, hint)
@@ -174,11 +169,11 @@ def _of_axis(text: str, spec: StepSpec) -> str | None:
         return None
     names = spec.axis_name if len(spec.axis_name) > 1 else spec.axis_name[0]
     return (
-        f"the ranks are the axis {names!r}, and there is no axis {found[1]!r}. Write {names!r} in "
-        "its place, or leave a mean of gradients and of metrics out: jdp.replicated(tx) averages "
-        "gradients, and a step its float metrics. To keep the name, write "
-        f"jdp.init(axis_name={found[1]!r}), and axis_name={found[1]!r} in each call of jdp that "
-        "has the option, as jdp.train_step, jdp.replicated, jdp.value_and_grad and jdp.batches do."
+        f"the axis of the ranks is {names!r}, not {found[1]!r}. Write {names!r} instead, or "
+        "remove a mean of gradients and metrics: jdp.replicated(tx) averages gradients, and a "
+        f"step its float metrics. To keep the name, write jdp.init(axis_name={found[1]!r}), and "
+        f"axis_name={found[1]!r} in each jdp call with that option, such as jdp.train_step, "
+        "jdp.replicated, jdp.value_and_grad and jdp.batches."
     )
 
 
@@ -189,20 +184,19 @@ def _of_constraint(text: str, spec: StepSpec) -> str | None:
     if not named:
         return None
     return (
-        f"the axis {named[0]!r} is split before the step begins: a rank sees its own rows, and "
-        "whole parameters. Leave the constraint out; jdp.sharded(tx, stage=3) in the place of "
-        "jdp.replicated(tx) splits parameters."
+        f"the axis {named[0]!r} is split before the step, so a rank sees its own rows and whole "
+        "parameters. Remove the constraint; jdp.sharded(tx, stage=3) instead of "
+        "jdp.replicated(tx) shards parameters."
     )
 
 
 def _of_choice(error: Exception) -> str:
     line = line_of(error)
     return (
-        f"Python chooses by a value{f' at {line}' if line else ''} that is known only when the "
-        "step runs, such as the number of a rank: all ranks run one program, which is traced once. "
-        "Write jnp.where(flag, a, b), or jax.lax.cond(flag, f, g, x) around code without "
-        "collectives. What one process does alone, such as printing, goes behind the call of the "
-        "step: if jax.process_index() == 0."
+        f"Python branches on a traced value{f' at {line}' if line else ''}, such as the number "
+        "of a rank. All ranks run one program, traced once. Write jnp.where(flag, a, b), or "
+        "jax.lax.cond(flag, f, g, x) around code without collectives. Move the work of one "
+        "process, such as printing, behind the call of the step: if jax.process_index() == 0."
     )
 
 
@@ -216,14 +210,14 @@ def _of_integers(spec: StepSpec, state: Any) -> str:
     ]
     if not integers:
         return (
-            "differentiate with respect to the parameters alone, not to a whole state with its "
-            "step number: jax.value_and_grad(loss_fn)(state.params, batch)."
+            "differentiate with respect to the parameters, not to a whole state with its step "
+            "number: jax.value_and_grad(loss_fn)(state.params, batch)."
         )
-    others = f", and {len(integers) - 1} more are no floats" if len(integers) > 1 else ""
+    others = f", and {len(integers) - 1} more are not floats" if len(integers) > 1 else ""
     return (
-        f"{integers[0]}{others}, and jax.grad differentiates floats alone. Make parameters that "
-        "train floats, and keep other values outside of params; or write "
-        "jdp.value_and_grad(loss_fn, allow_int=True), which leaves them as they are."
+        f"{integers[0]}{others}, and jax.grad differentiates only floats. Cast trained "
+        "parameters to float and keep other values outside params; or write "
+        "jdp.value_and_grad(loss_fn, allow_int=True), which leaves them unchanged."
     )
 
 
@@ -238,8 +232,8 @@ def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) ->
             first, other = spec.argument(1), spec.argument(i)
             return (
                 f"each of {num_ranks} ranks has {rows} rows of `{first}` and all "
-                f"{rows * num_ranks} of `{other}`: only the second argument of a step is split "
-                f"over the ranks. If rows of the two belong together, make them one batch: call "
+                f"{rows * num_ranks} of `{other}`, because only the second argument of a step is "
+                "split over ranks. If their rows belong together, pass one batch: call "
                 f"{spec.name}({spec.argument(0)}, ({first}, {other})), and begin the step with "
                 f"{first}, {other} = batch."
             )
@@ -252,9 +246,9 @@ def _of_devices(spec: StepSpec, batch: Any) -> str | None:
     if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[0] != 1:
         return None
     return (
-        f"a rank has one row of `{spec.argument(1)}`, with {shape[1]} entries in every leaf. "
-        "If these are its rows, leave out common_utils.shard, or the reshape to "
-        "[devices, rows, ...]: a batch of jdp is [rows, ...]."
+        f"a rank has one row of `{spec.argument(1)}`, with {shape[1]} entries in every leaf. If "
+        "these are its rows, remove common_utils.shard or the reshape to [devices, rows, ...]: a "
+        "jdp batch is [rows, ...]."
     )
 
 
@@ -264,8 +258,8 @@ def _of_keys(spec: StepSpec, rest: Sequence[Any], num_ranks: int) -> str | None:
         if any(jnp.shape(leaf)[:1] == (num_ranks,) for leaf in jax.tree.leaves(arg)):
             key, rank = spec.argument(i), f"jax.lax.axis_index({spec.axis_name[0]!r})"
             return (
-                f"every rank has all {num_ranks} keys of `{key}`. Give one key, and write "
-                f"jax.random.fold_in({key}, {rank}); or take state.key of a jdp.TrainState, which "
-                "differs from rank to rank and from step to step."
+                f"every rank has all {num_ranks} keys of `{key}`. Pass one key and write "
+                f"jax.random.fold_in({key}, {rank}); or use state.key of a jdp.TrainState, which "
+                "differs per rank and per step."
             )
     return None

@@ -58,7 +58,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
     if not isinstance(step, Step) or step.spec.returns_state:
         raise TypeError(
             f"evaluate got {getattr(step, '__name__', step)!r}, which is not decorated with "
-            "jdp.eval_step: a train step would change and donate the state."
+            "jdp.eval_step. A train step would change and donate the state."
         )
     instead = "jdp.batches(dataset, batch_size, epochs=1, shuffle=False)"
     host_arrays.require_batches("evaluate", batches, instead)
@@ -84,7 +84,7 @@ def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
             fetched.append(_fetch(*waiting))
         waiting = reported, weight, find_mask(batch)
     if waiting is None:
-        raise ValueError("evaluate got no batches, and the mean over no rows is not defined.")
+        raise ValueError("evaluate got no batches; the mean over no rows is undefined.")
     fetched.append(_fetch(*waiting))
     in_flight.drain()  # Only raises errors of different arguments.
     weights = [weight for _, weight in fetched]

@@ -24,16 +24,19 @@ from jdp.step_spec import StepSpec
 
 _UNKNOWN = "an array of the step"
 _DRAWN = (
-    "`{step}` draws a random number in Python ({lines}): the compiled step repeats that number "
-    "in each call.\nWrite jax.random.normal(state.key, shape), or pass the number as an argument."
+    "`{step}` draws a random number in Python ({lines}), so the compiled step repeats that "
+    "number in each call.\n"
+    "Write jax.random.normal(state.key, shape), or pass the number as an argument."
 )
 _MADE = (
-    "`{step}` makes a random generator in Python ({lines}): the compiled step repeats its numbers "
-    "in each call.\nWrite jax.random.normal(state.key, shape), or draw fixed numbers outside of it."
+    "`{step}` makes a random generator in Python ({lines}), so the compiled step repeats its "
+    "numbers in each call.\n"
+    "Write jax.random.normal(state.key, shape), or draw fixed numbers outside the step."
 )
 _READ = (
-    "`{step}` reads the clock in Python ({lines}): the compiled step repeats the time of its trace."
-    "\nMeasure around the call of the step, or pass the time as an argument."
+    "`{step}` reads the clock in Python ({lines}), so the compiled step repeats the time of its "
+    "trace.\n"
+    "Measure around the call of the step, or pass the time as an argument."
 )
 _GLOBAL: tuple[Any, ...] = (np.random.rand.__self__, random.random.__self__)  # type: ignore
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)

@@ -261,14 +261,14 @@ def _entering(i: int, leaf: Any) -> KnownValue:
 _SQUARES = frozenset("nu nu_max e_g e_x v_row v_col exp_avg_sq".split())
 _SUMS = frozenset("sum_of_squares grad_sum_of_squares grad_sum_sq".split())
 _ADVICE = (
-    "optax keeps it in the dtype of the parameters. Keep these in float32, and compute in "
+    "optax keeps it in the dtype of the parameters. Keep parameters in float32 and compute in "
     "bfloat16: jdp.sharded(tx, stage=3, gather_dtype=jnp.bfloat16), or p.astype(jnp.bfloat16) in "
     "the loss."
 )
 
 _INJECTED = (
-    "an average with a decay below 1 that optax.inject_hyperparams has cast to {dtype}, where it "
-    "is 1: a bias correction divides by 0, and the update is NaN. Write "
+    "an average whose decay below 1 optax.inject_hyperparams cast to {dtype}, where it rounds to "
+    "1. The bias correction divides by 0, and the update is NaN. Write "
     "optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), and keep more bits."
 )
 
@@ -302,29 +302,29 @@ def _why_not(dtype: np.dtype, names: set[str], change: Change) -> str:
             return _INJECTED.format(dtype=dtype)
         least = 10.0 ** np.ceil(np.log10(2 * below_1))
         mend = (
-            f"Write a decay of at most {1 - least:g}, such as optax.adamw(..., b2={1 - least:g}), "
-            "or keep more bits."
+            f"Write a decay of at most {1 - least:g}, such as optax.adamw(..., "
+            f"b2={1 - least:g}), or keep more bits."
         )
         when = ""
         if decay.is_of_count:
             when = f" after {MANY_STEPS:,} steps"
-            mend = "It depends on the number of steps, and comes closer to 1: keep more bits."
+            mend = "It depends on the number of steps and approaches 1: keep more bits."
         return (
             f"an average with the decay {decay.value:.6g}{when}. {dtype} has no number between "
-            f"{1 - below_1:.6g} and 1, so that this rounds to 1: the average never falls, and "
+            f"{1 - below_1:.6g} and 1, so the decay rounds to 1. The average never falls, and "
             f"after one large gradient all steps stay small. {mend}"
         )
     if names & _SUMS or change.adds_squares:
         most = round(1 / below_1)
         return (
             f"a sum of squares over all steps. {dtype} has {jnp.finfo(dtype).nmant + 1} binary "
-            f"digits, so that the sum stops growing when it is {most} times what a step adds, such "
-            f"as after {most} steps of equal gradients."
+            f"digits, so the sum stops growing at {most} times the square of a step, such as "
+            f"after {most} steps of equal gradients."
         )
     if names & _SQUARES and dtype == jnp.float16:
         least = (float(jnp.finfo(dtype).smallest_subnormal) / 2) ** 0.5
         return (
-            f"an average of squares of gradients. The square of a gradient below {least:.2g} is 0 "
+            f"an average of squared gradients. The square of a gradient below {least:.2g} is 0 "
             "in float16, and the update divides by its root."
         )
     return ""

@@ -18,8 +18,7 @@ from jdp.step_spec import StepSpec
 def require_unshared(name: str, tree: Any) -> None:
     """Refuse a tree that holds one variable of nnx at two places.
 
-    A step would see two variables, of which its function may change one and read the other. Modules
-    share random streams, and use them only at initialization.
+    A step would see two variables. Modules share random streams, used only at initialization.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -35,19 +34,18 @@ def require_unshared(name: str, tree: Any) -> None:
         if first != place:
             raise ValueError(
                 f"`{first}` and `{place}` are one {type(node).__name__} of nnx. A step would get "
-                "two of them, and a change of one would not reach the other: shared weights would "
-                "drift apart, and an optimizer that holds the variables of a model would update "
-                "copies. nnx.split keeps each variable once: write graph, values = "
-                f"nnx.split({name}), give `values` in the place of `{name}`, begin the step with "
-                f"{name} = nnx.merge(graph, values, copy=True), and keep nnx.state({name})."
+                "two copies, and their values would drift apart. Split the module, which keeps "
+                f"each variable once: graph, values = nnx.split({name}), pass `values` instead "
+                f"of `{name}`, begin the step with {name} = nnx.merge(graph, values, copy=True), "
+                f"and keep nnx.state({name})."
             )
 
 
 _log = logging.getLogger("jdp")
 
 _PARTITION = (
-    "With Equinox keep it outside of params: "
-    "params, static = eqx.partition(model, eqx.is_inexact_array)."
+    "With Equinox keep it outside params: params, static = eqx.partition(model, "
+    "eqx.is_inexact_array)."
 )
 
 
@@ -56,20 +54,17 @@ def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if type(leaf) in (bool, int, float, complex) and _is_of_module(params, path):
             raise TypeError(
-                f"`params{jax.tree_util.keystr(path)}` is {leaf!r}, a Python number of a module: "
-                "a parameter is an array in every step, and is trained if it is a float. "
-                f"{_PARTITION} In a dataclass make the field static: "
-                'dataclasses.field(metadata={"static": True}). If it is to train, make it an array.'
+                f"`params{jax.tree_util.keystr(path)}` is {leaf!r}, a Python number of a module. "
+                f"A step would get it as an array, and train it if it is a float. {_PARTITION} "
+                'In a dataclass make the field static: dataclasses.field(metadata={"static": '
+                "True}). To train it, make it an array."
             )
     if all_train:
         _log_floats(params)
 
 
 def floats_of_equinox(state: Any) -> frozenset[str]:
-    """Return the paths of Python floats in a state that are attributes of Equinox modules.
-
-    Equinox does not differentiate them, but in a step they are arrays, as all numbers are.
-    """
+    """Return the paths of Python floats in a state that are attributes of Equinox modules."""
     if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(state)):
         return frozenset()
     return frozenset(
@@ -88,12 +83,12 @@ def not_trained(floats: frozenset[str], gradients: Set[str], state: str) -> Iter
         for path in sorted(floats):
             if any(gradient and path.endswith(gradient) for gradient in gradients):
                 raise TypeError(
-                    f"the step has a gradient with respect to `{state}{path}`, a Python number of "
-                    "a module, and the optimizer would train it: numbers of a state are arrays in "
-                    "a step, so eqx.filter_grad differentiates in them, as it does not under "
-                    "eqx.filter_jit. Keep them outside of the state: params, static = "
+                    f"the step differentiates with respect to `{state}{path}`, a Python number "
+                    "of a module, and the optimizer would train it. In a step the numbers of a "
+                    "state are arrays, so eqx.filter_grad differentiates them, unlike under "
+                    "eqx.filter_jit. Keep them outside the state: params, static = "
                     "eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) "
-                    "in the loss. If it is to train, make it an array."
+                    "in the loss. To train it, make it an array."
                 )
 
 
@@ -136,8 +131,8 @@ def _log_floats(params: Any) -> None:
             return
         others = f" ({len(floats)} of them)" if len(floats) > 1 else ""
         _log.warning(
-            "jdp: `params%s` is the Python float %s%s and trains. Keep constants outside of "
-            "params, or write jnp.float32(%s) to train it.",
+            "jdp: `params%s` is the Python float %s%s and trains. Keep constants outside params, "
+            "or write jnp.float32(%s) to train it.",
             *(jax.tree_util.keystr(path), leaf, others, leaf),
         )
 
@@ -160,8 +155,8 @@ def require_numbers(name: str, tree: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if getattr(getattr(leaf, "dtype", None), "hasobject", False):
             raise TypeError(
-                f"`{name}{jax.tree_util.keystr(path)}` is an array of Python objects. Make it an "
-                'array of numbers: np.asarray(value, "float32").'
+                f"`{name}{jax.tree_util.keystr(path)}` is an array of Python objects. Convert it "
+                'to numbers: np.asarray(value, "float32").'
             )
 
 
@@ -176,10 +171,9 @@ def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
             )
         if is_own:
             raise ValueError(
-                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, but gradients are averaged "
-                "over all ranks, so a rank's own parameter would get the gradient of all of them. "
-                "Keep per-rank state in model_state, or next to the TrainState: step((state, own), "
-                "batch)."
+                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, but its gradient is "
+                "averaged over all ranks. Keep per-rank state in model_state, or next to the "
+                "TrainState: step((state, own), batch)."
             )
     if trainable is None:
         chosen = [True] * len(named)
@@ -195,16 +189,16 @@ def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     )
     if not any(flags):
         raise ValueError(
-            f"none of the {len(flags)} leaves of params trains: the step would change nothing. "
-            "Give float parameters, and a trainable= that selects some of them"
-            f"{_shown(named) if callable(trainable) else ''}."
+            f"params has {len(flags)} leaves, and 0 of them train, so the step would change "
+            "nothing. Pass float parameters, and a trainable= that selects some of "
+            f"them{_shown(named) if callable(trainable) else ''}."
         )
     return flags
 
 
 def _shown(named: list[tuple[Any, Any]]) -> str:
     paths = [f'"{jax.tree_util.keystr(path)}"' for path, _ in named[:3]]
-    return f": it gets paths such as {', '.join(paths)}"
+    return f", from paths such as {', '.join(paths)}"
 
 
 def _spread(trainable: Any, params: Any) -> list[bool]:
@@ -215,16 +209,17 @@ def _spread(trainable: Any, params: Any) -> list[bool]:
         )
     except ValueError as error:
         raise ValueError(
-            f"trainable={trainable!r:.200} is not a tree like params, or a prefix of it: "
-            f"{jax.tree.map(lambda _: True, params)!r:.400} lets all leaves train. Or give a "
+            f"trainable={trainable!r:.200} is not a tree like params or a prefix of it; "
+            f"{jax.tree.map(lambda _: True, params)!r:.400} trains all leaves. Or pass a "
             'function, such as lambda path, leaf: "bias" not in path.'
         ) from error
     return [bool(flag) for flag in jax.tree.leaves(spread)]
 
 
 _DROPPED = (
-    "`{step}` updates batch statistics of `{state}`, which an evaluation drops: its layers "
-    "normalise with the rows of the batch, and dropout may be on.\nCall model.eval() before."
+    "`{step}` updates batch statistics of `{state}`, which an evaluation drops. Its layers "
+    "normalise with the rows of the batch, and dropout may be on.\n"
+    "Call model.eval() before."
 )
 
 

@@ -18,15 +18,15 @@ from jdp.training import parameters, shard_layout
 _log = logging.getLogger("jdp")
 
 _VIEWED = (
-    "jdp: `%s` could not donate `%s`, because a NumPy view of it is alive: the step takes %.1f MB "
-    "more. Write np.array(x) in place of np.asarray(x) and jax.device_get(x), or drop the view."
+    "jdp: `%s` could not donate `%s`, because a NumPy view of it is alive, so the step uses %.1f "
+    "MB more. Write np.array(x) instead of np.asarray(x) and jax.device_get(x), or delete the "
+    "view."
 )
 _LARGE_BYTES = 1 << 16  # less is not worth a log line
 _COPIED = (
-    "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. If it stays as it is, copy it "
-    "once, before the loop: "
-    "%s = jax.device_put(%s, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), with "
-    "mesh = jdp.init()."
+    "jdp: each call of `%s` copies `%s` (%.1f MB) to all devices. If it is constant, copy it "
+    "once before the loop: %s = jax.device_put(%s, jax.sharding.NamedSharding(mesh, "
+    "jax.sharding.PartitionSpec())), with mesh = jdp.init()."
 )
 _SLOW_BYTES = 1 << 20  # less is copied in a millisecond
 
@@ -69,14 +69,14 @@ def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:
     text = f"`{second}` holds {pytrees.kind_of(found)}, but the second argument of a step is the "
     if num_rest:
         raise TypeError(
-            f"{text}batch. The state is one argument, and one value that the step returns: call "
-            f"`{spec.name}(({state}, {second}), {data})`, and begin the step with "
-            f"`{state}, {second} = state`."
+            f"{text}batch. Pass the state as one argument and return it as one value: call "
+            f"`{spec.name}(({state}, {second}), {data})`, and begin the step with `{state}, "
+            f"{second} = state`."
         )
     raise TypeError(
-        f"{text}batch, which is split over the ranks. A step takes the state first: "
-        f"`def {spec.name}(state, batch)`, called as `{spec.name}(state, batch)` with the {kind} "
-        "in the state."
+        f"{text}batch, which is split over the ranks. The state is the first argument: `def "
+        f"{spec.name}(state, batch)`, called as `{spec.name}(state, batch)` with the {kind} in "
+        "the state."
     )
 
 
@@ -96,8 +96,8 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
             if not is_ref and not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
                 raise TypeError(
                     f"`{name}` holds {leaf!r}, of type {type(leaf).__name__}, but a compiled "
-                    "program takes only arrays and numbers. Make it part of the step, with a step "
-                    f"for each value: jdp.train_step(functools.partial(fn, {name}=...))."
+                    "program accepts only arrays and numbers. Close over it, one step per value: "
+                    f"jdp.train_step(functools.partial(fn, {name}=...))."
                 )
             return leaf
         if isinstance(leaf, jax.core.Tracer):
@@ -190,6 +190,6 @@ def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
         pytrees.require_alive(
             spec.argument(i),
             arg,
-            "Continue with the state that the step returned, give a copy "
-            "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False.",
+            "Continue with the returned state, pass a copy (jax.tree.map(jnp.copy, ...)), or "
+            "decorate with donate=False.",
         )

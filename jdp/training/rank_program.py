@@ -219,15 +219,14 @@ class RankProgram:
         if not is_tuple or len(returned) != 2:
             found = f"{len(returned)} values" if is_tuple else pytrees.kind_of(returned)
             raise TypeError(
-                f"`{self.spec.name}` returned {found}, but a train step returns "
-                "`(state, metrics)`. Write `return state, {}` where there is nothing to report."
+                f"`{self.spec.name}` returned {found}, but a train step returns `(state, "
+                "metrics)`. Write `return state, {}` if there are no metrics."
             )
         first, second = map(jax.tree.structure, returned)
         if first != tree == second:
             raise TypeError(
-                f"`{self.spec.name}` returned `(metrics, state)`: its second value has the "
-                "structure of the state, the first has not. A train step returns the state first: "
-                "`return state, metrics`."
+                f"`{self.spec.name}` returned `(metrics, state)`: only its second value has the "
+                "structure of the state. Return the state first: `return state, metrics`."
             )
         return returned
 

@@ -184,8 +184,8 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
             dims.append(find(leaf) if has_dim else None)
     if len(found) > 1:
         raise ValueError(
-            f"the optimizers of this state split over different mesh axes, {sorted(found)}. "
-            "Give all of them the same jdp.sharded(over=...)."
+            f"the optimizers of this state shard over different mesh axes, {sorted(found)}. Pass "
+            "the same jdp.sharded(over=...) to all of them."
         )
     return dims, next(iter(found), ())
 

@@ -46,8 +46,8 @@ def split_keywords(
     for name in others:
         if name in _NOT_REPLACED:
             raise TypeError(
-                f"apply_gradients got {name}=, which the update computes or keeps. Write "
-                f"state.apply_gradients(grads).replace({name}=...) to change it afterwards."
+                f"apply_gradients got {name}=, which the update computes or keeps. To change it "
+                f"afterwards, write state.apply_gradients(grads).replace({name}=...)."
             )
         if read is not None and name not in read:
             raise TypeError(_without_effect(name, [*replaced, *read]))
@@ -55,10 +55,7 @@ def split_keywords(
 
 
 def _read_by(tx: Replicated) -> set[str] | None:
-    """Return the keywords that functions of the optimizer name; None if one may read any.
-
-    Optax's own functions pass `**extra_args` to others, which their closures hold.
-    """
+    """Return the keywords that functions of the optimizer name; None if one may read any."""
     names: set[str] = set()
     seen: set[int] = set()
     pending: list[Any] = [tx.options["tx"].update]
@@ -105,8 +102,8 @@ def _without_effect(name: str, fields: list[str]) -> str:
     close = difflib.get_close_matches(name, fields, n=1)
     remedy = f"Write {close[0]}=" if close else "Leave it out"
     return (
-        f"apply_gradients got {name}=, which would have no effect: it is no field of the state "
-        f"({', '.join(fields)}), and the optimizer does not read it. {remedy}."
+        f"apply_gradients got {name}=, which would have no effect: it is not a field of the "
+        f"state ({', '.join(fields)}), and the optimizer does not read it. {remedy}."
     )
 
 
@@ -160,9 +157,9 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
 def _log_whole(tx: Replicated, error: Exception) -> None:
     """Log the cost of a first state that is not made by one program."""
     is_split = sharding_of(tx) is not None
-    cost = "each of its operations is a program of its own, which makes the start slower"
+    cost = "each of its operations compiles separately, which slows the start"
     if is_split:
-        cost = "its whole state is on each device until it is split"
+        cost = "its whole state is on each device until it is sharded"
     text = (
         f"jdp: the init of the optimizer cannot be traced ({type(error).__name__}: "
         f"{(str(error).splitlines() or [''])[0]}), so {cost}. Write it with jax.numpy, without "
@@ -191,10 +188,10 @@ def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
         return
     path, largest = max(whole, key=lambda each: each[1].nbytes)
     text = (
-        f"jdp.sharded(stage={sharding.stage}) splits {len(named) - len(whole)} of {len(named)} "
-        f"parameters that have min_size={sharding.min_size} numbers or more. The others stay whole "
-        f"on each of {num_shards} ranks, {sum(leaf.nbytes for _, leaf in whole):,} bytes: "
-        f"{num_shards} divides no dim of `params{jax.tree_util.keystr(path)}` "
+        f"jdp.sharded(stage={sharding.stage}) shards {len(named) - len(whole)} of {len(named)} "
+        f"parameters with at least min_size={sharding.min_size} numbers. The others stay whole "
+        f"on each of {num_shards} ranks, {sum(leaf.nbytes for _, leaf in whole):,} bytes, "
+        f"because {num_shards} divides no dim of `params{jax.tree_util.keystr(path)}` "
         f"{largest.dtype}{list(largest.shape)}. Pad a dim in the model, or use another number of "
         "ranks."
     )
@@ -229,10 +226,10 @@ def _without_apply_fn(create: Callable[_Args, _Result]) -> Callable[_Args, _Resu
     def checked(*args: _Args.args, **options: _Args.kwargs) -> _Result:
         if "apply_fn" in options:
             raise TypeError(
-                "jdp.TrainState holds no apply_fn: the loss calls the model itself.\n"
+                "jdp.TrainState holds no apply_fn; the loss calls the model itself.\n"
                 "Write jdp.TrainState.create(params, jdp.replicated(tx)), and in the loss "
-                'model.apply({"params": params}, ...). Flax\'s TrainState with '
-                "tx=jdp.replicated(tx) works, too."
+                'model.apply({"params": params}, ...). '
+                "Flax's TrainState with tx=jdp.replicated(tx) works, too."
             )
         return create(*args, **options)
 
@@ -325,7 +322,7 @@ class TrainState:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
         for name, tree in (("params", params), ("model_state", model_state)):
             pytrees.require_alive(
-                name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
+                name, tree, "Pass a copy made before: jax.tree.map(jnp.copy, ...)."
             )
             parameters.require_unshared(name, tree)
             parameters.require_numbers(name, tree)
@@ -452,9 +449,9 @@ def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) != len(flags):
         raise ValueError(
-            f"the gradients have {len(leaves)} leaves and params have {len(flags)}: "
-            "differentiate with respect to state.params as a whole; "
-            "frozen parameters are left out afterwards."
+            f"the gradients have {len(leaves)} leaves and params have {len(flags)}. "
+            "Differentiate with respect to state.params as a whole; jdp leaves out frozen "
+            "parameters afterwards."
         )
     chosen = [x if flag else None for x, flag in zip(leaves, flags, strict=True)]
     return jax.tree.unflatten(treedef, chosen)
@@ -473,7 +470,7 @@ def _other_tree(grads: Any, params: Any) -> str:
     return (
         f"the gradients are {found}; params is {pytrees.kind_of(params)} with the leaves "
         f"{named(params)}, and each parameter needs its own gradient. Differentiate with respect "
-        "to state.params as a whole, and take the gradients alone: loss, grads = "
+        "to state.params as a whole, and pass only the gradients: loss, grads = "
         f"jax.value_and_grad(loss_fn)(state.params, batch).{_of_nnx(grads)}"
     )
 
@@ -482,7 +479,7 @@ def _of_nnx(grads: Any) -> str:
     if not type(grads).__module__.startswith("flax.nnx"):
         return ""
     return (
-        " nnx.grad returns a State. Make one the params, too: graph, params = nnx.split(model, "
+        " nnx.grad returns a State. Make params a State too: graph, params = nnx.split(model, "
         "nnx.Param), and model = nnx.merge(graph, params) in the loss."
     )
 

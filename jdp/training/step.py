@@ -482,8 +482,8 @@ class Step:
             raise TypeError(self._call_error(error)) from None
         if len(bound.args) < 2:
             raise TypeError(
-                f"`{self.__name__}` got {len(args) + len(kwargs)} argument(s), but takes a state "
-                "and a batch."
+                f"`{self.__name__}` needs 2 arguments, a state and a batch; got "
+                f"{len(args) + len(kwargs)}."
             )
         names = sorted(bound.kwargs)
         keywords = tuple(enumerate(names, len(bound.args)))
@@ -509,7 +509,7 @@ class Step:
         hint = ""
         if next(iter(self.spec.signature.parameters), None) == "self":
             hint = (
-                " A decorated method is not bound to its object: decorate the bound one, "
+                " A decorated method is not bound to its object. Decorate the bound method: "
                 f"self.{self.__name__} = jdp.train_step(self._{self.__name__}) in __init__."
             )
         elif len(self.spec.signature.parameters) < 2:
@@ -622,21 +622,19 @@ def _decorated(fn: Any, axis_name: AxisName, weight: Any, **options: Any) -> Any
 
     if weight is not None and not callable(weight):
         raise TypeError(
-            f"weight= must be a function of the batch, got {weight!r}. For example "
-            'weight=lambda batch: batch["mask"].sum().'
+            f"weight= must be a function of the batch, got {weight!r}. For example weight=lambda "
+            'batch: batch["mask"].sum().'
         )
     if fn is None:
         return decorate
     if isinstance(fn, Step):
         raise TypeError(
-            f"`{fn.__name__}` is decorated with jdp.train_step or jdp.eval_step already. Leave one "
-            "of the two decorators out; a step that calls another one calls the undecorated "
-            "function."
+            f"`{fn.__name__}` is already decorated with jdp.train_step or jdp.eval_step. Remove "
+            "one of the decorators; to call another step, call its undecorated function."
         )
     if not callable(fn):
         raise TypeError(
-            f"the decorator got {fn!r}, which is not a function. Write @jdp.train_step above "
-            "def step(state, batch); options are given by name, as in "
-            '@jdp.train_step(axis_name="data").'
+            f"the decorator got {fn!r}, which is not a function. Write @jdp.train_step above def "
+            'step(state, batch); pass options by name, as in @jdp.train_step(axis_name="data").'
         )
     return decorate(fn)

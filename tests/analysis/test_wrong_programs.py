@@ -37,7 +37,7 @@ def name_of(program):
 
 def blamed(message):
     """What stands in backticks at the head of every complaint."""
-    heads = [re.split(r" (?:may|was|runs|is|says)\b", line)[0] for line in message.split("\n- ")]
+    heads = [re.split(r" (?:may|was|runs|is|marks)\b", line)[0] for line in message.split("\n- ")]
     return [name for head in heads[1:] for name in re.findall("`([^`]+)`", head)]
 
 
@@ -351,7 +351,7 @@ def test_warns_of_unused_parameters_once_and_trains_them_as_one_device_does():
         return state.apply_gradients(corpus.gradients(state, batch)), {}
 
     state = jdp.TrainState.create(p, jdp.replicated(tx))
-    with pytest.warns(UserWarning, match=r" `\['unused'\]`:") as caught:
+    with pytest.warns(UserWarning, match=r" `\['unused'\]`,") as caught:
         state, _ = step(state, corpus.rows())
     assert len(caught) == 1
     with warnings.catch_warnings(action="error"):
@@ -396,7 +396,7 @@ def test_what_one_of_several_losses_depends_on_is_used(update):
     jdp.train_step(lambda state, batch: (update(state, batch), {})).lower(state, batch)
     p = {**corpus.params(), "unused": np.ones(2, np.float32)}
     state = jdp.TrainState.create(p, corpus.sgd())
-    with pytest.warns(UserWarning, match=r" `\['unused'\]`:") as caught:
+    with pytest.warns(UserWarning, match=r" `\['unused'\]`,") as caught:
         jdp.train_step(lambda state, batch: (update(state, batch), {})).lower(state, batch)
     assert len(caught) == 1
 
@@ -469,11 +469,12 @@ def message_of(program):
 NAMED = re.compile(
     r"`(batch|rows)\b[^`]*`|`state\.key`|`(axis_index|io_callback|rng_uniform|jnp\.empty|ppermute|"
     r"pshuffle|all_to_all|reduce_scatter|psum|all_gather|ragged_all_to_all|empty_ref)`|"
-    r"a foreign call|is split by a shard_map|(sums|averages) (it )?over the ranks|all_gather\(to=|"
-    r"jdp\.scan_layers at|may hold another value on each after [^:]*:\d+: it depends on"
+    r"a foreign call|split by a shard_map|(sums|averages) (it |equal values )?over (the )?ranks|"
+    r"all_gather\(to=|"
+    r"jdp\.scan_layers at|may differ after [^:]*:\d+: it depends on"
 )
 INTERNAL = re.compile(
-    r"jdp_\w+|\brest\[|\b(program|sync|verify|native|grad|state)\.py|hidden in it"
+    r"jdp_\w+|\brest\[|\b(program|sync|verify|native|grad|state)\.py|hidden value"
 )
 
 

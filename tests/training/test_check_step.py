@@ -62,14 +62,14 @@ def test_a_division_by_the_number_of_devices_is_found():
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(jax.tree.map(lambda g: g / jax.device_count(), grads)), {}
 
-    with pytest.raises(ValueError, match=rf"{num} times smaller.*divided by the number of devices"):
+    with pytest.raises(ValueError, match=rf"{num} times smaller.*divides by the number of devices"):
         jdp.check_step(step, state(), batch(num_rows=3 * num))
     assert jax.device_count() == num
 
 
 def test_one_rank_is_refused_since_any_step_would_pass():
     ranks(1)
-    with pytest.raises(ValueError, match=r"has 1 rank.*cpu_ranks=4"):
+    with pytest.raises(ValueError, match=r"has 1[.].*cpu_ranks=4"):
         jdp.check_step(jdp.train_step(summed_loss), state(), batch())
 
 
@@ -458,6 +458,6 @@ def test_a_constant_that_differs_from_trace_to_trace_is_named(how):
     where = "an array of the step" if how == "array" else "test_check_step.py:"
     with pytest.raises(
         ValueError,
-        match=rf"(?s)constant changes from trace to trace, such as .*{where}.*state\.key",
+        match=rf"(?s)changes from trace to trace: .*{where}.*state\.key",
     ):
         jdp.check_step(step, start, np.eye(4, 3, dtype=np.float32))

@@ -176,7 +176,7 @@ HINTS = {
     "state.params['w'] + 1": "jax.tree.map(jnp.copy, state)",
     "np.asarray(state.params['w'])": "jax.tree.map(jnp.copy, state)",
     "pickle.dumps(now)": "jdp.Checkpointer",
-    "raise RuntimeError('Gloo context initialization failed: timeout')": "outside of `if jax.",
+    "raise RuntimeError('Gloo context initialization failed: timeout')": "outside `if jax.",
     "raise RuntimeError('a value that spans non-addressable devices')": "process_allgather",
     "jax.lax.psum(1.0, 'data')": "outside of a step",
     "{}['w']": None,

@@ -143,7 +143,7 @@ def test_a_constraint_of_the_rows_is_named(own_mesh):
         )
 
     (note,) = notes(ValueError, step, state(), batch())
-    assert "Leave the constraint out" in note
+    assert "Remove the constraint" in note
 
 
 @pytest.mark.parametrize("axis", ["data", "model"])
@@ -303,7 +303,7 @@ def test_only_a_function_is_decorated(decorator, fn):
 
 @pytest.mark.parametrize("decorator", [jdp.train_step, jdp.eval_step])
 def test_a_function_is_decorated_once(decorator):
-    with pytest.raises(TypeError, match="`plain_step` is decorated .* already"):
+    with pytest.raises(TypeError, match="`plain_step` is already decorated"):
         decorator(jdp.train_step(plain_step))
 
 
@@ -355,7 +355,7 @@ def test_integers_among_parameters_are_named():
 
     given = {"n": 3, "size": np.arange(2), "w": np.ones(2, "float32")}
     (note,) = notes(TypeError, step, jdp.TrainState.create(given, sgd()), batch())
-    assert "`state.params['n']` is int32, and 1 more are no floats" in note
+    assert "`state.params['n']` is int32, and 1 more are not floats" in note
     assert "allow_int=True" in note
 
 
@@ -375,7 +375,7 @@ def test_a_batch_that_was_a_table_is_a_dict_of_columns(read):
         return state, {"found": jnp.sum(found)}
 
     (note,) = notes((AttributeError, TypeError), step, state(), batch())
-    assert "`batch` is a dict of arrays here" in note and "batch['x']" in note
+    assert "`batch` is a dict of arrays" in note and "batch['x']" in note
 
 
 def test_a_python_float_among_parameters_is_named(caplog):

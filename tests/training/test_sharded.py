@@ -160,7 +160,7 @@ def test_large_leaves_that_do_not_divide_are_logged_once(caplog):
                 jdp.TrainState.create(model.params(), optimizer(stage, min_size=30))
     said = [text for text in caplog.messages if "divides no dim" in text]
     for n, text in zip((2, 3), said, strict=True):
-        for part in ("splits 4 of 5", f"{n} ranks, 140 bytes", "`params['odd']` float32[7, 5]"):
+        for part in ("shards 4 of 5", f"{n} ranks, 140 bytes", "`params['odd']` float32[7, 5]"):
             assert part in text
 
 

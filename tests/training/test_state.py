@@ -128,7 +128,7 @@ def test_a_state_can_be_copied():
 
 
 def test_nothing_to_train_is_refused():
-    with pytest.raises(ValueError, match="3 leaves .*trainable="):
+    with pytest.raises(ValueError, match="3 leaves, .*trainable="):
         state(trainable=False)
 
 
@@ -144,7 +144,7 @@ def test_a_tree_of_what_trains_that_is_not_like_params_is_refused(trainable):
 
 
 def test_parameters_in_the_place_of_the_optimizer_are_told_from_one():
-    with pytest.raises(TypeError, match="tx is a dict.*parameters come first"):
+    with pytest.raises(TypeError, match="tx is a dict.*parameters first"):
         jdp.TrainState.create(sgd(), params())
 
 

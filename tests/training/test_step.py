@@ -803,7 +803,7 @@ def test_init_says_how_to_ask_for_ranks():
 @pytest.mark.parametrize(
     "devices, error, text",
     [
-        ([0, 0, 1], ValueError, "3 devices, of which 2 are different"),
+        ([0, 0, 1], ValueError, "3 devices, 2 of them different"),
         (4, TypeError, "devices=4"),
         (["cpu"], TypeError, "not a list of devices"),
     ],

@@ -109,7 +109,7 @@ def gradients_of_single_rows():
     lower(step, *training())
 
 
-@refused(ValueError, "differentiate with respect to state.params as a whole")
+@refused(ValueError, "Differentiate with respect to state.params as a whole")
 def gradients_of_the_trainable_part_alone():
     def step(state, batch):
         grad = jax.grad(lambda b: loss_fn({**state.params, "b": b}, batch))(state.params["b"])
@@ -118,7 +118,7 @@ def gradients_of_the_trainable_part_alone():
     lower(step, *training(trainable={"w": False, "b": True}))
 
 
-@refused(ValueError, "none of the 2 leaves of params trains")
+@refused(ValueError, "params has 2 leaves, and 0 of them train")
 def nothing_trains():
     training(trainable=False)
 
@@ -300,7 +300,7 @@ def optimizer_in_a_pmap_over_another_axis():
     jax.pmap(step, axis_name="batch", devices=jax.devices()[:4])(batch)
 
 
-@refused(ValueError, r"none called 'rows'")
+@refused(ValueError, r"but not 'rows'")
 def step_over_an_axis_that_the_mesh_has_not():
     lower(applied, *training(), axis_name="rows")
 

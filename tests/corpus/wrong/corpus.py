@@ -23,7 +23,7 @@ KINDS = {
     "decision": ("JDP101", "grads = jdp.sync_gradients(grads)"),
     "drawn": ("JDP101", "state.shared_key"),
     "statistics": ("JDP101", "jdp.mean_over_ranks(stats)"),
-    "key": ("JDP101", "state.key is"),
+    "key": ("JDP101", "state.key differs"),
     "other axis": ("JDP101", "along the mesh axis"),
     "metric": ("JDP102", "jdp.sum_over_ranks(x)"),
     "reduced twice": ("JDP121", "apply_gradients(grads, synced=True)"),
