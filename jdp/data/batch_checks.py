@@ -76,10 +76,11 @@ def require_equal(peers: tuple[int, ...], sums: Mapping[str, int]) -> None:
         if pair is not None:
             odd, usual = pair
             text = (
-                f"row {row} of the dataset differs between processes {odd} and {usual}.\nProcesses "
-                "read rows by number, so some rows would count twice and others never.\nGive every "
-                "process the same dataset; use jdp.shard_batches for rows of one process; or write "
-                'rows="of this process" if they differ by design, such as by augmentation.'
+                f"row {row} of the dataset differs between processes {odd} and {usual}.\n"
+                "Processes read rows by number, so rows would be duplicated or skipped.\n"
+                "Pass the same dataset on every process; use jdp.shard_batches for rows of one "
+                'process; or write rows="of this process" if they differ by design, such as by '
+                "augmentation."
             )
             raise ValueError(with_code("JDP209", text))
 
@@ -130,10 +131,10 @@ def why_repeated(reports: Mapping[int, FirstBatch]) -> str | None:
     if len(parts) == 1 or len(checksums) > 1 or None in checksums:
         return None
     return (
-        f"the {len(reports)} processes pass equal first batches to jdp.shard_batches, so that each "
-        f"row counts {len(parts)} times. Let each process pass rows of its own, such as "
-        "rows[jax.process_index()::jax.process_count()]; or write jdp.batches(dataset, ...), which "
-        "takes the whole dataset on every process."
+        f"the {len(reports)} processes pass equal first batches to jdp.shard_batches, so each "
+        f"row counts {len(parts)} times. Pass different rows on each process, such as "
+        "rows[jax.process_index()::jax.process_count()]; or write jdp.batches(dataset, ...), "
+        "which takes the whole dataset on every process."
     )
 
 
@@ -155,17 +156,16 @@ def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     if other and ours and other != ours:
         text = (
             f"process {odd} has {', '.join(sorted(other - ours))} where process {usual} has "
-            f"{', '.join(sorted(ours - other))}: rows of a batch would come twice or never. Give "
-            "jdp.batches the same arguments and the whole dataset on every process; each reads "
-            "rows of its own."
+            f"{', '.join(sorted(ours - other))}, so rows would be duplicated or skipped. Pass "
+            "the same arguments and the whole dataset to jdp.batches on every process; each "
+            "reads its own rows."
         )
         raise ValueError(with_code("JDP209", text))
     text = (
-        f"process {odd} has {reports[odd].rows_per_rank} rows per rank "
-        f"({reports[odd].text}), process {usual} with {reports[usual].rows_per_rank} "
-        f"({reports[usual].text}): a step hangs or goes wrong unless its ranks hold equally many "
-        "rows of the same shapes and dtypes. Give every process the same arguments, and equally "
-        "many rows per rank."
+        f"process {odd} has {reports[odd].rows_per_rank} rows per rank ({reports[odd].text}), "
+        f"process {usual} with {reports[usual].rows_per_rank} ({reports[usual].text}). A step "
+        "hangs or is wrong unless its ranks hold equally many rows of the same shapes and "
+        "dtypes. Pass the same arguments on every process, and equally many rows per rank."
     )
     raise ValueError(with_code("JDP209", text))
 

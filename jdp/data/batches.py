@@ -53,8 +53,9 @@ class LoaderBatches(Generator[Any, None, None]):
         if self._source.states is None:
             if self._has_begun:
                 raise RuntimeError(
-                    f"get_state was first called after {self._position} batches, when others were "
-                    "read ahead. Call it, or ckpt.restore(state, batches), before the loop."
+                    f"get_state was first called after {self._position} batches, when later ones "
+                    "were already prefetched. Call it, or ckpt.restore(state, batches), before "
+                    "the loop."
                 )
             self._state = self._source.track()
         return {"position": self._position, "loader": self._state}
@@ -63,8 +64,8 @@ class LoaderBatches(Generator[Any, None, None]):
         """Continue where `get_state` was called, with a loader created in the same way."""
         if self._has_begun:
             raise RuntimeError(
-                f"set_state was called after {self._position} batches, when others were read "
-                "ahead. Call it, or ckpt.restore(state, batches), before the loop."
+                f"set_state was called after {self._position} batches, when later ones were "
+                "already prefetched. Call it, or ckpt.restore(state, batches), before the loop."
             )
         self._source.set(state["loader"])
         self._position, self._state = state["position"], state["loader"]
@@ -137,10 +138,10 @@ class _Source(Iterator[Any]):
             return self._opened(), _OF_ITERATOR
         raise TypeError(
             f"a loader of type {type(self._loader).__name__} has neither get_state and set_state "
-            "nor state_dict and load_state_dict, so it cannot continue where it stood, and it may "
-            "have read ahead: after a restart rows would count twice or never. Write jdp.batches("
-            "dataset, ...), or give an iterator of grain or a StatefulDataLoader; or leave "
-            "batches out of ckpt.restore and ckpt.step, to begin with the data anew."
+            "nor state_dict and load_state_dict, so a restart cannot resume its position, and "
+            "rows would be duplicated or skipped. Write jdp.batches(dataset, ...), or pass an "
+            "iterator of grain or a StatefulDataLoader; or remove batches from ckpt.restore and "
+            "ckpt.step, which restarts the data."
         )
 
     def _get(self) -> Any:
@@ -155,8 +156,8 @@ class _Source(Iterator[Any]):
             is_kept, text = False, repr(state)
         if not is_kept:
             raise TypeError(
-                f"{type(owner).__name__}.{name} returned {text:.200}, which JSON does not keep as "
-                "it is, and a checkpoint holds it as JSON. Return dicts, lists, numbers and text."
+                f"{type(owner).__name__}.{name} returned {text:.200}, which changes when a "
+                "checkpoint stores it as JSON. Return dicts, lists, numbers and text."
             )
         return json.loads(text)
 
@@ -176,8 +177,8 @@ def _of_one_dataset(function: Callable[_Args, _Result]) -> Callable[_Args, _Resu
         is_text = isinstance(second, str)
         if hasattr(second, "__len__") and getattr(second, "ndim", 1) and not is_text:
             raise TypeError(
-                f"jdp.batches got a batch_size of type {type(second).__name__}: "
-                "rows of several arrays belong together in one dataset.\n"
+                f"jdp.batches got a batch_size of type {type(second).__name__}. Several arrays "
+                "with the same rows are one dataset.\n"
                 "Write jdp.batches((x, y), batch_size=...), and x, y = batch in the step."
             )
         return function(*args, **options)
@@ -270,7 +271,7 @@ def batches(
     [3 4 4] [ True  True False]
     """
     if rows not in (_COMPARED, _OWN):
-        raise ValueError(f'rows={rows!r}: write rows="{_COMPARED}" or rows="{_OWN}".')
+        raise ValueError(f'rows must be "{_COMPARED}" or "{_OWN}", got {rows!r}.')
     num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = EpochPlan.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)

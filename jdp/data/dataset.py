@@ -42,7 +42,7 @@ Read = Callable[[np.ndarray], Any]
 
 _HAS_MASK = (
     "the dataset {}, which jdp.batches() needs for its own mask of padding. Rename the {} in the "
-    'dataset, or do without padding: tail="drop", without mask=True.'
+    'dataset, or disable padding: tail="drop", without mask=True.'
 )
 
 
@@ -61,9 +61,9 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
     if _is_of_arrays(dataset) or not jax.tree_util.all_leaves([dataset]):
         return _array_reader(dataset)  # also a pytree, as a registered dataclass
     raise TypeError(
-        f"a dataset of type {type(dataset).__name__} cannot be read by row number. Give an array, "
-        "a dict or tuple of arrays, or an object with __len__ and __getitem__. For an iterable of "
-        "batches use jdp.shard_batches."
+        f"a dataset of type {type(dataset).__name__} cannot be read by row number. Pass an "
+        "array, a dict or tuple of arrays, or an object with __len__ and __getitem__. For an "
+        "iterable of batches use jdp.shard_batches."
     )
 
 
@@ -87,8 +87,8 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
     if isinstance(batch, dict):
         if others := [key for key in batch if not isinstance(key, str)]:
             raise TypeError(
-                f'the dataset has the keys {others}, and its mask the key "mask": JAX sorts the '
-                "keys of a dict, and cannot compare them. Rename them to strings, or do without "
+                f'the dataset has the keys {others}, and its mask the key "mask", but JAX sorts '
+                "the keys of a dict and cannot compare them. Rename them to strings, or disable "
                 'padding: tail="drop", without mask=True.'
             )
         if "mask" in batch:
@@ -144,20 +144,20 @@ def _array_reader(dataset: Any) -> tuple[int, Read]:
         name = _name(path)
         if not _is_array(leaf):
             raise TypeError(
-                f"{name} is of type {type(leaf).__name__}, but a dict or tuple holds one array per "
-                "entry. Convert it with np.asarray; give single rows as a list of rows."
+                f"{name} is of type {type(leaf).__name__}, but a dict or tuple holds one array "
+                "per entry. Convert it with np.asarray; pass single rows as a list of rows."
             )
         if not leaf.shape:
-            raise ValueError(f"{name} is a scalar: an array's first dim must be its rows.")
+            raise ValueError(f"{name} is a scalar, but the first dim of an array must be its rows.")
         arrays.append((name, leaf))
         first, values = arrays[0]
         if leaf.shape[0] != values.shape[0]:
             raise ValueError(
-                f"{name} has {leaf.shape[0]} rows, {first} has {values.shape[0]}: row i of every "
+                f"{name} has {leaf.shape[0]} rows, {first} has {values.shape[0]}. Row i of every "
                 "array must belong together."
             )
     if not arrays:
-        raise ValueError("the dataset holds no array.")
+        raise ValueError("the dataset holds no array. Pass at least one array of rows.")
     num_rows = arrays[0][1].shape[0]
     return num_rows, lambda rows: treedef.unflatten([_take(*each, rows) for each in arrays])
 
@@ -178,9 +178,9 @@ def _take(name: str, values: Any, rows: np.ndarray) -> np.ndarray:
         raise
     if found.shape[:1] != increasing.shape:
         raise ValueError(
-            f"{name} of type {type(values).__name__} returned an array of the shape "
-            f"{list(found.shape)} for {len(increasing)} row numbers, so that rows would not belong "
-            "together. array[numbers] must return those rows, [len(numbers), ...]: wrap it in an "
+            f"{name} of type {type(values).__name__} returned an array of shape "
+            f"{list(found.shape)} for {len(increasing)} row numbers, so rows would not belong "
+            "together. array[numbers] must return those rows, [len(numbers), ...]. Wrap it in an "
             "object with __len__ and __getitem__ for one row, or convert it with np.asarray."
         )
     return found[places]
@@ -216,17 +216,18 @@ def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
         row, other = _row(dataset, numbers[place]) if place else (first, treedef)
         if other != treedef:
             raise ValueError(
-                f"row {numbers[place]} has the leaves {other}, but row {numbers[0]} has {treedef}: "
-                "rows are stacked leaf by leaf. Return the same keys for every row in __getitem__, "
-                "and a list of numbers as np.asarray(numbers), padded to one length."
+                f"row {numbers[place]} has the leaves {other}, but row {numbers[0]} has "
+                f"{treedef}, and rows are stacked leaf by leaf. Return the same keys for every "
+                "row in __getitem__, and a list of numbers as np.asarray(numbers), padded to one "
+                "length."
             )
         for i, ((name, values), column) in enumerate(zip(row, columns, strict=True)):
             if values.shape != column.shape[1:]:
                 raise ValueError(
                     f"{name} has the shape {list(values.shape)}, but row {numbers[0]} has "
-                    f"{list(column.shape[1:])}: rows are stacked into one array, so their "
-                    "shapes must be equal. Pad or crop them in __getitem__. (jdp takes a list as a "
-                    "list of rows; give columns as a tuple or dict.)"
+                    f"{list(column.shape[1:])}. Rows are stacked into one array, so their shapes "
+                    "must be equal. Pad or crop them in __getitem__. (A list is a list of rows; "
+                    "pass columns as a tuple or dict.)"
                 )
             if values.dtype == column.dtype:
                 column[place] = values

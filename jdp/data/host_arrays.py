@@ -32,7 +32,7 @@ def flattened(
             return flattened(opened(tree), name, is_leaf)
     except ValueError as error:
         raise TypeError(
-            f"{name} is or has a dict whose keys cannot be sorted, as JAX does: {error} Give it "
+            f"{name} is or has a dict whose keys cannot be sorted, as JAX requires: {error} Use "
             "keys of one type, best strings."
         ) from error
     return found, treedef
@@ -91,21 +91,21 @@ def array(leaf: Any, name: str) -> np.ndarray:
     """
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise TypeError(
-            f"{name} is a masked array, {np.ma.count_masked(leaf)} of whose values are masked out: "
-            "they would count like the others. Give x.filled(0), and ~np.ma.getmaskarray(x) as a "
-            "leaf of its own."
+            f"{name} is a masked array, and its {np.ma.count_masked(leaf)} masked values would "
+            "count like the others. Pass x.filled(0), and ~np.ma.getmaskarray(x) as a separate "
+            "leaf."
         )
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"{name} holds random keys, which NumPy cannot hold. Give jax.random.key_data(keys), "
-            "and in the step jax.random.wrap_key_data(data)."
+            f"{name} holds random keys, which NumPy cannot hold. Pass jax.random.key_data(keys), "
+            "and write jax.random.wrap_key_data(data) in the step."
         )
     try:
         return np.asarray(leaf)
     except Exception as error:
         raise TypeError(
-            f"{name}, of type {type(leaf).__name__}, does not convert to NumPy: {error} Convert it "
-            "in the dataset or the loader."
+            f"{name}, of type {type(leaf).__name__}, does not convert to NumPy: {error} Convert "
+            "it in the dataset or the loader."
         ) from error
 
 
@@ -119,8 +119,8 @@ def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
     """Raise TypeError for a dtype that no device can hold."""
     if dtype.names is not None:
         raise TypeError(
-            f"{name} has the fields {list(dtype.names)}, and a device holds arrays of one number "
-            'per element. Give a dict of the fields, {"name": array["name"], ...}.'
+            f"{name} has the fields {list(dtype.names)}, but a device holds arrays of one number "
+            'per element. Pass a dict of the fields, {"name": array["name"], ...}.'
         )
     if dtype.kind not in "OSUMm":
         return
@@ -129,12 +129,12 @@ def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
         what = f", {textwrap.shorten(repr(example), 60)} of type {type(example).__name__},"
     if dtype.kind == "O" and dataclasses.is_dataclass(example):
         raise TypeError(
-            f"{name}{what} is a dataclass that JAX does not open. Decorate its class with "
-            "@jax.tree_util.register_dataclass, or give a dict of its arrays."
+            f"{name}{what} is a dataclass unknown to JAX. Decorate its class with "
+            "@jax.tree_util.register_dataclass, or pass a dict of its arrays."
         )
     raise TypeError(
-        f"{name}{what} cannot be put on a device, which holds numbers. Leave it out of the batch, "
-        "or turn it into numbers in the dataset; pad rows of different lengths."
+        f"{name}{what} cannot be placed on a device, which holds numbers. Remove it from the "
+        "batch, or convert it to numbers in the dataset; pad rows of different lengths."
     )
 
 
@@ -159,7 +159,7 @@ def require_fits(values: np.ndarray, name: str) -> None:
         value, becomes = values[place], values[place].astype(held)
     raise RowError(
         f"{name} {values.dtype}{list(values.shape)} holds {value} in row {place[0]}, which would "
-        f"become {becomes}: without 64 bits JAX holds {held}, from {least} to {most}. "
-        'Call jax.config.update("jax_enable_x64", True) first, or make the numbers smaller.',
+        f"become {becomes}: without 64 bits JAX holds {held}, from {least} to {most}. Call "
+        'jax.config.update("jax_enable_x64", True) first, or scale the numbers down.',
         int(place[0]),
     )

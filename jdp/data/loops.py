@@ -50,27 +50,27 @@ class EpochPlan(NamedTuple):
     ) -> "EpochPlan":
         """Plan `num_steps` full batches, or `epochs` passes over all rows."""
         if tail not in ("pad", "drop"):
-            raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
+            raise ValueError(f'tail must be "pad" or "drop", got {tail!r}.')
         if num_steps is not None and epochs is None:
             end = int_at_least("num_steps", num_steps, least=1) * batch_size
         elif epochs is not None and num_steps is None:
             end = int_at_least("epochs", epochs, least=1) * num_rows
         else:
             raise ValueError(
-                f"num_steps={num_steps} and epochs={epochs}: give exactly one of the two, which "
-                "says where the run ends. Write num_steps=1000, or epochs=3."
+                f"num_steps={num_steps} and epochs={epochs}: exactly one of them must be set, "
+                "because it ends the run. Write num_steps=1000, or epochs=3."
             )
         may_be_short = tail == "pad" and num_steps is None
         if mask is False and may_be_short:
             raise ValueError(
-                'mask=False with tail="pad": the rows that pad a short last batch would count. '
-                'Leave mask out, or that batch: tail="drop".'
+                'mask=False with tail="pad" would count the rows that pad a short last batch. '
+                'Remove mask, or drop that batch: tail="drop".'
             )
         run = cls(batch_size, end, num_steps, tail, may_be_short or bool(mask))
         if run.num_batches == 0:
             raise ValueError(
-                f'tail="drop" leaves no batch at all: the run has {end} rows, a batch '
-                f'{batch_size}. Use a smaller batch_size, more epochs, or tail="pad".'
+                f'tail="drop" leaves 0 batches: the run has {end} rows, a batch {batch_size}. '
+                'Use a smaller batch_size, more epochs, or tail="pad".'
             )
         return run
 
@@ -113,9 +113,9 @@ class EpochPlan(NamedTuple):
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:
             raise ValueError(
-                f"batch_size {self.batch_size} is not divisible by the {num_ranks} ranks, but all "
-                f"ranks need equally many rows. Write mask=True to pad each batch to {rows} rows: "
-                "its mask says which rows count, so that the result is the same on any number of "
+                f"batch_size {self.batch_size} is not divisible by the {num_ranks} ranks, but "
+                "all ranks need equally many rows. Write mask=True, which pads each batch to "
+                f"{rows} rows and masks the padding, so the result is the same on any number of "
                 f"ranks. Or use a multiple of {num_ranks}, such as {rows}."
             )
         return rows
@@ -156,8 +156,9 @@ class RepeatedEpochs:
         self._number += 1
         if self._number == _MOST + 1:
             _log.warning(
-                "jdp: %d epochs had one order of rows, as each loop made jdp.batches anew with "
-                "seed=%d. Write one jdp.batches(..., epochs=...), or another seed for each epoch.",
+                "jdp: %d epochs had the same order of rows, because each loop made jdp.batches "
+                "anew with seed=%d. Write one jdp.batches(..., epochs=...), or another seed for "
+                "each epoch.",
                 self._number,
                 seed,
             )
@@ -226,8 +227,8 @@ class Batches:
     def position(self, rows: int) -> None:
         if self._loop() is not None:
             raise RuntimeError(
-                f"position cannot be set to {rows} while a loop runs over these batches: some are "
-                "already read ahead. Leave the loop, or call close() first."
+                f"position cannot be set to {rows} while a loop runs over these batches, because "
+                "some are already prefetched. End the loop, or call close() first."
             )
         self._handed_out = False
         rows = int_at_least("position", rows, least=0)
@@ -252,7 +253,8 @@ class Batches:
         """
         if not isinstance(state, Mapping) or "position" not in state:
             raise ValueError(
-                f"{state!r:.200} has no `position`: it is not from get_state of jdp.batches(...)."
+                f"{state!r:.200} has no `position`. Pass a state from get_state of "
+                "jdp.batches(...)."
             )
         sampler = continued(self._sampler, state, allows_new_data=self._allows_new_data)
         num_done = int_at_least("num_batches", state.get("num_batches", 0), least=0)
@@ -269,8 +271,8 @@ class Batches:
         run = self._run
         if not run.num_left(self._position):
             return (
-                f"the run is complete: all {self._num_done} batches are done, so a loop over them "
-                "runs no step. Ask for more num_steps or epochs to train on"
+                f"the run is complete: all {self._num_done} batches are done, so a loop over "
+                "them runs 0 steps. To train longer, increase num_steps or epochs"
             )
         return (
             f"{run.num_left(self._position)} of {len(self)} batches of {run.batch_size} rows are "
@@ -297,9 +299,9 @@ class Batches:
         self.close()
         if self._handed_out and not self._run.next_rows(self._position):
             raise RuntimeError(
-                f"all {len(self)} batches of this run were handed out, and another loop would get "
-                "none. To train for longer ask for more epochs or num_steps, so that each epoch "
-                "has an order of its own. To go through the same batches again set position = 0."
+                f"all {len(self)} batches of this run were used, so another loop would get none. "
+                "To train longer increase epochs or num_steps, which gives each epoch a new "
+                "order. To repeat the same batches set position = 0."
             )
         loop = self._hand_out()
         self._current = weakref.ref(loop)

@@ -162,7 +162,7 @@ class _Producer(threading.Thread):
         try:
             ready = self._ready.get()
         except KeyboardInterrupt as error:
-            error.add_note(f"jdp: while it waited for the loader, which was here:\n{self._place()}")
+            error.add_note(f"jdp: while it waited for the loader, which was at:\n{self._place()}")
             raise
         if ready is None:
             raise StopIteration

@@ -113,18 +113,18 @@ class Sampler(Iterator[np.ndarray]):
         self.seed = int_at_least("seed", seed, least=0)
         self.shuffle = bool(shuffle)
         if order not in (1, LATEST_ORDER):
-            raise ValueError(f"order must be 1 or {LATEST_ORDER}, not {order}.")
+            raise ValueError(f"order must be 1 or {LATEST_ORDER}, got {order}.")
         self.order = order
         self.position = int_at_least("position", position, least=0)
         block, num_blocks = share
         if not 0 <= block < num_blocks:
             raise ValueError(
-                f"share={share} must be (i, k) with 0 <= i < k: the i-th of k equal blocks."
+                f"share must be (i, k) with 0 <= i < k, the i-th of k equal blocks, got {share}."
             )
         if batch_size % num_blocks:
             raise ValueError(
-                f"batch_size {batch_size} does not divide into {num_blocks} equal blocks, and "
-                f"with unequal ones a mean over ranks is wrong. Use a multiple of {num_blocks}."
+                f"batch_size {batch_size} does not divide into {num_blocks} equal blocks; with "
+                f"unequal blocks a mean over ranks is wrong. Use a multiple of {num_blocks}."
             )
         rows = batch_size // num_blocks
         self._share = slice(block * rows, (block + 1) * rows)
@@ -206,8 +206,9 @@ def continued(sampler: Sampler, saved: Mapping[str, Any], *, allows_new_data: bo
     if not allows_new_data:
         differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
         raise ValueError(
-            f"the batches are not those that the run began with: {differences}. From position "
-            f"{position} on, rows would repeat and others never come. Give jdp.batches the same "
-            'dataset, seed and shuffle; or, to continue with others, allow="new data".'
+            f"the batches differ from those at the start of the run: {differences}. From "
+            f"position {position} on, rows would be duplicated or skipped. Pass the same "
+            'dataset, seed and shuffle to jdp.batches; or, to continue with others, allow="new '
+            'data".'
         )
     return sampler

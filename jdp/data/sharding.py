@@ -56,9 +56,9 @@ def process_rows(
     devices = sharding.addressable_devices if devices is None else devices
     if len(devices) == 0:
         raise ValueError(
-            f"process {jax.process_index()} has no device on the mesh {dict(sharding.mesh.shape)}, "
-            "so no rows are its own. Build the mesh over devices of every process that asks for "
-            "batches."
+            f"process {jax.process_index()} has no device on the mesh "
+            f"{dict(sharding.mesh.shape)}, so it owns no rows. Build the mesh over devices of "
+            "every process that requests batches."
         )
     index_map = sharding.devices_indices_map((num_rows,))
     blocks = {index_map[device][0].indices(num_rows) for device in devices}
@@ -92,8 +92,8 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
         return leaf
     if not sharding.is_fully_addressable:
         raise ValueError(
-            f"{_name(path)} is an array of this process alone, but {jax.process_count()} processes "
-            "train together, and jdp cannot know which rows of the global batch it holds. Make "
+            f"{_name(path)} is an array of this process alone, but {jax.process_count()} "
+            "processes train together, and jdp cannot know its rows in the global batch. Make "
             "batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
         )
     # Copy first: JAX may alias it for a CPU device, and the caller may refill it.
@@ -109,29 +109,30 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) ->
     if not rows and path and isinstance(path[-1], jax.tree_util.SequenceKey):
         if not hasattr(leaf, "shape"):
             return (
-                f"{name} is the single value {leaf!r}: JAX takes a list as a tree of separate "
-                "values. Give an array, np.asarray(values), and keep strings out of the batch."
+                f"{name} is the single value {leaf!r}, because JAX treats a list as a tree of "
+                "separate values. Pass an array, np.asarray(values), and remove strings from the "
+                "batch."
             )
     if not rows and hasattr(leaf, "__iter__") and not hasattr(leaf, "shape"):
         if not isinstance(leaf, (str, bytes)):
             return (
-                f"{name} is a {type(leaf).__name__}, not a tree of arrays. If it hands out "
-                "batches, call the step with each: for batch in batches."
+                f"{name} is a {type(leaf).__name__}, not a tree of arrays. If it yields batches, "
+                "call the step with each: for batch in batches."
             )
     if not rows and np.asarray(leaf).dtype == object:
         return (
-            f"{name} is a {type(leaf).__name__}, which JAX does not open: a batch is a tree of "
-            "arrays. Give a dict of its arrays; or, if it is a dataclass, decorate its class with "
-            "@jax.tree_util.register_dataclass."
+            f"{name} is a {type(leaf).__name__}, a type unknown to JAX, but a batch is a tree of "
+            "arrays. Pass a dict of its arrays; or, if it is a dataclass, decorate its class "
+            "with @jax.tree_util.register_dataclass."
         )
     if not rows or rows != np.shape(first[1])[:1]:
         return _differs(name, rows, _name(first[0]), np.shape(first[1]))
     if rows == (0,):
-        return f"{name} has no rows: the mean over none of them is not defined."
+        return f"{name} has no rows; the mean over no rows is undefined."
     return (
-        f"{name} has {rows[0]} rows, which is not divisible by {ranks} ranks: a rank with fewer "
-        "rows would count for as much as the others. Write jdp.batches(..., mask=True), which pads "
-        f"batches and masks the padding; or choose a batch size that is a multiple of {ranks}."
+        f"{name} has {rows[0]} rows, which is not divisible by {ranks} ranks. A rank with fewer "
+        "rows would count as much as the others. Write jdp.batches(..., mask=True), which pads "
+        f"batches and masks the padding; or use a batch size that is a multiple of {ranks}."
     )
 
 
@@ -161,9 +162,10 @@ class Layout:
         ranks = len(process_rows(sharding, all_ranks))
         if rows == 0 or rows % ranks:
             raise ValueError(
-                f"a batch of {rows} rows cannot be split over the {ranks} ranks of this process: "
-                f"all ranks need equally many rows, at least one. Use a multiple of {ranks}; drop "
-                "a short last batch (drop_remainder, drop_last), or pad and mask it."
+                f"a batch of {rows} rows cannot be split over the {ranks} ranks of this process, "
+                "because all ranks need equally many rows, at least one. Use a multiple of "
+                f"{ranks}; drop a short last batch (drop_remainder, drop_last), or pad and mask "
+                "it."
             )
         total = rows // ranks * all_ranks
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
@@ -173,14 +175,14 @@ class Layout:
         leaves, _, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
-                f"a later batch has the leaves {treedef}, but the first one had {self.treedef}: "
-                "the step was traced for the first. Give every batch the same keys."
+                f"a later batch has the leaves {treedef}, but the step was traced for those of "
+                f"the first: {self.treedef}. Return the same keys in every batch."
             )
         for leaf, first in zip(leaves, self.leaves, strict=True):
             if leaf.dtype != first.dtype:
                 raise ValueError(
-                    f"a later batch has {leaf}, but the first one had {first}: the step was "
-                    f"traced for the first. Cast every batch to {first.dtype}."
+                    f"a later batch has {leaf}, but the step was traced for the first, {first}. "
+                    f"Cast every batch to {first.dtype}."
                 )
         return self if tuple(leaves) == self.leaves else Layout.of_batch(batch, self.sharding)
 
@@ -221,8 +223,9 @@ def _of_list_of_rows(batch: Any) -> str:
     if not is_of_dicts or len(batch) < 2 or any(row.keys() != batch[0].keys() for row in batch):
         return ""
     return (
-        f"`batch` is a list of {len(batch)} dicts, but a batch is one dict of arrays, whose first "
-        "dim is its rows.\nStack the dicts: jax.tree.map(lambda *x: np.stack(x), *rows). Or write "
+        f"`batch` is a list of {len(batch)} dicts, but a batch is one dict of arrays, whose "
+        "first dim is its rows.\n"
+        "Stack the dicts: jax.tree.map(lambda *x: np.stack(x), *rows). Or write "
         "jdp.batches(rows, batch_size=...), which stacks them."
     )
 
@@ -230,21 +233,21 @@ def _of_list_of_rows(batch: Any) -> str:
 def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[int, ...]) -> str:
     if not shape and re.search(r"\]\[\d+\]`$", name):
         return (
-            f"{name} is a single number: JAX takes a list as a tree of separate values. Give an "
-            "array, np.asarray(values), and pad lists of different lengths first."
+            f"{name} is a single number, because JAX treats a list as a tree of separate values. "
+            "Pass an array, np.asarray(values), and pad lists of different lengths first."
         )
     if not shape:
         return (
-            f"{name} is a scalar, but a batch is split over ranks on its first dim, its rows. Give "
-            "it as a further argument: step(state, batch, scalar)."
+            f"{name} is a scalar, but the first dim of a batch is split over ranks. Pass it as a "
+            "further argument: step(state, batch, scalar)."
         )
     few, many = sorted((shape[0], first_shape[0]))
     beside = f"[{few}, {many // few}, ...]" if few and many % few == 0 else "[rows, k, ...]"
     return (
-        f"{name} has {shape[0]} rows and {first} has {first_shape[0]}: row i of every leaf must "
-        f"belong together. Give a second set of rows as {beside}, some beside each row of the "
-        "first; a further argument is whole on every rank. If rows differ in size, as graphs do "
-        "in their nodes, pack them into rows of one size (docs/data.md)."
+        f"{name} has {shape[0]} rows and {first} has {first_shape[0]}, but row i of every leaf "
+        f"must belong together. Pass a second set of rows as {beside}, some beside each row of "
+        "the first; a further argument is whole on every rank. If rows differ in size, as graphs "
+        "do in their nodes, pack them into rows of one size (docs/data.md)."
     )
 
 
@@ -265,9 +268,9 @@ def _require_own_shapes(batch: Any) -> None:
         if counts_rows and tuple(grown) == tuple(node.shape):
             kind = type(node).__name__
             raise TypeError(
-                f"{_name(path)} is a {kind} of shape {list(node.shape)}, which it would keep on a "
-                "rank that has a part of its rows. Give its arrays as leaves, [rows, ...], and "
-                f"make the {kind} in the step."
+                f"{_name(path)} is a {kind} of shape {list(node.shape)}, which a rank would keep "
+                "although it has only a part of the rows. Pass its arrays as leaves, [rows, "
+                f"...], and make the {kind} in the step."
             )
 
 

@@ -62,9 +62,9 @@ def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     if is_behind or mine.num_batches == first.num_batches:
         return None
     text = (
-        f"{first}, but {mine}: each step needs the rows of all ranks. Give every process equally "
-        "many batches, such as itertools.islice(loader, n) with the smallest number of all, and "
-        "leave a loop early on all processes or on none."
+        f"{first}, but {mine}, and each step needs the rows of all ranks. Pass equally many "
+        "batches on every process, such as itertools.islice(loader, n) with the smallest number "
+        "of all, and leave a loop early on all processes or on none."
     )
     return Problem(False, with_code("JDP210", text))
 
@@ -212,7 +212,7 @@ class _Loop:
         if not is_settled:
             text = (
                 f"{self._mine}, and {agree.timeout_s():g} s later processes {self._missing()} "
-                "have neither ended theirs nor continued: they hang, or do something else."
+                "have neither ended their loops nor continued. They hang or run other code."
             )
             raise RuntimeError(with_code("JDP207", text))
         self.raise_problem()
@@ -236,7 +236,7 @@ class _Loop:
         except OtherFailedError as error:
             self._problem = Problem(True, str(error))
         except Exception as error:  # the run cannot continue without the store
-            text = f"the loops of the processes cannot be compared any more: {error!r}"
+            text = f"the loops of the processes can no longer be compared: {error!r}"
             self._problem = Problem(True, text)
         if self._problem is None:
             prefetcher.active_loops.compared.discard(self)
@@ -270,7 +270,7 @@ class _Loop:
         has_left = self._mine is not None and self._mine.how == "left"
         is_out = was_raised or has_left or self._stop.is_set()
         if not is_out and self._place() == place:
-            text = f"jdp: process {self._me} still waits, and ends: {problem}"
+            text = f"jdp: process {self._me} still waits and ends: {problem}"
             print(text, file=sys.stderr, flush=True)
             prefetcher.leave()
 

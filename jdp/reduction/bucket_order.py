@@ -99,9 +99,9 @@ def to_send(
         return range(len(paths))
     if weight is not step.weight:
         raise ValueError(
-            "jdp.sync_gradients(weight=...) got gradients that jdp.scan_layers averaged already, "
-            "in the backward pass, by the weight of the step: the weight given here would not "
-            "apply to them. Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
+            "jdp.sync_gradients(weight=...) got gradients already averaged by jdp.scan_layers, "
+            "with the weight of the step. Another weight would not apply to them. Write "
+            "jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
         )
     uniform = step.choices.uniform
     return [i for i, path in enumerate(paths) if not mean or path not in uniform]

@@ -26,8 +26,9 @@ def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str
     for key, name in declared.items():
         if name not in _OVER_RANKS:
             raise ValueError(
-                f"reductions={{{key!r}: {name!r}}} is none of {', '.join(map(repr, _OVER_RANKS))}. "
-                "Leave a leaf out of reductions= to average its gradient."
+                f"reductions={{{key!r}: {name!r}}} must be one of "
+                f"{', '.join(map(repr, _OVER_RANKS))}. To average a gradient, omit its leaf from "
+                "reductions=."
             )
     known = {**_OF_FLAX, **declared}
     found, used = {}, set()
@@ -39,8 +40,8 @@ def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str
     for key in declared:
         if key not in used:
             raise ValueError(
-                f"reductions= has {key!r}, which is no key of the parameters: their gradients "
-                "would be averaged. Write a key of the tree that is differentiated."
+                f"reductions= has {key!r}, which is not a key of the parameters, so their "
+                "gradients would be averaged. Write a key of the differentiated tree."
             )
     return found
 
@@ -50,8 +51,8 @@ def require_none(params: Any, name: str) -> None:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     if any(map(pytrees.is_overwritten, paths)):
         raise ValueError(
-            f"the parameters of {name} have {pytrees.OVERWRITTEN!r}, whose gradients are maxima: "
-            "layers average gradients. Pass that collection as xs=."
+            f"the parameters of {name} have {pytrees.OVERWRITTEN!r}, whose gradients are maxima, "
+            "but layers average gradients. Pass that collection as xs=."
         )
 
 

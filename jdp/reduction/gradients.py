@@ -34,8 +34,8 @@ def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: 
         if not set(axis.names(axis_name)) <= axis.varying_axes(leaf):
             raise ValueError(
                 f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
-                f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
-                f"do not vary. Averaged now it would be {axis.size(axis_name)} times too large. "
+                f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for unvarying "
+                f"parameters. Averaged now it would be {axis.size(axis_name)} times too large. "
                 "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
             )
 
@@ -46,11 +46,10 @@ def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         if id(leaf) in means:
             raise ValueError(
-                f"the gradient `grads{path}` is the mean over the ranks already: with "
-                "jdp.sharded(stage=2) or stage=3, jdp.value_and_grad averages where it "
-                "differentiates, by the weight of the step. Another weight=, or mean=False, would "
-                "not apply to it. Write jdp.train_step(weight=...), or jax.value_and_grad, which "
-                "keeps gradients local."
+                f"the gradient `grads{path}` is already the mean over ranks. With "
+                "jdp.sharded(stage=2) or stage=3, jdp.value_and_grad averages by the weight of "
+                "the step, so another weight= or mean=False would not apply. Write "
+                "jdp.train_step(weight=...), or jax.value_and_grad, which keeps gradients local."
             )
 
 
@@ -185,10 +184,7 @@ def _checked(
 
 
 def _is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
-    """Whether one rank needs no call of a jdp algorithm.
-
-    XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
-    """
+    """Whether one rank needs no call of a jdp algorithm, and no copies of XLA's psum."""
     return axis.size(axes) == 1 and all_reduce in collectives.ALGORITHMS
 
 
@@ -255,10 +251,10 @@ def require_float(path: str, leaf: Any) -> jax.Array:
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
     if jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "
-            f"0. Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
+            f"{found}, and a sum over ranks in fewer than 16 bits rounds small gradients to 0. "
+            f"Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
         )
     raise TypeError(
-        f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
-        "to float leaves only; TrainState leaves integer parameters as they are."
+        f"{found}, but only float gradients can be averaged. Differentiate with respect to float "
+        "leaves; TrainState leaves integer parameters unchanged."
     )

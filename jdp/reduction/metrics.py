@@ -299,9 +299,9 @@ def _require_float(path: tuple, leaf: jax.Array) -> None:
     if path:
         where = f", at x{jax.tree_util.keystr(path)}"
         of_tree = (
-            " One that all ranks have the same, such as a count of steps beside batch statistics, "
-            "needs no mean: jax.tree.map(lambda x: jdp.mean_over_ranks(x) if "
-            "jnp.issubdtype(x.dtype, jnp.floating) else x, stats)."
+            " Values equal on all ranks, such as a count of steps beside batch statistics, need "
+            "no mean: jax.tree.map(lambda x: jdp.mean_over_ranks(x) if jnp.issubdtype(x.dtype, "
+            "jnp.floating) else x, stats)."
         )
     raise TypeError(
         f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}{where}: the mean of integers is not "
@@ -365,9 +365,9 @@ def rows(x: Any) -> Any:
         if not shape or (step is not None and shape[0] != step.num_rows):
             raise ValueError(
                 f"jdp.rows(x) got {jnp.result_type(leaf)}{list(shape)}, but the first dim of x "
-                f"must be this rank's rows{'' if step is None else f', {step.num_rows} here'}: "
-                "outputs are put in the order of the rows. Return one value per batch without "
-                "jdp.rows, or as jdp.sum_over_ranks(x)."
+                f"must be this rank's rows{'' if step is None else f', {step.num_rows} here'}, "
+                "because jdp orders outputs by row. Return one value per batch without jdp.rows, "
+                "or as jdp.sum_over_ranks(x)."
             )
     return jax.tree.map(lambda leaf: Rows(leaf, jnp.ndim(leaf)), x)
 
@@ -412,7 +412,7 @@ def batch_norm_statistics(
     x = jnp.asarray(x)
     found = f"jdp.batch_norm_statistics(x) got x {x.dtype}{list(x.shape)}"
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{found}, which has no mean of its own dtype. Cast it to float32.")
+        raise TypeError(f"{found}, and its dtype has no mean. Cast it to float32.")
     if x.ndim < 2:
         raise ValueError(f"{found}, but it needs a dim of rows and one of features.")
     x = jnp.moveaxis(x, feature_dim, -1)
@@ -437,8 +437,8 @@ def _weights(x: jax.Array, mask: Any, found: str) -> jax.Array:
     mask = jnp.ones(x.shape[:1], x.dtype) if mask is None else jnp.asarray(mask)
     if not 0 < mask.ndim < x.ndim or mask.shape != x.shape[: mask.ndim]:
         raise ValueError(
-            f"{found} and a mask {mask.dtype}{list(mask.shape)}: a mask has one number for each "
-            f"row, {list(x.shape[:1])}, or for each position of a row, without the features."
+            f"{found} and a mask {mask.dtype}{list(mask.shape)}. A mask needs one number per "
+            f"row, {list(x.shape[:1])}, or one per position of a row, without the features."
         )
     weight = lax.stop_gradient(mask.astype(x.dtype))
     return weight.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))

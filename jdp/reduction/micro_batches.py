@@ -80,14 +80,14 @@ def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int 
         rows = f"{option}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
         if micro_batch_rows is None and (not shape or shape[0] % k):
             raise ValueError(
-                f"{rows}, which is not divisible by {k}. Choose a batch size that is a multiple of "
-                "ranks * accumulate, or give the number of rows that fit into memory: "
+                f"{rows}, which is not divisible by {k}. Use a batch size that is a multiple of "
+                "ranks * accumulate, or pass the number of rows that fit into memory: "
                 "micro_batch_rows=."
             )
         if micro_batch_rows is not None and shape[:1] != (rows_here,):
             raise ValueError(
-                f"{rows}, and the first leaf has {rows_here}: row i of every leaf must belong "
-                "together. Give what is not per row as a further argument."
+                f"{rows}, and the first leaf has {rows_here}. Row i of every leaf must belong "
+                "together. Pass values that are not per row as a further argument."
             )
     return k
 
@@ -141,10 +141,10 @@ def require_typed_keys(
         if jnp.shape(leaf)[-1:] in shapes:
             name = f"argument {position.idx + 3} of the loss{jax.tree_util.keystr((*path,))}"
             raise TypeError(
-                f"{name} is a raw random key, uint32{list(jnp.shape(leaf))}. jdp cannot tell it "
-                "from data and does not split it, so every micro-batch would draw the same "
-                "numbers. Give a typed key: jax.random.key(seed) in place of jax.random.PRNGKey("
-                "seed), or jax.random.wrap_key_data(key)."
+                f"{name} is a raw random key, uint32{list(jnp.shape(leaf))}. jdp cannot "
+                "distinguish it from data and does not split it, so every micro-batch would draw "
+                "the same numbers. Pass a typed key: jax.random.key(seed) instead of "
+                "jax.random.PRNGKey(seed), or jax.random.wrap_key_data(key)."
             )
 
 
@@ -209,19 +209,19 @@ def _require_equal_shapes(last: Any, others: Any) -> None:
             raise ValueError(
                 f"the loss returns {other.dtype}{list(other.shape)} at "
                 f"{jax.tree_util.keystr(path)} for one micro-batch and "
-                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows. Arrays of "
-                "different shapes cannot be averaged: return one value per row as jdp.rows(x)."
+                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows. Arrays "
+                "of different shapes cannot be averaged. Return one value per row as jdp.rows(x)."
             )
 
 
 # A micro-batch's share is known only after the last one.
 _OWN_WEIGHT = (
-    "jdp.value_and_grad(weight=...) is not the weight of the step, which weighs the ranks. Give "
-    "the weight to jdp.train_step(weight=...) alone, which then also weighs the micro-batches."
+    "jdp.value_and_grad(weight=...) is not the weight of the step, which weights the ranks. Pass "
+    "the weight only to jdp.train_step(weight=...), which then also weights the micro-batches."
 )
 _NO_ROWS = (
-    "accumulate= and micro_batch_rows= split the rows that follow the parameters, and got none: "
-    "rows that the loss closes over cannot be split. Write loss_fn(params, batch), and call "
+    "accumulate= and micro_batch_rows= split the arguments after the parameters, and got none. "
+    "They cannot split rows in a closure. Write loss_fn(params, batch), and call "
     "jdp.value_and_grad(loss_fn, ...)(params, batch)."
 )
 
@@ -410,8 +410,8 @@ class _MicroBatchedLoss(NamedTuple):
 def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> None:
     if accumulate is not None and micro_batch_rows is not None:
         raise ValueError(
-            f"accumulate={accumulate} and micro_batch_rows={micro_batch_rows} both say how the "
-            "rows are split: give the number of micro-batches, or how many rows fit into one."
+            f"accumulate={accumulate} and micro_batch_rows={micro_batch_rows} exclude each "
+            "other. Pass the number of micro-batches or the rows of one."
         )
     for name, number in (("accumulate", accumulate), ("micro_batch_rows", micro_batch_rows)):
         if number is not None:
@@ -423,8 +423,8 @@ def _require_means(value: Any) -> Any:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"aux{jax.tree_util.keystr(path[1:])} is {dtype}{list(jnp.shape(leaf))}, but "
-                "aux is averaged over micro-batches, and the mean of integers is not an integer. "
+                f"aux{jax.tree_util.keystr(path[1:])} is {dtype}{list(jnp.shape(leaf))}, but aux "
+                "is averaged over micro-batches, and the mean of integers is not an integer. "
                 "Cast it to float32, or return it per row with jdp.rows(x)."
             )
         return jnp.asarray(leaf)

@@ -28,20 +28,19 @@ def float_dtype(option: str, given: Any) -> np.dtype | None:
         return None
     dtype = _dtype(option, given)
     if not jnp.issubdtype(dtype, jnp.floating):
-        why = "which holds no fractions: parameters and gradients would be cut to whole numbers"
+        why = "which holds no fractions, so parameters and gradients would be truncated to integers"
         if jnp.issubdtype(dtype, jnp.complexfloating):
-            why = "which is complex, and parameters and gradients are real"
+            why = "which is complex, but parameters and gradients are real"
     elif jnp.finfo(dtype).bits < 16:
         why = (
-            f"which has {jnp.finfo(dtype).bits} bits: without a scale for each array most "
-            "gradients and many parameters would become 0. Cast to it in the loss, by scales of "
-            "your own"
+            f"which has {jnp.finfo(dtype).bits} bits. Without a scale per array most gradients "
+            "and many parameters would become 0. Cast to it in the loss, with your own scales"
         )
     elif jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        why = "which JAX makes float32 of unless jax_enable_x64 is set"
+        why = "which JAX converts to float32 unless jax_enable_x64 is set"
     else:
         return dtype
-    raise ValueError(f"{option}={dtype.name}, {why}. Write {option}=jnp.bfloat16, or leave it out.")
+    raise ValueError(f"{option}={dtype.name}, {why}. Write {option}=jnp.bfloat16, or remove it.")
 
 
 def _dtype(option: str, given: Any) -> np.dtype:
@@ -51,8 +50,8 @@ def _dtype(option: str, given: Any) -> np.dtype:
         return jnp.dtype(given)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{option}={given!r} is not a dtype that NumPy and JAX know. Write {option}="
-            f'jnp.bfloat16 or {option}="bfloat16", or leave it out.'
+            f"{option}={given!r} is not a dtype of NumPy or JAX. Write {option}=jnp.bfloat16 or "
+            f'{option}="bfloat16", or remove it.'
         ) from None
 
 
@@ -76,10 +75,9 @@ def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
         if bits < more:
             raise ValueError(
                 f"`params{jax.tree_util.keystr(path)}` is {dtype}{list(jnp.shape(leaf))}, of "
-                f"{bits} bits, and gather_dtype={gather_dtype.name} has {more}: the gather would "
-                f"send {more // bits} times the bytes, and no digit more. Give float32 parameters, "
-                "which the optimizer updates without loss, and gather_dtype=jnp.bfloat16; or leave "
-                "gather_dtype out."
+                f"{bits} bits, and gather_dtype={gather_dtype.name} has {more}. The gather would "
+                f"send {more // bits} times the bytes without more digits. Pass float32 "
+                "parameters with gather_dtype=jnp.bfloat16, or remove gather_dtype."
             )
 
 

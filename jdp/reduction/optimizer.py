@@ -134,14 +134,14 @@ def _require_arguments(tx: Any, all_reduce: Any) -> None:
 def _require_transformation(tx: Any) -> None:
     if isinstance(tx, Replicated):
         raise TypeError(
-            "the optimizer is in jdp.replicated(...) or jdp.sharded(...) already, and would send "
-            "its gradients twice, and split nothing. Write one of the two, outermost: "
+            "the optimizer is already in jdp.replicated(...) or jdp.sharded(...), so it would "
+            "reduce its gradients twice and shard no state. Write one of the two, outermost: "
             "jdp.sharded(optax.adam(1e-3))."
         )
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation: it "
-            "has no init and update. Write jdp.replicated(optax.sgd(0.1))."
+            f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation (no "
+            "init and update). Write jdp.replicated(optax.sgd(0.1))."
         )
 
 
@@ -173,13 +173,14 @@ def require_outermost(tx: Any) -> None:
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"tx is {pytrees.kind_of(tx)}, which is not an optimizer. Write "
-            "TrainState.create(params, jdp.replicated(optax.sgd(0.1))): the parameters come first."
+            "TrainState.create(params, jdp.replicated(optax.sgd(0.1))), with the parameters "
+            "first."
         )
     made_by = getattr(getattr(tx, "update", None), "__qualname__", type(tx).__name__).split(".")[0]
     raise TypeError(
-        f"the optimizer (made by {made_by!r}) is not wrapped in jdp.replicated: each rank would "
-        "apply its own gradient, and the ranks would drift apart. Write jdp.replicated(...) around "
-        "the whole optimizer, outermost: inside of a chain, clipping would see local gradients."
+        f"the optimizer (made by {made_by!r}) is not wrapped in jdp.replicated, so ranks would "
+        "apply local gradients and drift apart. Write jdp.replicated(...) around the whole "
+        "optimizer, outermost: inside a chain, clipping would see local gradients."
     )
 
 
@@ -187,9 +188,9 @@ def _require_outermost_call(caller: str) -> None:
     # nnx does not keep the type of the optimizer's state.
     if caller.split(".")[0] == "optax":
         raise ValueError(
-            f"jdp.replicated(...) is inside another optax transformation ({caller} called it). "
-            "That transformation would clip or scale each rank's own gradient in place of the "
-            "mean, which one device would. Write jdp.replicated(optax.chain(...)), outermost."
+            f"jdp.replicated(...) is inside another optax transformation ({caller} called it), "
+            "which would clip or scale each rank's own gradient instead of the mean. Write "
+            "jdp.replicated(optax.chain(...)), outermost."
         )
 
 
@@ -203,10 +204,9 @@ def require_shapes(grads: Any, params: Any) -> None:
         if jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
                 f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, but "
-                f"the parameter is {list(jnp.shape(param))}. If these are gradients of single "
-                "rows, row i of one rank would be averaged with row i of another. Average them on "
-                "each rank first: grads.mean(0). For DP-SGD clip each row before that "
-                "(docs/steps.md)."
+                f"the parameter is {list(jnp.shape(param))}. If these are per-row gradients, row "
+                "i of one rank would be averaged with row i of another. Average them on each "
+                "rank first: grads.mean(0). For DP-SGD clip each row before that (docs/steps.md)."
             )
 
 
@@ -221,16 +221,16 @@ def require_updates(updates: Any, params: Any) -> None:
         if jnp.shape(update) != jnp.shape(param):
             raise ValueError(
                 f"the optimizer's update of `{name}` is {list(jnp.shape(update))}, but the "
-                f"parameter is {list(jnp.shape(param))}: adding them would broadcast. "
-                "optax.contrib.dpsgd and differentially_private_aggregate take the first dim of "
-                "a gradient for rows. Clip each row on its rank, average, and add the noise in "
+                f"parameter is {list(jnp.shape(param))}, so their sum would broadcast. "
+                "optax.contrib.dpsgd and differentially_private_aggregate treat the first dim of "
+                "a gradient as rows. Clip each row on its rank, average, and add the noise in "
                 "the optimizer (docs/steps.md, The optimizer)."
             )
         if jnp.iscomplexobj(update) and not jnp.iscomplexobj(param):
             raise ValueError(
                 f"the optimizer's update of `{name}` is complex, but the parameter is "
-                f"{param.dtype}: adding them would drop the imaginary part. Hand over the real "
-                "part of the gradient: grads.real."
+                f"{param.dtype}, so their sum would drop the imaginary part. Pass the real part "
+                "of the gradient: grads.real."
             )
 
 

@@ -18,9 +18,9 @@ def number(given: Any) -> jax.Array:
         given = convert()
     if (other := _not_a_number(given)) is not None:
         text = (
-            f"weight= gave {other}, but a weight is one real number. Write for instance "
-            'weight=lambda batch: batch["mask"].sum() for a step, or weight=mask.sum() for a '
-            "function that takes the number itself."
+            f"weight= gave {other}, but a weight is one real number. For example weight=lambda "
+            'batch: batch["mask"].sum() for a step, or weight=mask.sum() for a function that '
+            "takes the number."
         )
         raise ValueError(with_code("JDP126", text))
     if not _is_constant(given):
@@ -75,12 +75,14 @@ def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
     values = {x.index[0].start or 0: np.asarray(x.data)[0] for x in given.addressable_shards}
     if np.isinf(sum_of_all):  # another invalid value would become NaN
         return (
-            f"weight= gave {_shown(values)}. Each is a weight, but their sum over the ranks is "
-            f"more than {sum_of_all.dtype} holds, and means are divided by it. Divide the weights "
-            "by a constant: only their ratios count."
+            f"weight= gave {_shown(values)}. Their sum over the ranks, the divisor of means, "
+            f"overflows {sum_of_all.dtype}. Divide the weights by a constant: only their ratios "
+            "count."
         )
     found = {rank: value for rank, value in values.items() if not _is_weight(value)}
-    return f"weight= gave {_shown(found) or 'no weight on a rank of another process'}. {_WHY}"
+    return (
+        f"weight= gave {_shown(found) or 'an invalid weight on a rank of another process'}. {_WHY}"
+    )
 
 
 def _shown(values: dict[int, Any]) -> str:
@@ -109,6 +111,6 @@ def _is_constant(given: Any) -> bool:
 
 
 _WHY = (
-    "Rows cannot count less than nothing: means are divided by the sum of all ranks' weights. A "
-    "weight is a finite number >= 0, and 0 for a rank that does not count."
+    "Means are divided by the sum of all ranks' weights, so each weight must be finite and >= 0. "
+    "Use 0 for a rank that does not count."
 )

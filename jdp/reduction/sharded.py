@@ -42,11 +42,11 @@ def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, par
         return
     num_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
     message = (
-        f"jdp.sharded(stage={sharding.stage}) does not split {len(arrays)} arrays of "
-        f"{' and '.join(name for name, found in whole.items() if found)} here, {num_bytes:,} bytes "
-        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState is split, Flax's, and "
-        "an nnx.Optimizer with its model. Write state = jdp.TrainState.create(params, tx) and, in "
-        "the step, state.apply_gradients(grads)."
+        f"jdp.sharded(stage={sharding.stage}) does not shard {len(arrays)} arrays of "
+        f"{' and '.join(name for name, found in whole.items() if found)} here, {num_bytes:,} "
+        f"bytes on each of {num_ranks} ranks. A jdp.train_step shards a jdp.TrainState, Flax's "
+        "TrainState, and an nnx.Optimizer with its model. Write state = "
+        "jdp.TrainState.create(params, tx) and, in the step, state.apply_gradients(grads)."
     )
     if message not in _logged:
         _logged.add(message)
@@ -154,8 +154,8 @@ def sharded(
     min_size = int_at_least("min_size", min_size, least=1)
     if keep_gathered and stage != 3:
         raise ValueError(
-            f"keep_gathered=True is for stage=3, which gathers parameters, got stage={stage}: "
-            "stages 1 and 2 keep all parameters on every rank. Leave it out, or write stage=3."
+            f"keep_gathered=True needs stage=3, which gathers parameters, got stage={stage}. "
+            "Stages 1 and 2 keep all parameters on every rank. Remove it, or write stage=3."
         )
     gather_dtype = mixed_precision.float_dtype("gather_dtype", gather_dtype)
     if gather_dtype is not None and stage != 3:
@@ -177,7 +177,7 @@ def _axes_to_split_over(over: AxisName | None, axis_name: AxisName) -> tuple[str
     axes = None if over is None else axis.names(over)
     if axes is not None and not set(axes) <= set(names):
         raise ValueError(
-            f"over={over!r} is not among the axes {names} that gradients are reduced over. Write "
+            f"over={over!r} is not among the axes {names} of the gradient reduction. Write "
             f"over={names[-1]!r}, or name all data axes in axis_name=."
         )
     return axes
@@ -185,9 +185,9 @@ def _axes_to_split_over(over: AxisName | None, axis_name: AxisName) -> tuple[str
 
 def _not_gathered(dtype: np.dtype, stage: int) -> str:
     return (
-        f"gather_dtype={dtype.name} is for stage=3, whose parameters live as parts that are "
-        f"gathered for the loss, got stage={stage}: stages 1 and 2 keep all parameters on every "
-        "rank, and what they gather are the new parameters themselves, which would lose their last "
-        "digits in every step. Cast in the loss, jax.tree.map(lambda p: p.astype(jnp."
-        f"{dtype.name}), params), or write stage=3, with keep_gathered=True to gather once a step."
+        f"gather_dtype={dtype.name} needs stage=3, which gathers sharded parameters for the "
+        f"loss, got stage={stage}. Stages 1 and 2 gather the new parameters, which would lose "
+        "digits in every step. Cast in the loss, jax.tree.map(lambda p: "
+        f"p.astype(jnp.{dtype.name}), params), or write stage=3, with keep_gathered=True to "
+        "gather once a step."
     )

@@ -82,7 +82,7 @@ def _integers(ids: Any) -> jax.Array:
     found = jnp.asarray(ids)
     if not jnp.issubdtype(found.dtype, jnp.integer):
         raise TypeError(
-            f"ids must be integers, got {found.dtype}{list(found.shape)}: they number the rows of "
+            f"ids must be integers, got {found.dtype}{list(found.shape)}: they index the rows of "
             "the table. Write ids.astype(jnp.int32)."
         )
     # In a smaller type the number of rows may not fit.
@@ -101,13 +101,13 @@ def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
         raise ValueError(f"table must have rows, [rows, ...], got {dtype}[] without dims.")
     if out_of_range == "nan" and not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
-            f"the table is {dtype}{list(shape)}, which has no NaN for ids out of range. Write "
-            'out_of_range="zero" or out_of_range="clip".'
+            f"the table is {dtype}{list(shape)}, whose dtype has no NaN for ids out of range. "
+            'Write out_of_range="zero" or out_of_range="clip".'
         )
     if out_of_range == "clip" and not shape[0] and ids.size:
         raise ValueError(
-            f'the table is {dtype}{list(shape)} without rows, and out_of_range="clip" gives each '
-            f"of {ids.size} ids the nearest row. Give a table with rows."
+            f'the table is {dtype}{list(shape)} without rows, but out_of_range="clip" reads the '
+            f"nearest row for each of {ids.size} ids. Pass a table with rows."
         )
     return shape[0]
 
@@ -163,7 +163,7 @@ def _log_whole(table: Any, scope: Scope) -> None:
     _log.log(
         # Without any shard the author has not asked for a split table.
         logging.WARNING if scope.shards else logging.INFO,
-        f"jdp.sharded_embedding looks up the table {name} as a whole: each of {n} ranks holds all "
+        f"jdp.sharded_embedding looks up the whole table {name}, so each of {n} ranks holds all "
         f"{int(np.prod(shape)) * dtype.itemsize:,} bytes of it in the step. {_advice(shape, n)}",
     )
 
@@ -171,9 +171,9 @@ def _log_whole(table: Any, scope: Scope) -> None:
 def _advice(shape: tuple[int, ...], n: int) -> str:
     if not any(size and size % n == 0 for size in shape):
         more = -(-shape[0] // n) * n
-        return f"No dim divides by {n}. Give it {more} rows in place of {shape[0]}."
+        return f"No dim divides by {n}. Use {more} rows instead of {shape[0]}."
     return (
-        "Write jdp.sharded(tx, stage=3), with a min_size that the table exceeds, and "
-        "jdp.value_and_grad. Look rows up in the parameter itself: the result of an operation such "
-        "as astype, and an argument of a jax.jit or jax.checkpoint inside the step, are whole."
+        "Write jdp.sharded(tx, stage=3), with a min_size below the size of the table, and "
+        "jdp.value_and_grad. Look up rows in the parameter itself: results of an operation such "
+        "as astype, and arguments of a jax.jit or jax.checkpoint inside the step, are whole."
     )

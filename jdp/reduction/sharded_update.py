@@ -63,13 +63,13 @@ def log_whole_gradients(leaves: Sequence[Any]) -> None:
         return
     arrays = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
     message = (
-        f"gradients come to the optimizer as whole arrays ({arrays} of {num_bytes:,} bytes), "
-        "so that stage=3 saves no memory inside of this step: their parameters are gathered at its "
-        f"start, another {num_bytes:,} bytes. Write loss, grads = jdp.value_and_grad(loss_fn)("
-        "state.params, batch), and hand on grads as they are: parameters are then gathered where "
-        "they are used, and gradients are averaged where they are computed. With a model of nnx, "
-        "differentiate in weights: graph, weights = nnx.split(model), and in the loss "
-        "nnx.merge(graph, weights, copy=True)."
+        f"the optimizer gets gradients as whole arrays ({arrays} of {num_bytes:,} bytes), so "
+        "stage=3 saves no memory inside this step: it gathers their parameters at its start, "
+        f"another {num_bytes:,} bytes. Write loss, grads = "
+        "jdp.value_and_grad(loss_fn)(state.params, batch), and pass grads unchanged; jdp then "
+        "gathers parameters where they are used and averages gradients where they are computed. "
+        "With a model of nnx, differentiate with respect to weights: graph, weights = "
+        "nnx.split(model), and in the loss nnx.merge(graph, weights, copy=True)."
     )
     if message not in _logged:
         _logged.add(message)
@@ -268,10 +268,7 @@ class Update:
         return not jax_compat.CPU_COPIES_SLICES and shards.is_native(self._axes, step.mesh)
 
     def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Delay parts of old parameters until the last gradient was sent.
-
-        The backward pass may need them, and XLA would copy the overwritten ones.
-        """
+        """Delay parts of old parameters until the last gradient was sent, so XLA copies none."""
         token = call_order.token()
         chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
         values = [pieces[i].value for i in chosen]

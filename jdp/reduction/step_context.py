@@ -159,11 +159,10 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
         return None
     if set(step.axis_name) != set(axis.names(axis_name)):
         raise ValueError(
-            f"{caller}(axis_name={axis_name!r}) does not reduce over the axes {step.axis_name} of "
-            "the step, which has a weight=. That weight is for a mean over all ranks of the step: "
-            "a mean over other ranks would weigh rows differently. Write "
-            f"axis_name={step.axis_name!r}, or give the weight for these ranks: "
-            f"{caller}(..., weight=...)."
+            f"{caller}(axis_name={axis_name!r}) does not reduce over the axes {step.axis_name} "
+            "of the step, whose weight= is for a mean over all its ranks. A mean over other "
+            f"ranks would weight rows differently. Write axis_name={step.axis_name!r}, or pass "
+            f"the weight for these ranks: {caller}(..., weight=...)."
         )
     return step.weight
 
@@ -241,10 +240,10 @@ def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.A
     except Exception as error:
         if nested:
             error.add_note(
-                "jdp: weight= is called with each micro-batch too, and jdp.value_and_grad makes "
-                "those of the second argument of the loss, here of shapes "
-                f"{jax.tree.map(jnp.shape, batch)}. Let the loss take the whole batch that the "
-                "step takes: jdp.value_and_grad(loss_fn, accumulate=k)(state.params, batch)."
+                "jdp: weight= is also called with each micro-batch, which jdp.value_and_grad "
+                "makes from the second argument of the loss, here of shapes "
+                f"{jax.tree.map(jnp.shape, batch)}. Pass the whole batch of the step to the "
+                "loss: jdp.value_and_grad(loss_fn, accumulate=k)(state.params, batch)."
             )
         raise
 

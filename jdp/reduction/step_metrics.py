@@ -99,10 +99,10 @@ def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
         if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
             raise ValueError(
                 f"jdp.rows(x) marked an array of {leaf.num_dims} dim(s), and a scan or vmap "
-                f"stacked it to {jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))}: its "
-                "first dim is no longer this rank's rows, so that the outputs cannot be put in the "
-                "order of the rows. Return x itself from the scan or vmap, move its rows to the "
-                "first dim, and return jdp.rows(x) from the step."
+                f"stacked it to {jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))}. "
+                "Its first dim is no longer this rank's rows, so jdp cannot order the outputs. "
+                "Return x itself from the scan or vmap, move its rows to the first dim, and "
+                "return jdp.rows(x) from the step."
             )
     return pytrees.take_nodes(tree, is_rows)
 
@@ -124,7 +124,7 @@ def require_numbers(tree: Any) -> None:
             raise TypeError(
                 f"`metrics{jax.tree_util.keystr(path)}` is {leaf!r}, of type "
                 f"{type(leaf).__name__}, but a compiled step returns only arrays and numbers. "
-                "Leave it out, and add it to the metrics after the call of the step."
+                "Add it to the metrics after the call of the step."
             )
         if not jnp.shape(leaf) and pytrees.is_tiny_float(jnp.result_type(leaf)):
             raise TypeError(

@@ -73,8 +73,8 @@ _AFTER = 1
 def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Update parameters of a bucket before waiting for the ring of the next one.
 
-    XLA would wait for all rings before the first update. Here each wait depends on the parameters
-    updated after the wait before. If every update needs all gradients, the order stays.
+    Each wait depends on the parameters updated after the wait before. If every update needs all
+    gradients, the order stays.
     """
 
     def run(*args: Any) -> Any:

@@ -130,8 +130,8 @@ def _why_not(step: Scope, share: jax.Array) -> str:
     why_not = step.why_no_gradient
     if not why_not and axis.varying_axes(share):
         why_not = (
-            "in a shard_map with check_vma=True JAX itself adds up the cotangents of a sum, and "
-            "without weights. Write check_vma=False there, or jdp.train_step(weight=...)."
+            "in a shard_map with check_vma=True JAX itself sums the cotangents, unweighted. "
+            "Write check_vma=False there, or jdp.train_step(weight=...)."
         )
     start = "a sum or mean over ranks cannot be differentiated here: "
     return why_not and start + why_not
@@ -170,8 +170,8 @@ def _jvp(
 ) -> tuple[Any, Any]:
     if has[0] and type(tangents[1]) is not ad.Zero:
         raise ValueError(
-            "the weight of the step depends on a value that is differentiated here, but jdp gives "
-            "no gradient to a weight. Write jax.lax.stop_gradient around what weight= reads."
+            "the weight of the step depends on a differentiated value, but jdp computes no "
+            "gradient of a weight. Write jax.lax.stop_gradient around the inputs of weight=."
         )
     params: dict[str, Any] = {"has": has, "why_not": why_not}
     out = _weigh_p.bind(*primals, **params)

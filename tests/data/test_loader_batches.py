@@ -152,13 +152,13 @@ def test_a_position_means_nothing_to_other_batches_or_processes(make_mesh):
     facts = {"position": 1, "data": of_loaders}
     set_position(loader, facts, "step 1")
     assert loader.position == 1
-    with pytest.raises(ValueError, match="step 1 .*jdp.shard_batches, .* others:"):
+    with pytest.raises(ValueError, match="step 1 .*jdp.shard_batches, .* others,"):
         set_position(dataset, facts, "step 1")
     for data in (dataset.get_state(), None):
-        with pytest.raises(ValueError, match="step 1 .*others, .*jdp.shard_batches:"):
+        with pytest.raises(ValueError, match="step 1 .*others, .*jdp.shard_batches,"):
             set_position(loader, {"position": 1} | ({"data": data} if data else {}), "step 1")
     twice = {"position": 1, "data": {"position": 1, "loaders": [{"num_read": 1}] * 2}}
-    with pytest.raises(ValueError, match="2 processes.* 1:"):
+    with pytest.raises(ValueError, match="2 processes.* 1[.]"):
         set_position(loader, twice, "step 1")
 
 

@@ -128,5 +128,5 @@ def test_rows_are_compared_again_where_an_epoch_begins(num_batches, compared, pr
 
 
 def test_rows_takes_two_values():
-    with pytest.raises(ValueError, match='rows="of this process"'):
+    with pytest.raises(ValueError, match='rows must be .*"of this process"'):
         batches(np.ones(4), 2, num_steps=1, rows="mine")

@@ -160,7 +160,7 @@ def test_row_numbers_take_four_bytes_where_they_fit():
         (dict(seed=-1), "seed .*0.*-1"),
         (dict(position=-4), "position .*0.*-4"),
         (dict(order=3), "order .* 3"),
-        (dict(share=(2, 2)), r"share=\(2, 2\)"),
+        (dict(share=(2, 2)), r"share must .*\(2, 2\)"),
         (dict(share=(0, 3)), "batch_size 4 .* 3 .* 3"),
     ],
 )

@@ -39,7 +39,7 @@ def test_equal_ends_are_right_and_so_is_a_process_that_is_behind(how, mine):
     "first, mine, text",
     [
         ((0, 9, "end"), (1, 10, "on"), "process 0 .* 9 .*process 1 .* 10"),
-        ((2, 0, "left"), (0, 1, "on"), "process 2 .* 0 .*process 0 .* 1:"),
+        ((2, 0, "left"), (0, 1, "on"), "process 2 .* 0 .*process 0 .* 1,"),
         ((0, 9, "end"), (1, 7, "end"), "process 0 .* 9 .*process 1 .* 7 "),
         ((0, 7, "end"), (1, 9, "left"), "process 0 .* 7 .*process 1 .* 9 "),
     ],

@@ -414,8 +414,8 @@ def partitioned(
     size = axis.size(axes)
     if size > 1 and axis.is_typed(axes):
         raise ValueError(
-            f"the shard_map over {axes} types its values (check_vma=True), but slices and whole "
-            "arrays are of one type here. Write jax.shard_map(..., check_vma=False)."
+            f"the shard_map over {axes} types its values (check_vma=True), but here slices and "
+            "whole arrays have one type. Write jax.shard_map(..., check_vma=False)."
         )
     ranks = Ranks(axes, size)
     whole = [_whole(piece, i, ranks) for i, piece in enumerate(args)]
@@ -444,7 +444,7 @@ def _whole(piece: Piece, i: int, ranks: Ranks) -> jax.ShapeDtypeStruct:
     shape, dim = piece.value.shape, piece.dim
     if dim is not None and not 0 <= dim < len(shape):
         raise ValueError(
-            f"argument {i} is said to be sliced along dim {dim}, but its slice has {len(shape)} "
+            f"argument {i} is declared sliced along dim {dim}, but its slice has {len(shape)} "
             f"dims: {shape}. Write a dim from 0 to {len(shape) - 1}, or None for a whole array."
         )
     full = tuple(n * ranks.size if k == dim else n for k, n in enumerate(shape))
@@ -462,7 +462,7 @@ def _check_wanted(dims: list[int | None], shapes: list[Any], ranks: Ranks) -> No
             continue
         if not 0 <= dim < len(shape.shape) or not ranks.divide(shape.shape[dim]):
             raise ValueError(
-                f"result {i} of shape {shape.shape} is wanted in {ranks.size} equal slices along "
-                f"dim {dim}. Write a dim whose size is a multiple of {ranks.size}, or None for the "
-                "whole."
+                f"result {i} of shape {shape.shape} does not divide into {ranks.size} equal "
+                f"slices along dim {dim}. Write a dim whose size is a multiple of {ranks.size}, "
+                "or None for the whole."
             )

@@ -25,8 +25,7 @@ _AGREEING = frozenset(
 def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
     """Return the results of operations that must run on whole arrays.
 
-    A function may compute with data of its rank, such as a line search that evaluates the loss,
-    until a collective makes the result equal. Slices of such data do not match.
+    Slices of one rank's data, as in a line search that evaluates the loss, do not match.
     """
     whole: set[FlatValue] = set()
     naming = [operation for operation in program.operations if names_axes(operation.eqn, axes)]
@@ -64,10 +63,7 @@ ROUNDS_OF_WHILE = 10
 
 
 class Ravel(NamedTuple):
-    """A vector reshaped from an array of `shape`, of which each rank has a slice along `dim`.
-
-    Sums and elementwise operations do not depend on the order of elements.
-    """
+    """A vector reshaped from an array of `shape`, of which each rank has a slice along `dim`."""
 
     shape: tuple[int, ...]
     dim: int
