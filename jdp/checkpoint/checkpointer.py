@@ -142,10 +142,10 @@ class Checkpointer:
             of them sees another directory than process 0.
         """
         if self._session is not None:
-            raise RuntimeError("restore was called already: call it once, before the loop.")
+            raise RuntimeError("restore was already called. Call it once, before the loop.")
         require_position(batches)
         if missing not in ("error", "keep"):
-            raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
+            raise ValueError(f'missing must be "error" or "keep", got {missing!r}.')
         allows_edits = allows(allow, "new script")
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
@@ -234,14 +234,14 @@ class Checkpointer:
         if session is None or session.is_over:
             what = "close() was called" if session else "restore was not called"
             raise RuntimeError(
-                f"{what}, so that this state would not continue the run in the directory. Write "
-                "state = ckpt.restore(state, batches) before the loop, and close() after it."
+                f"{what}, so this state would not continue the run in the directory. Write state "
+                "= ckpt.restore(state, batches) before the loop, and close() after it."
             )
         if (batches is not None) != session.has_data:
             one, other = ("restore", "step") if session.has_data else ("step", "restore")
             raise ValueError(
-                f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
-                "or never after a restart. Give them to both, or to none."
+                f"batches were passed to ckpt.{one} but not to ckpt.{other}, so rows would be "
+                "duplicated or skipped after a restart. Pass them to both or to neither."
             )
         if self._is_first and not session.has_data and loops.is_handing_out():
             _log.warning(_NO_POSITION)

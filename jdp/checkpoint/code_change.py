@@ -46,17 +46,14 @@ class Edits:
         if generation > 0 and facts.get("run") == run and not self._allows:
             raise RuntimeError(
                 f"the program was edited since it wrote step {facts['step']}: {edit}. This "
-                "recovery would train on with other code than the run began with. Undo the edit, "
-                "or begin with the new code by jdp run --resume. "
-                'ckpt.restore(..., allow="new script") lets recoveries begin with it, too.'
+                "recovery would continue the run with other code. Undo the edit, or start with "
+                'the new code: jdp run --resume. ckpt.restore(..., allow="new script") also lets '
+                "recoveries start with it."
             )
         _warn("jdp: the program was edited since it wrote step %d: %s.", facts["step"], edit)
 
     def compare_programs(self) -> None:
-        """After the first step, log each program that differs from the one that wrote the state.
-
-        Never an error: a step may depend on the phase of the run or on the restored step.
-        """
+        """Log each program that differs from the one that wrote the state; never an error."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -68,9 +65,9 @@ class Edits:
             counts, program = [*saved.values()][-1], [*programs.values()][-1]
             difference = f": {program.difference(counts)}" if counts else ""
             _warn(
-                "jdp: `%s` is another program than the one that wrote step %d, on the same ranks "
-                "and shapes%s. Training continues with it. If this is not on purpose, look for a "
-                "flag, an environment variable or a file that has changed.",
+                "jdp: `%s` is another program than at step %d, on the same ranks and shapes%s. "
+                "Training continues with it. If you did not intend this, look for a changed "
+                "flag, environment variable or file.",
                 kind.rpartition(" ")[0],
                 step,
                 difference,

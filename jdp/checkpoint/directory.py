@@ -42,18 +42,18 @@ def folder_path(given: Any) -> Path:
     """Return the absolute path of a directory of checkpoints."""
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(
-            f"the directory of checkpoints is {given!r}, which is not a path. Write "
+            f"the directory of checkpoints must be a path, got {given!r}. Write "
             'jdp.Checkpointer("checkpoints").'
         )
     if not os.fspath(given):
         raise ValueError(
-            "the directory of checkpoints is an empty text, which would be the working directory. "
-            'Write "checkpoints", or "." if that is meant.'
+            "the directory of checkpoints is an empty string, which would be the working "
+            'directory. Write "checkpoints", or "." for the working directory.'
         )
     if "://" in str(given):
         raise ValueError(
-            f"{given} is not a folder on a disk: a file there could not be locked against other "
-            "runs. Give a path, perhaps of a bucket that is mounted."
+            f"{given} is not a folder on a disk, so its files cannot be locked against other "
+            "runs. Pass a path, perhaps of a mounted bucket."
         )
     return Path(given).expanduser().absolute()
 
@@ -72,7 +72,7 @@ def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> Bina
             _lock(file, path, default_s if timeout_s is None else timeout_s)
             file.seek(0)
             if not b"process ".startswith(file.read(8)):  # a failed write leaves the beginning
-                raise FileExistsError("the file `lock` there is not of jdp")
+                raise FileExistsError("its file `lock` was not written by jdp")
             file.truncate(0)
             now = datetime.datetime.now(datetime.UTC)
             owner = f"process {os.getpid()} on {socket.gethostname()} since {now:%F %T.%f} UTC"
@@ -80,8 +80,8 @@ def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> Bina
             os.fsync(file)
         except OSError as error:
             raise OSError(
-                f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory "
-                "that this process may write to."
+                f"checkpoints cannot be written to {path}: {error}. Pass a writable directory to "
+                "Checkpointer."
             ) from error
         stack.pop_all()
         _files.add(file)
@@ -106,9 +106,8 @@ def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
                 file.seek(0)
                 owner = file.read().decode(errors="replace").strip()
                 raise RuntimeError(
-                    f"{path} is in use by another run ({owner}). Two runs in one directory would "
-                    "mix their checkpoints: end the other one, or give this one a directory of "
-                    "its own."
+                    f"{path} is in use by another run ({owner}). Stop the other run or use "
+                    "another directory: two runs would overwrite each other's checkpoints."
                 ) from None
             time.sleep(0.02)
 
@@ -171,7 +170,7 @@ class Folder:
             if _is_checkpoint(path):
                 found.append(self._identified(Checkpoint(int(numbers[2]), int(numbers[1]), path)))
             else:
-                self._warn_once(path, "is not a checkpoint of jdp and is left alone.")
+                self._warn_once(path, "is not a checkpoint of jdp and is ignored.")
         return sorted(found, reverse=True)
 
     def checkpoint(self, life: int, step: int) -> Checkpoint:
@@ -238,7 +237,7 @@ class Folder:
         if self._is_damaged(place):  # as when the last commit replaces it
             self.remove(place)
         if os.path.lexists(place):  # a rename would replace an empty folder
-            raise FileExistsError(f"{place} is there already")
+            raise FileExistsError(f"{place} already exists")
         os.rename(part, place)
         self._torn.discard(place)
         _sync(self.path)
@@ -293,9 +292,9 @@ class Folder:
             free = str(missing)
         good = [each.step for each in self.checkpoints() if self._seems_intact(each)]
         return OSError(
-            f"step {step} could not be saved to {self.path}: it takes {needed} bytes or a little "
-            f"more, and {free}. The last good checkpoint stays: {[*good, 'none'][0]}. What the "
-            f"disk said: {type(error).__name__}: {error}"
+            f"step {step} could not be saved to {self.path}: it needs at least {needed} bytes, "
+            f"and {free}. Latest intact checkpoint: {[*good, 'none'][0]}. Error of the disk: "
+            f"{type(error).__name__}: {error}"
         )
 
     def _identified(self, named: Checkpoint) -> Checkpoint:
@@ -305,7 +304,7 @@ class Folder:
             return named
         found = Checkpoint(facts["life"], facts["step"], named.path)
         if found != named:
-            what = f"holds step {found.step} of life {found.life} and counts as that."
+            what = f"holds step {found.step} of life {found.life} and is used as such."
             self._warn_once(named.path, what)
         return found
 
@@ -436,11 +435,11 @@ class ForeignCheckpoints(NamedTuple):
         step = self.latest if step is None else step
         if step not in self.steps:
             known = sorted(each for each in self.steps if each is not None)
-            raise ValueError(f"step {step} is not in {self.path}, which holds {known}.")
+            raise ValueError(f"{self.path} has no step {step}. It holds {known}.")
         if len(self.steps[step]) != 1:
             names = _names(self.steps[step]) or "none"
             raise ValueError(
-                f"{self}. jdp.load reads one PyTree of Orbax, and the PyTrees there are: {names}. "
+                f"{self}. jdp.load reads one PyTree of Orbax; the PyTrees there are: {names}. "
                 f"Write {self.advice()}."
             )
         return self.steps[step][0]

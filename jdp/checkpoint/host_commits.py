@@ -205,8 +205,8 @@ class HostCommits:
     def _end(self, why: str) -> None:
         if self.is_together and why:
             _log.warning(
-                "jdp: until the next recovery the process with local rank 0 writes the commits "
-                "of this host alone: %s",
+                "jdp: until the next recovery only the process with local rank 0 writes the "
+                "commits of this host: %s",
                 why,
             )
         self.break_up(why)
@@ -218,9 +218,9 @@ class HostCommits:
         while any(self._marks.read(number) == CommitMark(self._life, BEGUN) for number in numbers):
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"a process of this host has not written its share of an earlier commit in "
-                    f"{_PATIENCE_S:g} s, and its memory is not free for this one. The commit "
-                    "before it is intact."
+                    "a process of this host did not write its share of an earlier commit within "
+                    f"{_PATIENCE_S:g} s, and still uses its memory. The commit before it is "
+                    "intact."
                 )
             time.sleep(_LONGEST_PAUSE_S)
 
@@ -233,9 +233,9 @@ class HostCommits:
                 return False
             if now > max(began, self._awaited_at) + _PATIENCE_S:
                 self._end(
-                    f"the process with local rank {self.share.number} has waited for "
-                    f"{_PATIENCE_S:g} s for the shares of others, and could not train meanwhile."
-                    f"{self._who_is_missing()}"
+                    f"the process with local rank {self.share.number} waited {_PATIENCE_S:g} s "
+                    "for the shares of others, which blocked its "
+                    f"training.{self._who_is_missing()}"
                 )
                 return False
             time.sleep(pause)
@@ -248,8 +248,9 @@ class HostCommits:
         for number, mark in enumerate(marks):
             if number != self.share.number and (mark is None or mark.life != self._life):
                 return (
-                    f" The one with local rank {number} has begun none: call ckpt.step(state, "
-                    "batches) on every process, not below `if jax.process_index() == 0`."
+                    f" The process with local rank {number} began no share: call "
+                    "ckpt.step(state, batches) on every process, not below `if "
+                    "jax.process_index() == 0`."
                 )
         return ""
 
@@ -259,10 +260,10 @@ def _difference(number: int, mark: CommitMark, own: CommitMark) -> str:
     if (mark.step, mark.num_calls) == (own.step, own.num_calls):
         return (
             f"{who} commits a state with other leaves at step {mark.step}. Paths, shapes, dtypes "
-            "and whether an array is on the whole mesh must be equal on all processes."
+            "and placement on the whole mesh must be equal on all processes."
         )
     return (
         f"{who} commits step {mark.step} after {mark.num_calls} calls of its train steps, and "
-        f"local rank 0 step {own.step} after {own.num_calls}: all processes must call ckpt.step "
-        "after each step, and go on after the same errors."
+        f"local rank 0 step {own.step} after {own.num_calls}. All processes must call ckpt.step "
+        "after each step, and continue after the same errors."
     )

@@ -123,7 +123,7 @@ def save_last_commit(file: int) -> dict[str, Any]:
             return {"life": life, "step": step, "directory": str(folder.path)}
     finally:
         folder.unlock()
-    return {"error": f"{' and '.join(missing)} are on other hosts, or were not written"}
+    return {"error": f"{' and '.join(missing)} are on other hosts or were not written"}
 
 
 # Returns how many shards are missing.

@@ -37,8 +37,8 @@ _log = logging.getLogger("jdp")
 _NUM_NAMED = 8
 
 _INSTEAD = (
-    "Build the one that was saved, or give Checkpointer a new directory to begin anew. "
-    'ckpt.restore(..., missing="keep") takes the leaves of the same name, shape and dtype.'
+    "Build the saved one, or give Checkpointer a new directory to start over. ckpt.restore(..., "
+    'missing="keep") restores only leaves of equal name, shape and dtype.'
 )
 
 
@@ -82,7 +82,7 @@ def fill(
     if changed or (differences and not (keeps_missing and found)):
         raise _of_another_model(where, differences, instead)
     if differences and jax.process_index() == 0:
-        text = "jdp: took %d leaves from %s; %s."
+        text = "jdp: restored %d leaves from %s; %s."
         _log.warning(text, len(found), where, "; ".join(differences))
     for i, value in found.items():
         leaves[i] = _placed_split(leaves[i], value, copies)
@@ -91,8 +91,8 @@ def fill(
 
 def _of_another_model(where: str, differences: Sequence[str], instead: str) -> ValueError:
     return ValueError(
-        f"{where} does not have the leaves of the given state: {'; '.join(differences)}. That "
-        f"is another model or optimizer, and its values would mean something else. {instead}"
+        f"{where} does not have the leaves of the given state: {'; '.join(differences)}. It "
+        f"holds another model or optimizer. {instead}"
     )
 
 
@@ -151,8 +151,8 @@ def _fits(saved: SavedLeaf, given: SavedLeaf) -> bool:
 
 
 _GIVE_LIKE = (
-    "Give like= the leaves that were saved, for instance another part=, or leave it out to get all "
-    "as NumPy arrays."
+    "Pass the saved leaves as like=, for instance another part=, or omit it to get all as NumPy "
+    "arrays."
 )
 
 # One key of a path as JAX writes it: .name, ['key'], [0], [<flat index 0>].
@@ -199,7 +199,7 @@ def load(
     """
     folder = Folder(directory)
     if not isinstance(part, str | None):
-        raise TypeError(f"part must be a path such as 'params', not {part!r}.")
+        raise TypeError(f"part must be a path such as 'params', got {part!r}.")
     step = None if step is None else int_at_least("step", step, least=0)
     where, leaves, read = _found(folder, step)
     paths = [parse(leaf.name) for leaf in leaves]
@@ -307,20 +307,20 @@ def _intact(
 ) -> tuple[Checkpoint, dict[str, Any]]:
     if not checkpoints:
         raise FileNotFoundError(
-            f"{folder.path} holds no checkpoint. Give the directory that jdp.Checkpointer has."
+            f"{folder.path} holds no checkpoint. Pass the directory of jdp.Checkpointer."
         )
     if step is not None:
         steps = sorted({found.step for found in checkpoints})
         checkpoints = [found for found in checkpoints if found.step == step][:1]
         if not checkpoints:
-            raise ValueError(f"step {step} is not in {folder.path}, which holds {steps}.")
+            raise ValueError(f"{folder.path} has no step {step}. It holds {steps}.")
     torn = []
     for checkpoint in checkpoints:
         try:
             return checkpoint, folder.facts(checkpoint)
         except TornError as error:
             torn.append(f"{checkpoint.path}: {error}")
-            _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
+            _log.warning("jdp: skipped a damaged checkpoint: %s.", torn[-1])
     raise RuntimeError(f"jdp.load found no intact checkpoint: {'; '.join(torn)}.")
 
 

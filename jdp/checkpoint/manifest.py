@@ -32,7 +32,7 @@ def write(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> N
     """Write the manifest of a folder to disk."""
     manifest = json.loads(json.dumps({"facts": facts, "files": files}))
     for fault in _faults(manifest):
-        raise ValueError(f"{fault}, which no checkpoint may hold")
+        raise ValueError(f"{fault}, which a checkpoint must not hold")
     with open(folder / _NAME, "w") as file:
         json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
         file.flush()
@@ -49,7 +49,7 @@ def read(folder: Path) -> dict[str, Any]:
     if checksum != _checksum(manifest):
         raise TornError("its manifest has another checksum than when it was written")
     for fault in _faults(manifest):
-        raise TornError(f"its manifest was changed, or is of another version of jdp: {fault}")
+        raise TornError(f"its manifest was changed or belongs to another version of jdp: {fault}")
     return manifest
 
 

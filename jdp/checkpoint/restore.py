@@ -45,7 +45,9 @@ def shapes_of(make: Callable[[], Any]) -> Any:
         with placement.shapes_only():
             jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)()
     except Exception as error:  # an error of the function comes again when it is called
-        text = "the state to restore is made first, since its function cannot be traced: %s: %s"
+        text = (
+            "the state to restore is computed first, because its function cannot be traced: %s: %s"
+        )
         _log.info(text, type(error).__name__, str(error).partition("\n")[0])
         return None
     tree, leaves = kept
@@ -164,17 +166,17 @@ def require_position(batches: Any) -> None:
     """Refuse batches without a position."""
     if batches is None or hasattr(batches, "position"):
         return
-    instead = "Give jdp.batches(...), or an object with an int `position`: how many rows it has "
-    instead += "handed out. After it is set, it continues there."
+    instead = "Pass jdp.batches(...), or an object with an int `position`, the number of rows "
+    instead += "already yielded, which it continues from after it is set."
     if hasattr(batches, "__next__") or hasattr(batches, "__iter__"):
         instead += (
-            " jdp.shard_batches reads a loader ahead: of a loader that saves its own state (an "
-            "iterator of grain, a StatefulDataLoader), give batches = jdp.shard_batches(loader) "
-            "to restore, to the loop and to step."
+            " jdp.shard_batches prefetches from a loader. For a loader that saves its own state "
+            "(an iterator of grain, a StatefulDataLoader), pass batches = "
+            "jdp.shard_batches(loader) to restore, to the loop and to step."
         )
     raise TypeError(
-        f"batches= is a {type(batches).__name__}, which has no `position`: after a restart "
-        f"rows would count twice or never. {instead}"
+        f"batches= is a {type(batches).__name__}, which has no `position`, so rows would be "
+        f"duplicated or skipped after a restart. {instead}"
     )
 
 
@@ -182,7 +184,7 @@ def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
     """Set batches to a written position."""
     if facts.get("position") is None:
         raise ValueError(
-            f"{where} was written without batches, so it is not known where the data stood. Write "
+            f"{where} was written without batches, so the position of the data is unknown. Write "
             "state = ckpt.restore(state), and set batches.position yourself."
         )
     # jdp 0.1 wrote only the position
@@ -192,8 +194,8 @@ def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
     if is_loader != ("loaders" in data):
         has, given = ("jdp.shard_batches", "others")[:: 1 if "loaders" in data else -1]
         raise ValueError(
-            f"{where} was written with batches of {has}, and those given are of {given}: the "
-            "position of one means nothing to the other. Give the batches that the run began with."
+            f"{where} was written with batches of {has}, but the given ones are of {given}, so "
+            "its position does not apply. Pass the batches of the start of the run."
         )
     if own is None:
         batches.position = facts["position"]
@@ -207,10 +209,10 @@ def _of_this_process(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     loaders = data["loaders"]
     if len(loaders) != jax.process_count():
         raise ValueError(
-            f"{where} was written by {len(loaders)} processes, and there are "
-            f"{jax.process_count()}: each has saved the state of a loader with rows of its own, "
-            f"which cannot be divided otherwise. Resume with {len(loaders)} processes; or write "
-            "jdp.batches(dataset, ...), which resumes on any number. A run without batches= in "
-            "restore and step begins with its data anew."
+            f"{where} was written by {len(loaders)} processes, but this run has "
+            f"{jax.process_count()}. Each process saved the state of its own loader, which "
+            f"cannot be divided. Resume with {len(loaders)} processes; or write "
+            "jdp.batches(dataset, ...), which resumes on any number. Without batches= in restore "
+            "and step a run restarts its data."
         )
     return {"position": data["position"], KEY_OF_LOADER: loaders[jax.process_index()]}

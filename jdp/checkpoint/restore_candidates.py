@@ -118,7 +118,7 @@ class Sources:
                 facts = folder.facts(checkpoint)
             except TornError as error:
                 torn.append(f"{checkpoint.path}: {error}")
-                _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
+                _log.warning("jdp: skipped a damaged checkpoint: %s.", torn[-1])
                 continue
             self._found[key] = facts, functools.partial(_read_checkpoint, folder, checkpoint, facts)
             self.is_split = is_split(facts)
@@ -175,8 +175,8 @@ def all_processes() -> tuple[int, ...]:
     """Return all processes, which restore together."""
     if jax.process_count() > 1 and not kv_store.is_open():
         raise RuntimeError(
-            f"there are {jax.process_count()} processes, and this JAX gives no store in which they "
-            "could agree on what to restore. Use a version of JAX that jdp was tested with."
+            f"{jax.process_count()} processes cannot agree on what to restore, because this JAX "
+            "has no store for it. Use a version of JAX tested with jdp."
         )
     return tuple(range(jax.process_count()))
 
@@ -223,7 +223,7 @@ def _require_equal_intervals(offers: dict[int, dict[str, Any]]) -> None:
     if odd is not None:
         raise RuntimeError(
             f"commit_every is {every[odd[0]]} on process {odd[0]} and {every[odd[1]]} on process "
-            f"{odd[1]}: processes write a commit together, so give all the same number."
+            f"{odd[1]}, but processes write a commit together. Pass the same number on all."
         )
 
 
@@ -244,16 +244,16 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     if key is None:
         if torn := offers[0].get("torn"):
             raise RuntimeError(
-                f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them before "
-                "starting over, then move the directory away or give Checkpointer a new one."
+                f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them, then "
+                "move the directory away or pass a new one to Checkpointer."
             )
         _require_own(directory, offers[0])
         return None
     if not offers[0]["resumes"]:
         raise RuntimeError(
-            f"{directory} holds step {key.step} of an earlier run. To continue from there: jdp run "
-            "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
-            f"directory, or this one emptied{_metrics_too()}."
+            f"{directory} holds step {key.step} of an earlier run. To continue from there: jdp "
+            "run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To start over: "
+            f"another directory, or empty this one{_metrics_too()}."
         )
     _warn_of_lost(num_missing, key)
     having = [process for process, each in keys.items() if key in each]
@@ -276,19 +276,23 @@ def _require_own(directory: str, offer: dict[str, Any]) -> None:
     what, advice = offer.get("other") or ("", "")
     if what and offer["resumes"]:
         raise RuntimeError(
-            f"{what}, and no checkpoint of jdp, so the run would begin at step 0. Write {advice}, "
-            'and begin in another directory: jdp.Checkpointer("checkpoints").restore(state).'
+            f"{what}, and no checkpoint of jdp, so the run would begin at step 0. Write "
+            f"{advice}, and start in another directory: "
+            'jdp.Checkpointer("checkpoints").restore(state).'
         )
     if jax.process_index() != 0:
         return
     if what:
-        _log.warning("jdp: %s. This begins anew; to begin with that, write %s.", what, advice)
+        _log.warning(
+            "jdp: %s. This run starts at step 0; to start from them, write %s.", what, advice
+        )
     elif offer["is_later"]:
         _log.warning(
-            "jdp: the processes before kept no step in %s: this begins at step 0.", directory
+            "jdp: the earlier processes saved no step in %s, so this run starts at step 0.",
+            directory,
         )
     elif offer["resumes"]:
-        _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
+        _log.warning("jdp: nothing to resume in %s: this run starts at step 0.", directory)
 
 
 def _split_keys(offer: dict[str, Any]) -> list[Key]:
@@ -309,8 +313,8 @@ def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
     lost = max((each for each, num in num_missing.items() if num), default=key)
     if lost > key and not key.is_commit and jax.process_index() == 0:
         _log.warning(
-            "jdp: the commit of step %d lacks %d of its parts, which were on hosts that are gone "
-            "or were not written in time. This continues from step %d, which is on the disk.",
+            "jdp: the commit of step %d lacks %d of its parts, which were on lost hosts or not "
+            "written in time. This run continues from step %d on the disk.",
             lost.step,
             num_missing[lost],
             key.step,

@@ -118,7 +118,7 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not is_known(dtype):
         text = f"`{name}` is {x}" if dtype.hasobject else f"`{name}` is an array of {dtype}"
-        raise TypeError(f"{text}, which no array of JAX can hold. Keep it outside the state.")
+        raise TypeError(f"{text}, which JAX cannot hold. Keep it outside the state.")
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
 
 
@@ -128,10 +128,10 @@ def _require_equal_copies(name: str, x: Any) -> None:
         return
     if x.is_fully_replicated and len(x.sharding.device_set) > 1:
         raise ValueError(
-            f"`{name}` is on {len(x.sharding.device_set)} devices, and only one of them has its "
-            "values: JAX leaves them there when jax.pure_callback or io_callback returns them, and "
-            "the others hold zeros, which a commit could have. Write the function that calls back "
-            "as jax.jit(function, out_shardings=jax.NamedSharding(mesh, jax.P()))."
+            f"`{name}` is on {len(x.sharding.device_set)} devices, but only one has its values, "
+            "because jax.pure_callback or io_callback returned it. A commit could store the "
+            "zeros of the others. Write the function that calls back as jax.jit(function, "
+            "out_shardings=jax.NamedSharding(mesh, jax.P()))."
         )
 
 

@@ -43,7 +43,7 @@ def require_alone(session: Committing) -> None:
     """Record a session that commits; refuse a second one."""
     if not all(other.is_over for other in _committing):
         raise RuntimeError(
-            "another Checkpointer is at work in this process, and the launcher keeps the commits "
+            "this process already has an open Checkpointer, and the launcher keeps the commits "
             "of one. Keep all states in one tree, ckpt.restore((state, other)), or close() the "
             "other one first."
         )
@@ -72,8 +72,8 @@ _LOST = (
 _PREPARED_AFTER = 3
 
 _NOT_CLOSED = (
-    "jdp: the Checkpointer of %s was not closed, and steps after its last checkpoint are saved "
-    "nowhere. Write with jdp.Checkpointer(...) as ckpt: around the loop, or call ckpt.close()."
+    "jdp: the Checkpointer of %s was not closed, so steps after its last checkpoint are lost. "
+    "Write with jdp.Checkpointer(...) as ckpt: around the loop, or call ckpt.close()."
 )
 
 
@@ -318,6 +318,6 @@ class Session:
                     require_equal_copies(self._state)
             except RanksDifferError as error:
                 raise RanksDifferError(
-                    f"{error} Step {self.steps} is saved in {self._folder.path} as process 0 "
-                    "holds it, and earlier checkpoints may be of ranks that differed already."
+                    f"{error} Step {self.steps} is saved in {self._folder.path} from process 0; "
+                    "earlier checkpoints may come from ranks that already differed."
                 ) from None

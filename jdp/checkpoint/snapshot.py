@@ -23,11 +23,7 @@ from jdp.collectives.cpu import runtime
 
 @contextlib.contextmanager
 def single_device_programs() -> Iterator[None]:
-    """Allow programs with arrays of one device.
-
-    JAX refuses them under `jax.set_mesh` with another mesh, and their NumPy arguments under
-    `jax.transfer_guard`.
-    """
+    """Allow programs with arrays of one device under `jax.set_mesh` and `jax.transfer_guard`."""
     with jax.set_mesh(Mesh(np.empty((), object), ())), jax.transfer_guard("allow"):
         yield
 
@@ -137,8 +133,7 @@ class DeviceCopies:
     """Takes successive copies of pieces.
 
     A large array or shard that several local devices hold is copied on one of them, so that the
-    copies balance in memory. `reuse` keeps the memory for the next copy: on a CPU, mapping new
-    memory takes four times as long as the copy.
+    copies balance in memory. `reuse` keeps the memory for the next copy.
     """
 
     def __init__(self, *, reuse: bool) -> None:

@@ -75,11 +75,7 @@ def is_whole_commit(found: Sequence[CommitPart]) -> bool:
 
 
 def wait_for_all(facts: Mapping[str, Any]) -> None:
-    """Wait until all processes have written their shards of a commit.
-
-    Only then may they overwrite the previous one: a death could otherwise leave two incomplete
-    ones.
-    """
+    """Wait until all processes wrote their shards of a commit, before they overwrite the last."""
     name = f"jdp/committed/{facts['life']}/{facts['tag']}/{facts['step']}"
     kv_store.wait_for_all(name, timeout_s=agree.timeout_s())
 
@@ -154,9 +150,9 @@ def require_shared(folder: Folder, owner: str) -> None:
     """Refuse a directory that process 0 has not locked."""
     if folder.owner() != owner:
         raise OSError(
-            f"process {jax.process_index()} does not see the directory {folder.path} of process 0. "
-            "The state is split over the processes, and each writes its own part of a checkpoint "
-            "there. Give Checkpointer a directory on a file system that all hosts share."
+            f"process {jax.process_index()} does not see the directory {folder.path} of process "
+            "0, but each process writes its part of a checkpoint there. Pass Checkpointer a "
+            "directory on a file system shared by all hosts."
         )
 
 
@@ -364,8 +360,8 @@ def _sources(
     odd = agree.odd_one({process: each["state"] for process, each in gathered.items()})
     if odd is not None:
         raise RuntimeError(
-            f"process {odd[0]} restores a state with other leaves than process {odd[1]}. All "
-            "processes must give the same state to ckpt.restore."
+            f"process {odd[0]} restores a state with other leaves than process {odd[1]}. Pass "
+            "the same state to ckpt.restore on all processes."
         )
     wanted = sorted({n for each in gathered.values() for n in each["lacks"]})
     if not wanted:
@@ -376,5 +372,5 @@ def _sources(
         for n in each:
             sources.setdefault(n, process)
     if missing := [n for n in wanted if n not in sources]:
-        raise RuntimeError(f"{len(missing)} parts of the saved state are on no process.")
+        raise RuntimeError(f"{len(missing)} parts of the saved state are missing on all processes.")
     return sources

@@ -205,10 +205,7 @@ def of_all_processes(group: tuple[int, ...], position: dict[str, Any]) -> dict[s
 
 
 def state_of_data(batches: Any) -> dict[str, Any] | None:
-    """Return the state of batches; None if they only have a position.
-
-    A user's class may have an unrelated `get_state`.
-    """
+    """Return the state of batches; None if they only have a position, as of a user's class."""
     if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
         return None
     state = batches.get_state()

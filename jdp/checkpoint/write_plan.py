@@ -77,10 +77,10 @@ def not_held(name: str, x: jax.Array) -> ValueError:
     """Return the error for a leaf without a shard on its writer."""
     owners = sorted({device.process_index for device in x.sharding.device_set})
     return ValueError(
-        f"`{name}` is on devices of process {', '.join(map(str, owners))} alone, and process "
-        f"{jax.process_index()}, which writes it, holds nothing of it. Place it on devices of all "
-        "processes, for instance by jax.device_put(x, jax.NamedSharding(jdp.init(), jax.P())), or "
-        "keep it outside the state."
+        f"`{name}` is only on devices of process {', '.join(map(str, owners))}, but process "
+        f"{jax.process_index()} writes it and holds no part of it. Place it on devices of all "
+        "processes, for instance with jax.device_put(x, jax.NamedSharding(jdp.init(), jax.P())), "
+        "or keep it outside the state."
     )
 
 

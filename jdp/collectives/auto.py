@@ -39,9 +39,10 @@ def auto(
     """
     chosen, reason = choice(axis_name, mesh)
     _log_once(
-        f"gradients are summed by XLA (collectives.xla), since collectives.native cannot: {reason}"
+        "gradients are summed by XLA (collectives.xla), because collectives.native cannot: "
+        f"{reason}"
         if reason
-        else "gradients are summed by jdp's own code (collectives.native)."
+        else "gradients are summed by jdp (collectives.native)."
     )
     return chosen(buckets, axis_name, scale=scale, mesh=mesh)
 

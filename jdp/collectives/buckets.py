@@ -70,10 +70,7 @@ def summed(
 
 
 def parts(leaf: jax.Array) -> jax.Array:
-    """Return real and imaginary parts of a complex array, `[2, ...]`; others unchanged.
-
-    NCCL and the native kernels sum floats only.
-    """
+    """Return real and imaginary parts of a complex array, `[2, ...]`; others unchanged."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return leaf
     return jnp.stack([lax.real(leaf), lax.imag(leaf)])

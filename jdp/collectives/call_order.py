@@ -73,10 +73,7 @@ def entered(
 
 
 def next_series(name: str) -> str:
-    """Return a unique name for a step that is part of a larger program.
-
-    It is equal in all processes that create their steps in the same order.
-    """
+    """Return a unique name for a step of a larger program, equal in all processes."""
     _num_steps[name] += 1
     return f"step {name} {_num_steps[name] - 1}"
 
@@ -86,7 +83,7 @@ def why_not() -> str | None:
     order = _order.get()
     if order is None:
         return (
-            "outside of jdp.train_step jdp does not order it with the program's other calls "
+            "outside jdp.train_step jdp does not order it with the program's other calls "
             "(all_reduce=jdp.collectives.native uses it where each step reduces once)."
         )
     return order.why_not
@@ -108,9 +105,9 @@ def require(reason: str | None) -> None:
     """Raise a ValueError with a reason against native calls."""
     if reason:
         raise ValueError(
-            f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
-            "reduction for another. Write all_reduce=jdp.collectives.auto, which leaves such a "
-            "step to XLA, or call apply_gradients in the step itself."
+            f"collectives.native cannot reduce in this step: {reason} Ranks could confuse two "
+            "reductions. Write all_reduce=jdp.collectives.auto, which uses XLA for such a step, "
+            "or call apply_gradients in the step itself."
         )
 
 

@@ -26,7 +26,7 @@ def why_unordered(jaxpr: Any) -> str | None:
     """
     found, _ = _chains(jaxpr, frozenset(), _Known(jaxprs.bodies_by_equation(jaxpr)))
     if found.is_repeated:
-        return "a function that reduces is called twice in one program, and JAX traced it once."
+        return "one program calls a reducing function twice, but JAX traced it once."
     if found.num_chains > _MAX_CHAINS:
         return f"{found.num_chains} functions within the program reduce, and jdp cannot order them."
     return None
@@ -243,8 +243,8 @@ def why_not_beside(jaxpr: Any) -> str | None:
         found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.native, found.xla))
     ):
         return (
-            "a loop or branch makes native calls and runs XLA's collectives, while another "
-            "collective of XLA's may run beside it, in any order."
+            "a loop or branch makes native calls and runs collectives of XLA, while another "
+            "collective of XLA may run concurrently, in any order."
         )
     return None
 

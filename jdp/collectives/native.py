@@ -73,7 +73,7 @@ def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
     _require(
         _why_unable(axes, mesh)
         if platform == "cpu"
-        else f"the ranks are on {platform!r}, and the other native collectives are for CPUs."
+        else f"the ranks are on {platform!r}, but the other native collectives support only CPUs."
     )
 
 
@@ -81,7 +81,7 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
     """Return why `auto` does not choose `native`; equal in every process."""
     if _platform(mesh) == "gpu":
         return (
-            "the ranks are on GPUs, between which it has not been measured yet; to try it, write "
+            "the ranks are on GPUs, where it is not benchmarked yet; to try it, write "
             "all_reduce=jdp.collectives.native."
         )
     return _why_unable(axes, mesh)
@@ -100,33 +100,34 @@ def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
 def _require(reason: str | None) -> None:
     if reason:
         raise ValueError(
-            f"collectives.native cannot run here: {reason} Write all_reduce=jdp.collectives.auto, "
-            "which then takes XLA's sum, or jdp.collectives.xla."
+            f"collectives.native cannot run here: {reason} Write "
+            "all_reduce=jdp.collectives.auto, which falls back to XLA's sum, or "
+            "jdp.collectives.xla."
         )
 
 
 def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
     platform = _platform(mesh)
     if platform not in ("cpu", "gpu"):
-        return f"the ranks are on {platform!r}, and it is written for CPUs and GPUs."
+        return f"the ranks are on {platform!r}, but it supports only CPUs and GPUs."
     around = axis.enclosing_mesh()
     if not set(axes) <= set(around.manual_axes):
-        return f"the axis {axes} is the axis of a vmap, and not of a mesh of ranks."
+        return f"the axis {axes} is the axis of a vmap, not of a mesh of ranks."
     automatic = [
         name for name, size in around.shape.items() if size > 1 and name not in around.manual_axes
     ]
     if automatic:
         return (
             f"the mesh axis {automatic[0]!r} is left to the compiler, which would gather arrays "
-            "that are split over it before a call of foreign code."
+            "split over it before a native call."
         )
     if platform == "cpu":
         # Ask the processes first: one may have no library, and all need the same answer.
         return shared_memory.why_apart(mesh, axes) or cpu_runtime.why_missing()
     if mesh is None:
         return (
-            "code inside a shard_map cannot know which GPUs run it: write "
-            "sync_gradients(..., mesh=mesh)."
+            "code inside a shard_map cannot know which GPUs run it. Write sync_gradients(..., "
+            "mesh=mesh)."
         )
     return communicator.communicator(mesh, axes).why_not
 

@@ -40,9 +40,9 @@ def ring(
     """
     if axis.is_typed(axis_name):
         raise ValueError(
-            "collectives.ring cannot run in a shard_map with check_vma=True: JAX types the result "
-            "of ppermute as varying, so that the mean could not be returned with out_specs P(). "
-            "Write check_vma=False there, or all_reduce=jdp.collectives.xla."
+            "collectives.ring cannot run in a shard_map with check_vma=True: JAX types the "
+            "result of ppermute as varying, so out_specs P() would refuse the mean. Write "
+            "check_vma=False there, or all_reduce=jdp.collectives.xla."
         )
     axes = axis.in_mesh_order(axis_name)
     results = []

@@ -118,8 +118,8 @@ def _require_dims(
 ) -> None:
     if [len(bucket) for bucket in buckets] != [len(own) for own in dims]:
         raise ValueError(
-            f"dims must have one number for each leaf, but {[len(own) for own in dims]} were given "
-            f"for buckets of {[len(bucket) for bucket in buckets]} leaves."
+            f"dims must have one number per leaf, got {[len(own) for own in dims]} for buckets "
+            f"of {[len(bucket) for bucket in buckets]} leaves."
         )
     for bucket, own_dims in zip(buckets, dims, strict=True):
         for leaf, dim in zip(bucket, own_dims, strict=True):
@@ -127,7 +127,7 @@ def _require_dims(
                 continue
             if not 0 <= dim < leaf.ndim or leaf.shape[dim] % num_ranks:
                 raise ValueError(
-                    f"a leaf of shape {leaf.shape} cannot be cut along dim {dim} into {num_ranks} "
-                    "equal slices. Choose a dim whose size divides by the number of ranks, or "
-                    "all-reduce that leaf."
+                    f"a leaf of shape {leaf.shape} does not divide into {num_ranks} equal slices "
+                    f"along dim {dim}. Use a dim whose size is a multiple of the number of "
+                    "ranks, or all-reduce that leaf."
                 )

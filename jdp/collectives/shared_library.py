@@ -53,14 +53,14 @@ def load(
     wanted = {*signatures, *(name for names in handlers.values() for name in names.values())}
     absent = sorted(name for name in {_VERSION, *wanted} if not hasattr(functions, name))
     if absent:
-        text = f"it has no {absent[0]}, so it is of another version of jdp: install jdp again"
+        text = f"it has no {absent[0]}, so it belongs to another version of jdp: install jdp again"
         return Loaded(None, f"{path.name} does not load: {text}.")
     # A handler newer than XLA would prevent the backend from starting.
     built_with = divmod(getattr(functions, _VERSION)(), 1000)
     if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
         return Loaded(
             None,
-            f"{path.name} was built with version {built_with} of XLA's FFI, and this jaxlib has "
+            f"{path.name} was built with version {built_with} of XLA's FFI, but this jaxlib has "
             f"{runtime}: install jdp again with this jaxlib, or with jaxlib 0.10.2's headers.",
         )
     for name, (result, *arguments) in signatures.items():

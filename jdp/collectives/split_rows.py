@@ -203,9 +203,9 @@ def _add_to_rows(
 
 
 _NO_SECOND_TRANSPOSE = (
-    "the gradient of jdp.sharded_embedding is differentiated in reverse mode, for which there is "
-    "no rule. Write the outer derivative in forward mode (jax.jvp, jax.jacfwd), or look the rows "
-    "up in a table that every rank holds."
+    "the gradient of jdp.sharded_embedding is differentiated in reverse mode, which jdp does not "
+    "support. Write the outer derivative in forward mode (jax.jvp, jax.jacfwd), or look up rows "
+    "in an unsharded table."
 )
 
 

@@ -67,11 +67,7 @@ def combine_options(num_bytes: int) -> dict[str, int]:
 
 
 def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
-    """Return XLA's options for gathers and reduce-scatters in groups, on GPUs.
-
-    XLA would merge neighboring groups: a matmul could not hide the gather, and more memory would be
-    in use at once.
-    """
+    """Return XLA's options for unmerged groups of gathers and reduce-scatters, on GPUs."""
     if not group_bytes:
         return {}
     return {

@@ -50,7 +50,7 @@ def test_a_recovery_with_another_flag_is_reported_with_the_line(jdp_run, tmp_pat
     one.deadline_s = 240.0
     assert one.wait() == 0, one.output
     assert "result -1.75 after 3" in one.output
-    assert "`step` is another program than the one that wrote step 3" in one.output
+    assert "`step` is another program than at step 3" in one.output
     assert "`mul -0.5 float32[]" in one.output
 
 
@@ -231,7 +231,7 @@ def test_a_program_that_differs_is_reported_once_with_its_first_line(lives, befo
 
     assert lives.live(advance(before), before.get("rate", 0.25)) == []
     (text,) = lives.live(advance(after), after.get("rate", 0.25))
-    assert "`step` is another program than the one that wrote step 4" in text and line in text
+    assert "`step` is another program than at step 4" in text and line in text
     assert lives.live(advance(after), after.get("rate", 0.25)) == []
 
 

@@ -229,10 +229,10 @@ def test_an_earlier_run_is_not_written_over_by_accident(tmp_path):
 def test_metrics_of_an_earlier_run_are_named_with_its_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     counted(tmp_path / "checkpoints", 3)
-    with pytest.raises(RuntimeError, match="emptied\\.$"):
+    with pytest.raises(RuntimeError, match="empty this one\\.$"):
         counted(tmp_path / "checkpoints", 5)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(RuntimeError, match="emptied; and move metrics.jsonl away, too"):
+    with pytest.raises(RuntimeError, match="empty this one; and move metrics.jsonl away, too"):
         counted(tmp_path / "checkpoints", 5)
 
 

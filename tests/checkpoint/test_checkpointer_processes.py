@@ -198,7 +198,7 @@ FAILURES = {
     ),
     "model": ("process 1 failed while it restored the commit of step 5", "`['x']` is float32[3]"),
     "save": ("OSError: step 6 could not be saved", "process 0 failed while it saved step 6"),
-    "absent": ("process 1 did not come within 2 s to compare what there is to restore", ""),
+    "absent": ("process 1 did not join process 0 within 2 s to compare what there is", ""),
 }
 
 

@@ -322,7 +322,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_good_checkpoint(tmp_path):
     *error, left, intact, locked = done.stdout.splitlines()
     assert re.search(r"step 20 .* 1000000 bytes.*: 10\.", " ".join(error))
     assert left == "['10-1', 'lock']" and intact == "[30, 10]"
-    assert re.search(r"\[Errno 27\].* Checkpointer ", locked)
+    assert re.search(r"\[Errno 27\].* Checkpointer", locked)
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):

@@ -184,7 +184,7 @@ def test_shares_of_different_states_are_never_one_commit(file, warnings, num, fi
     assert processes.commit(*[1] * num) == ["True"] * num
     jobs = [processes.start(i, *(second if i == num - 1 else first)) for i in range(num)]
     assert outcomes(jobs) == ["False"] * num
-    assert re.search(f"alone: that with local rank {num - 1} {why}", warnings.text)
+    assert re.search(f"this host: that with local rank {num - 1} {why}", warnings.text)
     assert len(warnings.records) == num
     assert processes.committed() == [1]
     assert [processes.all[i].begin(8, form=5) for i in range(1, num)] == [None] * (num - 1)
@@ -210,7 +210,7 @@ def test_no_share_is_begun_in_the_room_of_a_commit_of_local_rank_0_alone(file, w
     assert processes.all[1].begin(8, form=5) is None and not processes.all[1].is_together
     draft.values[:] = 2
     assert processes.all[0].finish(draft, facts_of(2)) and processes.committed() == [2]
-    assert "alone: a test" in warnings.text
+    assert "this host: a test" in warnings.text
 
 
 def test_local_rank_0_does_not_wait_forever_for_a_share_that_is_being_written(file, monkeypatch):
@@ -218,7 +218,9 @@ def test_local_rank_0_does_not_wait_forever_for_a_share_that_is_being_written(fi
     processes = Processes(file)
     processes.begin(1, 2)
     processes.all[0].break_up("a test")
-    with pytest.raises(RuntimeError, match="has not written its share of an earlier commit in 0.1"):
+    with pytest.raises(
+        RuntimeError, match="did not write its share of an earlier commit within 0.1"
+    ):
         processes.commit_alone(2)
 
 
@@ -229,7 +231,7 @@ def test_a_process_that_fails_leaves_a_whole_commit_and_nobody_waiting(file, war
     jobs = [processes.start(i, 2) for i in range(3) if i != who]
     processes.all[who].break_up("that with local rank 7 failed: OSError: full")
     assert outcomes(jobs) == ["False"] * 2
-    assert "writes the commits of this host alone: that with local rank 7 failed" in warnings.text
+    assert "writes the commits of this host: that with local rank 7 failed" in warnings.text
     assert processes.committed() == [1]
     assert processes.commit_alone(3) and processes.committed() == [1, 3]
     later = Processes(file, 3)
@@ -261,8 +263,8 @@ def test_a_share_is_not_waited_for_for_long_while_the_training_thread_waits(
     assert not job.done()
     processes.all[0].hurry()
     assert outcomes([job]) == ["False"]
-    assert "local rank 0 has waited for 0.2 s for the shares of others" in warnings.text
-    assert "local rank 1 has begun none: call ckpt.step(state, batches) on every" in warnings.text
+    assert "local rank 0 waited 0.2 s for the shares of others" in warnings.text
+    assert "local rank 1 began no share: call ckpt.step(state, batches) on every" in warnings.text
 
 
 @pytest.mark.parametrize("who", [0, 1])

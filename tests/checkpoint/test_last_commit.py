@@ -82,4 +82,4 @@ def test_a_directory_without_a_step_of_the_processes_before_is_named(tmp_path, c
     offer = {"keys": [], "resumes": True, "is_later": True}
     assert restore_candidates.latest({0: offer}, str(tmp_path)) is None
     (line,) = caplog.messages
-    assert str(tmp_path) in line and "begins at step 0" in line
+    assert str(tmp_path) in line and "starts at step 0" in line

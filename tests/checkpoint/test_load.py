@@ -68,7 +68,7 @@ def test_a_step_is_chosen_and_one_that_is_not_there_is_refused_with_those_that_a
         for n in range(1, 7):
             ckpt.step({"n": jnp.int32(n)})
     assert jdp.load(tmp_path)["n"] == 6 and jdp.load(tmp_path, 4)["n"] == 4
-    with pytest.raises(ValueError, match=r"step 3 .*\[2, 4, 6\]"):
+    with pytest.raises(ValueError, match=r"no step 3[.].*\[2, 4, 6\]"):
         jdp.load(tmp_path, 3)
     with pytest.raises(FileNotFoundError, match="nothing"):
         jdp.load(tmp_path / "nothing")

@@ -75,7 +75,7 @@ def test_the_latest_step_or_a_named_one_is_loaded_whole_or_in_part(tmp_path, wri
     assert equal(found.opt_state, like.opt_state) and equal(found.params, trained(7).params)
     count = jdp.load(tmp_path, part="opt_state[0].count", like=jnp.int32(1))
     assert count == 0 and count.dtype == "int32"
-    with pytest.raises(ValueError, match=r"step 4 .*\[3, 7\]"):
+    with pytest.raises(ValueError, match=r"no step 4[.].*\[3, 7\]"):
         jdp.load(tmp_path, 4)
     with pytest.raises(ValueError, match="no 'ema'.*'opt_state', 'params', 'step'"):
         jdp.load(tmp_path, part="ema")
@@ -140,7 +140,7 @@ def test_a_run_does_not_resume_there_and_may_begin(tmp_path, write, caplog):
         state = ckpt.restore(state)
         for _ in range(2):
             ckpt.step(state)
-    assert caplog.text.count("begins anew") == 1
+    assert caplog.text.count("starts at step 0") == 1
     assert {path: data for path, data in contents(tmp_path).items() if path in before} == before
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
         ckpt.restore(state)

@@ -21,10 +21,7 @@ from jdp.collectives.xla import Scale, scaled
 
 
 def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
-    """Return the operands before the leaves, equal in all rows of a `vmap`.
-
-    `vmap` maps them where it turns a `cond` into a select.
-    """
+    """Return the operands before the leaves, equal in all rows of a `vmap`."""
     before = zip(args[: call_order.TOKEN + 1], places, strict=False)
     return [
         x if place is None else lax.index_in_dim(x, 0, place, keepdims=False) for x, place in before
@@ -235,8 +232,7 @@ def _put_into_wholes(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return operands in which some leaves are slices of the arrays that they overwrite.
 
-    XLA fuses the computation of a leaf with its write into the array. The barrier separates that
-    from XLA's copy before each call, which it later removes.
+    XLA fuses a leaf with its write; the barrier keeps XLA's copy of the array apart.
     """
 
     def operands(*args: jax.Array) -> list[jax.Array]:
@@ -321,8 +317,8 @@ def _batch(
     if axis_data.name in axes:  # its rows have the name of the axis
         if axes != (axis_data.name,):
             raise NotImplementedError(
-                f"{primitive.name} over {axes}, of which a vmap has taken the name "
-                f"{axis_data.name!r}. Give the axis of the vmap a name of its own."
+                f"{primitive.name} over {axes} is ambiguous, because a vmap also uses the name "
+                f"{axis_data.name!r}. Rename the axis of the vmap."
             )
         rows = [
             x if flag else jnp.broadcast_to(x, (num_ranks, *x.shape))

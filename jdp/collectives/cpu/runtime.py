@@ -53,8 +53,8 @@ def set_timeout_s(timeout_s: float) -> None:
     """
     if not timeout_s > 0:
         raise ValueError(
-            f"timeout_s={timeout_s} would end every wait for another rank before it begins. "
-            "Write the seconds after which a silent rank counts as missing, such as 30."
+            f"timeout_s={timeout_s} must be positive: every wait for another rank would end at "
+            "once. Write the seconds after which a silent rank counts as lost, such as 30."
         )
     _timeout_of_author_s.append(timeout_s)
     _functions().jdp_set_timeout_s(timeout_s)

@@ -25,7 +25,7 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
     if mesh is None:
         return (
             f"there are {jax.process_count()} processes, and code inside a shard_map cannot know "
-            "which of them run it: write sync_gradients(..., mesh=mesh)."
+            "which of them run it. Write sync_gradients(..., mesh=mesh)."
         )
     return _shared(mesh, axes).why_not
 
@@ -53,7 +53,7 @@ def _shared(mesh: Mesh, axes: tuple[str, ...]) -> _Shared:
     return _Shared(key, _attach(key, processes))
 
 
-NOT_JOINED = "the processes were not joined by jax.distributed.initialize."
+NOT_JOINED = "jax.distributed.initialize did not join the processes."
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -85,7 +85,7 @@ def why_on_several(peers: tuple[int, ...]) -> str | None:
 def _attach(key: int, groups: list[list[int]]) -> str | None:
     me = jax.process_index()
     peers = tuple(sorted({process for group in groups for process in group}))
-    with agree.propagating_errors(peers, "while it opened memory to reduce gradients through"):
+    with agree.propagating_errors(peers, "while it opened memory for gradient reductions"):
         if reason := why_on_several(peers):
             return reason
         missing = agree.all_gather(peers, cpu_runtime.why_missing(), what="native libraries")
@@ -93,7 +93,7 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
             if theirs:
                 return f"process {process} has no native library: {theirs}"
         mine = [_made(len(group)) if group[0] == me else None for group in groups]
-        made = agree.all_gather(peers, mine, what="memory to reduce gradients through")
+        made = agree.all_gather(peers, mine, what="memory for gradient reductions")
         failure = _why_not_open(key, groups, [made[group[0]][i] for i, group in enumerate(groups)])
         failures = agree.all_gather(peers, failure, what="whether memory is open")
     for process, theirs in failures.items():

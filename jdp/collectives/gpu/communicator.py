@@ -44,10 +44,10 @@ def self_test_difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
         return f"the first reduction failed ({error})"
     *of_buckets, of_matmul = compared
     for (dtype, size), of_bucket in zip(TRIED, of_buckets, strict=True):
-        what = f"of {size} sums of {dtype} on {{}} are not those of lax.psum"
+        what = f"of {size} sums of {dtype} on {{}} differ from lax.psum"
         if reason := _reason(what, of_bucket):
             return reason
-    what = f"of {_WIDTH**2} elements of a matmul beside them on {{}} are wrong"
+    what = f"of {_WIDTH**2} elements of a concurrent matmul on {{}} are wrong"
     return _reason(what, of_matmul)
 
 
@@ -164,8 +164,8 @@ class Communicator:
         num_kept = sum([end.close() for end in self._ends])
         if num_kept:
             _log.warning(
-                f"memory of {num_kept} GPUs stays taken until this process ends: it was opened to "
-                "reduce gradients, that failed, and other GPUs may still write there."
+                f"memory of {num_kept} GPUs stays allocated until this process ends: opening it "
+                "for gradient reductions failed, and other GPUs may still write there."
             )
 
     def reserve(self, bucket_bytes: Mapping[int, int]) -> None:
@@ -252,7 +252,7 @@ class Communicator:
         plan = next(iter(self._ends)).algorithms()
         mib = max(end.call("memory_bytes") for end in self._ends) / 2**20
         _log.info(
-            f"gradients of GPUs are summed by jdp's own code: {plan}; {mib:.0f} MiB of each GPU."
+            f"gradients of GPUs are summed by jdp's kernels: {plan}; {mib:.0f} MiB of each GPU."
         )
 
     def _all(self, doing: str, action: Callable[[], Any]) -> dict[int, Any]:

@@ -102,7 +102,7 @@ def why_no_gpus() -> str | None:
     """Return why this process sees no GPU."""
     num_devices = _functions().jdp_cuda_num_devices()
     if num_devices < 0:
-        return f"there are no GPUs that CUDA could use: {_last_error()}."
+        return f"CUDA found no usable GPU: {_last_error()}."
     return None if num_devices else "CUDA sees no GPU."
 
 
