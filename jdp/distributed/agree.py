@@ -26,7 +26,7 @@ _num_gathered: Counter[tuple[int, ...]] = Counter()
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 _SAME_CALLS = (
-    "All processes of a mesh must make the same calls in the same order: look for a call below "
+    "All processes of a mesh must make the same calls in the same order. Look for a call below "
     "`if jax.process_index() == 0`, such as jdp.TrainState.create, a loop over jdp.batches, "
     "Checkpointer.restore or jdp.evaluate."
 )
@@ -63,9 +63,9 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             text = _get(_key(group, number, process), end)
         if text is None:
             text = (
-                f"process {process} did not come within {timeout_s():g} s to compare {what}{of} "
-                f"with process {me}: it has ended, hangs, or does something else. Its output may "
-                f"show why. {_SAME_CALLS}"
+                f"process {process} did not join process {me} within {timeout_s():g} s to "
+                f"compare {what}{of}. It has ended, hangs or runs other code; see its output. "
+                f"{_SAME_CALLS}"
             )
             raise RuntimeError(with_code("JDP207", text))
         answer = json.loads(text)

@@ -19,8 +19,8 @@ def number(name: str, environment: Mapping[str, str], default: int | None = None
     text = environment.get(name, str(default))
     if not re.fullmatch(r"\d+", text):
         raise RuntimeError(
-            f"{name}={text!r} should be a whole number, by which this process finds the others of "
-            "its run. Correct it, or unset it and start the processes with jdp run."
+            f"{name}={text!r} must be an integer, because processes find each other by it. "
+            "Correct it, or unset it and start the processes with jdp run."
         )
     return int(text)
 
@@ -35,8 +35,7 @@ def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple
     size, process_id = number(of_size, environment), number(of_id, environment)
     if process_id >= size:
         raise RuntimeError(
-            f"{of_id}={process_id} is not one of {of_size}={size} processes, which are numbered "
-            f"from 0 to {size - 1}."
+            f"{of_id}={process_id} must be from 0 to {size - 1}, because {of_size}={size}."
         )
     return size, process_id
 
@@ -120,8 +119,8 @@ class ProcessPlace(NamedTuple):
         if listed := environment.get("JAX_LOCAL_DEVICE_IDS"):
             if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", listed):
                 raise RuntimeError(
-                    f"JAX_LOCAL_DEVICE_IDS={listed!r} does not number the GPUs of this process: "
-                    "write numbers from 0, as in 0,1."
+                    f"JAX_LOCAL_DEVICE_IDS={listed!r} must list GPU numbers of this process from "
+                    "0, as in 0,1."
                 )
             return [int(number) for number in listed.split(",")]
         bound = environment.get("SLURM_GPUS_ON_NODE", str(num_gpus)) != str(num_gpus)
@@ -157,9 +156,9 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
 def _require_no_pmix(environment: Mapping[str, str]) -> None:
     if "SLURM_PROCID" not in environment and number("PMIX_RANK", environment, 0) > 0:
         raise RuntimeError(
-            f"PMIX_RANK={environment['PMIX_RANK']} means that this is one of several processes, "
-            "but it can't find the others by PMIx. Start with mpiexec or jdp run, or set "
-            "WORLD_SIZE=1 if each process trains alone."
+            f"PMIX_RANK={environment['PMIX_RANK']} means several processes, but this one cannot "
+            "find the others through PMIx. Start with mpiexec or jdp run, or set WORLD_SIZE=1 if "
+            "each process trains alone."
         )
 
 
@@ -169,9 +168,9 @@ def _require_all(names: tuple[str, ...], environment: Mapping[str, str]) -> None
     missing = [name for name in names if name not in environment]
     if size in environment and missing:
         raise RuntimeError(
-            f"{size}={environment[size]} means that this is one of several processes, but it "
-            f"can't find the others without {', '.join(missing)}. Start it with jdp run, or set "
-            "WORLD_SIZE=1 if it runs alone."
+            f"{size}={environment[size]} means several processes, but this one cannot find the "
+            f"others without {', '.join(missing)}. Start it with jdp run, or set WORLD_SIZE=1 if "
+            "it runs alone."
         )
 
 
@@ -180,9 +179,9 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise RuntimeError(
-            f"torchrun already listens on MASTER_PORT={environment['MASTER_PORT']}, the port that "
-            "JAX's processes need to find each other. Start the script with jdp run in place of "
-            "torchrun; it takes the same flags."
+            f"torchrun already listens on MASTER_PORT={environment['MASTER_PORT']}, which JAX's "
+            "processes need to find each other. Start the script with jdp run instead of "
+            "torchrun; it accepts the same flags."
         )
     address, port = environment["MASTER_ADDR"], number("MASTER_PORT", environment)
     return ProcessPlace(
@@ -201,8 +200,8 @@ def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
     coordinator = environment["JAX_COORDINATOR_ADDRESS"]
     if not re.search(r":\d+$", coordinator):
         raise RuntimeError(
-            f"JAX_COORDINATOR_ADDRESS={coordinator} has no port, at which process 0 would listen: "
-            f"write a port that is free on its host, as in {coordinator.rstrip(':')}:29400."
+            f"JAX_COORDINATOR_ADDRESS={coordinator} has no port for process 0 to listen on. "
+            f"Write a free port of its host, as in {coordinator.rstrip(':')}:29400."
         )
     return ProcessPlace("deactivate", *size_and_id(_JAX, environment), coordinator)
 
@@ -228,9 +227,9 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
     if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError(
             f"{size}={environment[size]} means that MPI started several processes, but mpi4py, "
-            "which is needed to find the first of them, is not installed: pip install mpi4py. Or "
-            "start with jdp run --nproc-per-node in place of mpiexec -n, or set WORLD_SIZE=1 if "
-            "each process trains alone."
+            "which finds the first of them, is not installed: pip install mpi4py. Or start with "
+            "jdp run --nproc-per-node instead of mpiexec -n, or set WORLD_SIZE=1 if each process "
+            "trains alone."
         )
     return ProcessPlace(
         method,
@@ -263,9 +262,9 @@ def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
         return None
     if importlib.util.find_spec("kubernetes") is None:
         raise RuntimeError(
-            f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} means that this is a pod "
-            "of an Indexed Job, but the Python package kubernetes, which JAX needs to find the "
-            "other pods, is not installed. Start with jdp run --nnodes, as in "
+            f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} means a pod of an "
+            "Indexed Job, but the Python package kubernetes, by which JAX finds the other pods, "
+            "is not installed. Start with jdp run --nnodes, as in "
             "examples/kubernetes/indexed_job.yaml, or set JAX_NUM_PROCESSES, JAX_PROCESS_ID and "
             "JAX_COORDINATOR_ADDRESS, or WORLD_SIZE=1 if each pod trains alone."
         )

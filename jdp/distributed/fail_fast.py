@@ -42,29 +42,29 @@ _POLL_S = 0.05
 _HINTS = (
     (
         re.compile(r"(?:Array|[Bb]uffer) has been deleted"),
-        "a train step donates its state, so the arrays of an earlier state are gone. Keep a copy "
+        "a train step donates its state, so arrays of an earlier state are deleted. Keep a copy "
         "before the next step: best = jax.tree.map(jnp.copy, state).",
     ),
     (
         re.compile(r"Can't (?:pickle|get) local object .*\b(?:chain|scale\w*)\.<locals>\.\w+_fn"),
-        "a state holds its optimizer, whose functions pickle refuses. Save the state with "
-        "jdp.Checkpointer, or its arrays alone: pickle.dump(jax.device_get(state.params), file).",
+        "a state holds its optimizer, whose functions cannot be pickled. Save the state with "
+        "jdp.Checkpointer, or only its arrays: pickle.dump(jax.device_get(state.params), file).",
     ),
     (
         re.compile(r"Gloo context initialization failed"),
-        "one process computed with an array of all processes, and the others did not. Let all of "
-        "them do it, outside of `if jax.process_index() == 0:`.",
+        "one process computed with an array of all processes, and the others did not. Compute "
+        "with it on all processes, outside `if jax.process_index() == 0:`.",
     ),
     (
         re.compile(r"^unbound axis name"),
-        "a layer or a collective over the ranks runs outside of a step. Call it in jdp.train_step "
-        "or jdp.eval_step; of a layer with batch statistics first call model.eval().",
+        "a layer or a collective over the ranks runs outside a step. Call it in jdp.train_step "
+        "or jdp.eval_step; for a layer with batch statistics call model.eval() first.",
     ),
     (
         re.compile(r"spans non-addressable"),
-        "parts of this array lie on other processes. On all processes write "
+        "parts of this array are on other processes. On all processes write "
         "jax.experimental.multihost_utils.process_allgather(x, tiled=True), or read a checkpoint "
-        "by jdp.load.",
+        "with jdp.load.",
     ),
 )
 
@@ -77,11 +77,7 @@ class OtherFailedError(RuntimeError):
 
 
 def fail_fast() -> None:
-    """Make this process exit at once after an uncaught exception or `sys.exit`.
-
-    At exit, JAX would wait minutes for the other processes, while they wait for this one in a
-    collective. Under a launcher, this process reports its traceback.
-    """
+    """Make this process exit at once, and report, after an uncaught exception or `sys.exit`."""
     if this_process.current.excepthook is not None:
         return
     this_process.current.excepthook = sys.excepthook
@@ -177,8 +173,7 @@ def uncaught(
 def end_process(error: Exception) -> None:
     """End this process for an error found in a thread, while the main thread waits.
 
-    The traceback shows the main thread, which is in compiled code and cannot raise. An interactive
-    session continues, since its state would be lost.
+    An interactive session continues, since its state would be lost.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place = "".join(traceback.format_stack(frame))

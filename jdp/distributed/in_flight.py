@@ -248,7 +248,7 @@ def add(call: StepCall) -> None:
 def make_room() -> None:
     """Wait until one more call may be in flight, and raise the errors of finished calls.
 
-    Before the dispatch, so that an error is raised before the state is donated.
+    Call it before the dispatch, which donates the state.
     """
     if len(_calls) >= _MAX:
         _drain(_MAX - 1)
@@ -276,11 +276,7 @@ def settle() -> None:
 
 
 class Unchecked:
-    """The training steps in flight now, not yet known to be right.
-
-    A step's reports are ready when its state is, so a thread that writes the state does not wait
-    longer.
-    """
+    """The training steps in flight now, not yet known to be right."""
 
     def __init__(self) -> None:
         self._calls = [call for call in _calls if call.spec.returns_state and call.is_checked()]
@@ -304,10 +300,7 @@ def require_right_states() -> None:
 
 
 def accept_new_state() -> None:
-    """Record that training continues with a state that all processes got from one source.
-
-    Failed training steps led to a discarded state, so their errors are forgotten.
-    """
+    """Forget the errors of failed steps: training continues with a state that all processes got."""
     this_process.current.state_error = None
     right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call))]
     _calls.clear()
@@ -341,9 +334,9 @@ def _error_of(call: StepCall) -> str | None:
     if lines := call.overflow():
         return with_code(
             "JDP215",
-            f"{call}: jdp.sum_over_ranks at {lines} adds up integers to a sum that their type "
-            "cannot hold.\nThe result is smaller by a multiple of 2**32, or of 2**64.\nWrite "
-            "jdp.sum_over_ranks(x.astype(float)), or add up fewer.",
+            f"{call}: jdp.sum_over_ranks at {lines} overflows the integer type of its sum.\n"
+            "The result is smaller by a multiple of 2**32, or of 2**64.\n"
+            "Write jdp.sum_over_ranks(x.astype(float)), or sum fewer integers.",
         )
     if why := call.weight_error():
         returned = "it and later calls" if call.spec.returns_state else "it"
@@ -359,10 +352,10 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
     gone = "The input state was not donated and is intact."
     if is_gone:
         kept = progress.own.latest_kept
-        back = "a checkpoint" if kept is None else f"what was kept of {kept}"
+        back = "a checkpoint" if kept is None else f"the rest of {kept}"
         gone = (
-            f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
-            "train with donate=False."
+            f"The input state was donated and is lost: return to {back} with jdp.Checkpointer, "
+            "or train with donate=False."
         )
     # If loops over batches differ, this failure is a consequence.
     reason = this_process.current.why_over or why_failed(error)

@@ -37,11 +37,7 @@ def replace(key: str, value: str) -> None:
 
 
 def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
-    """Run a function that writes to the store; return whether it ended in time.
-
-    For a process that ends: a write waits for process 0 without a deadline. A late function's
-    thread is left behind.
-    """
+    """Return whether a function that writes to the store ended in time; else its thread is left."""
 
     def run() -> None:
         with contextlib.suppress(Exception):  # the store may have ended
@@ -93,8 +89,7 @@ def delete(key: str) -> None:
 def keep_programs_of_all() -> None:
     """Make every process write its programs to JAX's persistent compilation cache, on CPUs.
 
-    JAX lets only process 0 write. On CPUs a program's key differs between processes, so the others
-    would compile again in each run, and after each replacement.
+    JAX lets only process 0 write, but on CPUs a program's key differs between processes.
     """
     # Once the backend runs, JAX reads this value only for the cache.
     with contextlib.suppress(AttributeError):

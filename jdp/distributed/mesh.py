@@ -127,8 +127,8 @@ def _initialize(timeout_s: int, **place: Any) -> None:
     except RuntimeError as error:
         if "must be called before" in str(error):
             raise RuntimeError(
-                "jdp.init() must connect the processes before JAX starts, but JAX runs already: an "
-                "earlier line made an array or asked for a device, as jax.random.key does. Move "
+                "jdp.init() must connect the processes before JAX starts, but JAX already runs: "
+                "an earlier line made an array or used a device, as jax.random.key does. Move "
                 "jdp.init() to the top of the program."
             ) from error
         raise
@@ -140,9 +140,9 @@ def _ends_unless_joined(timeout_s: float, place: Mapping[str, Any]) -> Iterator[
     names = ("process_id", "num_processes", "coordinator_address")
     process_id, number, address = (place[name] for name in names)
     error = TimeoutError(
-        f"process {process_id} has waited {timeout_s} s at {address or 'the address of process 0'} "
-        f"for the others, and not all {number or 'processes'} came. Check that all of them run, "
-        "each with a number of its own, and that their hosts can connect to that address."
+        f"process {process_id} waited {timeout_s} s at {address or 'the address of process 0'}, "
+        f"but not all {number or 'processes'} joined. Check that all run, each with its own "
+        "number, and that their hosts can connect to that address."
     )
     timer = threading.Timer(timeout_s, fail_fast.end_process, [error])
     timer.daemon = True
@@ -155,11 +155,7 @@ def _ends_unless_joined(timeout_s: float, place: Mapping[str, Any]) -> Iterator[
 
 @contextlib.contextmanager
 def _without_grpc_proxy() -> Iterator[None]:
-    """Let gRPC connect to process 0 directly, even if http_proxy or https_proxy is set.
-
-    A proxy does not reach this host's loopback interface, and rarely another host of the run. gRPC
-    reads `grpc_proxy` first, once for each connection.
-    """
+    """Let gRPC connect to process 0 directly, even if http_proxy or https_proxy is set."""
     before = {name: os.environ[name] for name in _GRPC_PROXIES if name in os.environ}
     if before:  # JAX warns about any such variable
         os.environ["grpc_proxy"] = ""
@@ -249,12 +245,14 @@ def init(
     if devices is not None:
         _require_devices(devices)
     if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
-        raise ValueError("init takes only one of mesh, cpu_ranks and devices: each names devices.")
+        raise ValueError(
+            "init takes only one of mesh, cpu_ranks and devices, because each selects devices."
+        )
     if axes is not None:
         _require_sizes(axes, mesh)
     watching.require_limit(timeout_s)
     if not isinstance(progress, bool):
-        raise TypeError(f"init got progress={progress!r}. Write progress=False to show none.")
+        raise TypeError(f"init got progress={progress!r}. Write progress=False to hide it.")
     join()
     if mesh is None:
         chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
@@ -277,8 +275,8 @@ def _mesh_of(
     left_out = [name for name in wanted if name not in axes]
     if len(left_out) > 1:
         raise ValueError(
-            f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many devices "
-            f"lie along each. Write init(axes={dict.fromkeys(wanted, 2)}, axis_name={wanted})."
+            f"axis_name={wanted} names {len(wanted)} axes, but init does not know their sizes. "
+            f"Write init(axes={dict.fromkeys(wanted, 2)}, axis_name={wanted})."
         )
     num_left, rest = divmod(len(chosen), math.prod(axes.values()))
     if rest or not left_out and num_left != 1:
@@ -310,11 +308,11 @@ def _require_devices(devices: Any) -> None:
             "jdp.init(devices=jax.devices()[:4]), or jdp.init(cpu_ranks=4) for ranks of this CPU."
         )
     if not len(devices):
-        raise ValueError("init got devices=[], but a mesh needs at least one: leave devices= out.")
+        raise ValueError("init got devices=[], but a mesh needs at least one. Remove devices=.")
     if len(set(devices)) < len(devices):
         raise ValueError(
-            f"init got {len(devices)} devices, of which {len(set(devices))} are different, but "
-            "each rank needs a device of its own. List each once, or write "
+            f"init got {len(devices)} devices, {len(set(devices))} of them different, but each "
+            "rank needs its own device. List each once, or write "
             f"jdp.init(cpu_ranks={len(devices)}) for virtual devices of this CPU."
         )
 
@@ -324,8 +322,8 @@ def current_mesh() -> Mesh:
     mesh = this_process.current.mesh
     if mesh is None:
         raise RuntimeError(
-            "jdp has no mesh yet, so it cannot know how many ranks share the batch. "
-            "Call jdp.init() once, before the first step or batch."
+            "jdp has no mesh yet, so the number of ranks is unknown. Call jdp.init() once, "
+            "before the first step or batch."
         )
     return mesh
 
@@ -374,8 +372,8 @@ def _cpu_devices(num: int) -> list[jax.Device]:
     if len(found) < num:
         raise ValueError(
             f"cpu_ranks={num}, but JAX already runs with {len(found)} CPU device(s) and cannot "
-            "change that. Call jdp.init(cpu_ranks=...) before anything that uses a device (jnp "
-            "arrays, jax.devices()), or start again."
+            "change that. Call jdp.init(cpu_ranks=...) before using a device (jnp arrays, "
+            "jax.devices()), or restart."
         )
     return jax.devices("cpu") if jax.process_count() > 1 else found[:num]
 
@@ -385,6 +383,6 @@ def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
     missing = [name for name in wanted if name not in mesh.axis_names]
     if missing:
         raise ValueError(
-            f"the mesh has the axes {mesh.axis_names}, none called {missing[0]!r}. "
-            f"Name the axis that splits the batch: axis_name={mesh.axis_names[0]!r}."
+            f"the mesh has the axes {mesh.axis_names}, but not {missing[0]!r}. Name the axis "
+            f"that splits the batch: axis_name={mesh.axis_names[0]!r}."
         )

@@ -94,8 +94,8 @@ _LOCK_S = 5.0
 # File systems without locks, such as Lustre without -o flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _REPEATED = (
-    "jdp: the metrics of step %d are not written to %s, which has such metrics up to step "
-    "%d. Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
+    "jdp: the metrics of step %d are not written to %s, which already has metrics up to step %d. "
+    "Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
 )
 OWN_NAMES = ("step", "time")
 # Metrics of the progress line, and users' names for them.
@@ -244,7 +244,7 @@ class MetricsFile:
             if gone := [name for name, value in scalars.items() if is_deleted(value)]:
                 raise ValueError(
                     f"metrics[{gone[0]!r}] of step {step} was donated before it was written, so "
-                    "the line is missing. Give jdp.log a copy: jnp.copy(x)."
+                    "the line is missing. Pass a copy to jdp.log: jnp.copy(x)."
                 ) from None
             # The step failed; its next call raises the error.
             self._last[frozenset(scalars)] = step - 1
@@ -296,16 +296,16 @@ def _lock(file: io.FileIO, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{path} is written by another run, whose lines would be mixed with these. "
-                    "Write jdp.log(..., file=...) with another file."
+                    f"{path} is in use by another run. Write jdp.log(..., file=...) with another "
+                    "file."
                 ) from None
             time.sleep(0.02)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             return _log.warning(
-                "jdp: %s cannot be locked (%s), so a second run that writes it would not be "
-                "noticed. Give each run a file of its own.",
+                "jdp: %s cannot be locked (%s), so jdp would not detect another run that writes "
+                "it. Use one file per run.",
                 *(path, error.strerror),
             )
 
@@ -334,10 +334,10 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
     is_later = begins_at is None or first_step > begins_at
     if begins_at is not None and not may_continue(path, is_later=is_later):
         raise ValueError(
-            f"{path} holds the metrics of an earlier run, up to step "
-            f"{max(last.values())}, and the first line of this run is of step {first_step}. Move "
-            "the file away, write jdp.log(..., file=...) with another one, or continue that "
-            "run with --resume or JDP_RESUME=1."
+            f"{path} holds the metrics of an earlier run, up to step {max(last.values())}, but "
+            f"the first line of this run is of step {first_step}. Move the file away, write "
+            "jdp.log(..., file=...) with another one, or continue that run with --resume or "
+            "JDP_RESUME=1."
         )
     file.truncate(end)
     return last
@@ -370,8 +370,9 @@ def _refused(path: Path, error: OSError) -> OSError:
     except OSError as missing:
         free = str(missing)
     return OSError(
-        f"a line of {path} cannot be written, and {free}. The disk said: {error}. Lines are kept "
-        "and retried until the process ends: free space, or write jdp.log(..., file=...) elsewhere."
+        f"a line of {path} cannot be written, and {free}. Error of the disk: {error}. Lines are "
+        "kept and retried until the process ends. Free space, or write jdp.log(..., file=...) "
+        "elsewhere."
     )
 
 

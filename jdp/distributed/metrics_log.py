@@ -30,14 +30,14 @@ def of_state(state: Any) -> dict[str, Any]:
     if not indices:
         raise ValueError(
             "state= has no learning rate of optax.inject_hyperparams and no value of "
-            "optax.snapshot or optax.monitor. Leave state= out, or name one: "
+            "optax.snapshot or optax.monitor. Remove state=, or name a value: "
             'optax.chain(optax.snapshot("gradient_norm", optax.tree.norm), ...).'
         )
     found = {name: leaves[i] for name, i in indices.items()}
     if gone := [name for name, value in found.items() if is_deleted(value)]:
         raise ValueError(
-            f"the state was donated to a step, and its {gone[0]} with it. Give jdp.log the state "
-            "that the latest step returned."
+            f"the state was donated to a step, and its {gone[0]} with it. Pass the state "
+            "returned by the latest step to jdp.log."
         )
     return {name: _copied(value) for name, value in found.items() if np.size(value) == 1}
 
@@ -132,7 +132,7 @@ def log(
     """
     step = int_at_least("step", step, least=0)
     if step >= MAX_STEP:
-        raise ValueError(f"step must be less than 2**63 - 1, not {step}.")
+        raise ValueError(f"step must be less than 2**63 - 1, got {step}.")
     scalars = _by_name(metrics)
     trackers = trackers_of(also)
     _require_assignment()
@@ -215,22 +215,21 @@ def _require_assignment() -> None:
     member = launcher_client.current()
     if member is not None and member.assignment is None:
         raise RuntimeError(
-            "jdp.log was called before jdp.init(). Each process and each standby of `jdp run` "
-            "would write there, since none knows yet whether it is process 0. Call jdp.init() "
-            "first."
+            "jdp.log was called before jdp.init(), so its process number is unknown, and each "
+            "process and standby of `jdp run` would write. Call jdp.init() first."
         )
 
 
 def _by_name(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"metrics must be a mapping from names to numbers, not {type(metrics).__name__}. For "
+            f"metrics must be a mapping from names to numbers, got {type(metrics).__name__}. For "
             'example jdp.log({"loss": loss}, step).'
         )
     found: dict[str, Any] = {}
     for name, value in _scalars("", metrics):
         if name in found:
-            raise ValueError(f"two metrics are named {name!r} in a line: rename one of them.")
+            raise ValueError(f"two metrics of a line are named {name!r}. Rename one of them.")
         found[name] = value
     return found
 
@@ -242,30 +241,32 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
             yield from _scalars(f"{name}/", value)
             continue
         if name in OWN_NAMES:
-            raise ValueError(f"a metric is named {name!r}, as a field of each line is: rename it.")
+            raise ValueError(
+                f"a metric is named {name!r}, a reserved field of each line. Rename it."
+            )
         if isinstance(value, jax.core.Tracer):
             raise TypeError(
-                f"metrics[{name!r}] is traced, and has no value yet. Return it from the step, and "
-                "write jdp.log(metrics, step) behind the call."
+                f"metrics[{name!r}] is traced and has no value yet. Return it from the step, and "
+                "write jdp.log(metrics, step) after the call."
             )
         if is_deleted(value):
-            raise ValueError(f"metrics[{name!r}] was donated to a step and is gone.")
+            raise ValueError(f"metrics[{name!r}] was donated to a step and is deleted.")
         array = value if hasattr(value, "dtype") else _array(name, value)
         if isinstance(value, int) and array.dtype == object:
             raise ValueError(
-                f"metrics[{name!r}] is an integer of {value.bit_length()} bits. A line holds those "
-                "of 64 bits, which other programs read. Write it as a float."
+                f"metrics[{name!r}] is an integer of {value.bit_length()} bits, but a line holds "
+                "64-bit integers, which other programs can read. Write it as a float."
             )
         if not _is_of_numbers(array.dtype):
             raise TypeError(f"metrics[{name!r}] must be a number, got dtype {array.dtype}.")
         if array.size != 1:
             raise ValueError(
-                f"metrics[{name!r}] has shape {array.shape}: a line holds scalars. Write its "
-                "mean, or each element under a name of its own."
+                f"metrics[{name!r}] has shape {array.shape}, but a line holds scalars. Write its "
+                "mean, or each element under its own name."
             )
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             if not value.is_fully_replicated:
-                raise ValueError(f"metrics[{name!r}] lies on another process alone.")
+                raise ValueError(f"metrics[{name!r}] is only on another process.")
         # The author may overwrite a NumPy array before the thread reads it.
         yield name, value.copy() if isinstance(value, np.ndarray) else value
 
@@ -280,6 +281,6 @@ def _array(name: str, value: Any) -> np.ndarray:
         return np.asarray(value)
     except ValueError as error:  # lists of different lengths
         raise ValueError(
-            f"metrics[{name!r}] is not a scalar: {error} Write its mean, or each element under a "
-            "name of its own."
+            f"metrics[{name!r}] is not a scalar: {error} Write its mean, or each element under "
+            "its own name."
         ) from None

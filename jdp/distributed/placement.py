@@ -23,8 +23,7 @@ LARGE_BYTES = 1 << 20
 def copied_from_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
     """Return an array on devices that does not share the memory of `value`.
 
-    JAX copies a host array to a CPU device only if its memory is not aligned, and aliases it
-    otherwise, despite `may_alias`. Aliased memory cannot be donated.
+    JAX aliases aligned host memory despite `may_alias`, and aliased memory cannot be donated.
     """
     if value.dtype.kind in "iufc":  # JAX would narrow int64 too, and warn of it
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
@@ -240,10 +239,10 @@ def _require_same_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
         if sharding.spec and axis.names(sharding.spec[0] or ()) == sharding.mesh.axis_names:
             hint = (
                 " If it has a dim for the devices, as jax_utils.replicate and jax.pmap return "
-                "arrays, leave replicate out, or take jax_utils.unreplicate(state)."
+                "arrays, remove replicate, or write jax_utils.unreplicate(state)."
             )
         raise ValueError(
-            f"`{jax.tree_util.keystr(path)}` lies on a mesh of {sharding.mesh.size} devices "
+            f"`{jax.tree_util.keystr(path)}` is on a mesh of {sharding.mesh.size} devices "
             f"{dict(sharding.mesh.shape)}, the rest of the state on one of {mesh.size} "
             f"{dict(mesh.shape)}. Move it with jax.device_put first, or create the state after "
             f"jdp.init().{hint}"

@@ -88,7 +88,7 @@ def _is_taken(number: int) -> bool:
 def let_children_end() -> None:
     """Let SIGTERM end children forked from now on, such as data loaders.
 
-    They would inherit the handler of JAX or of `Preemption`, and survive. A user's handler stays.
+    They would inherit jdp's or JAX's handler. A user's handler stays.
     """
     os.register_at_fork(after_in_child=_restore_handler)
 

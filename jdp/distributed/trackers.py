@@ -420,7 +420,7 @@ def tracker(
     'csv'
     """
     if kind not in NEEDS:
-        raise ValueError(f"tracker({kind!r}): write one of {', '.join(map(repr, NEEDS))}.")
+        raise ValueError(f"tracker must be one of {', '.join(map(repr, NEEDS))}, got {kind!r}.")
     if importlib.util.find_spec(NEEDS[kind]) is None:
         raise ImportError(
             f"the tracker {kind!r} needs a package that is not installed: pip install {NEEDS[kind]}"
@@ -447,7 +447,7 @@ def trackers_of(also: Any) -> Sequence[OwnTracker | NamedTracker]:
         return (OwnTracker(add_all, also),)
     if not callable(also):
         raise TypeError(
-            f"also={also!r} cannot receive metrics. Give a function, an object with a method "
+            f"also={also!r} cannot receive metrics. Pass a function, an object with a method "
             f"add_scalar, or one of {', '.join(map(repr, NEEDS))}."
         )
     return (OwnTracker(also, also),)

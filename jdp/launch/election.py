@@ -99,8 +99,8 @@ def _listening_as(name: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL or name == address[0]:
             raise
     print(
-        f"jdp run: {name} is {address[0]}, which is not an address of this host, so it listens at "
-        f"port {port} of all its addresses.",
+        f"jdp run: {name} is {address[0]}, which is not an address of this host, so it listens "
+        f"on port {port} of all its addresses.",
         file=sys.stderr,
     )
     return _listening(("", port))
@@ -109,8 +109,8 @@ def _listening_as(name: str, port: int) -> socket.socket:
 def _cannot_listen(rank: int, address: Address, error: OSError) -> ValueError:
     name, port = address
     text = (
-        f"host {rank} leads, and cannot listen at {name}:{port}: {error.strerror}. Give "
-        "--rdzv-endpoint an address of this host and a free port."
+        f"host {rank} leads, but cannot listen on {name}:{port}: {error.strerror}. Pass an "
+        "address of this host and a free port as --rdzv-endpoint."
     )
     return ValueError(with_code("JDP310", text))
 

@@ -96,8 +96,8 @@ def read_processes(text: str) -> Range:
     gpus = num_gpus()
     if text == "gpu" and not gpus:
         raise argparse.ArgumentTypeError(
-            "there is no GPU on this host, or CUDA_VISIBLE_DEVICES or JAX_PLATFORMS hides all: "
-            "write a number"
+            "this host has no GPU, or CUDA_VISIBLE_DEVICES or JAX_PLATFORMS hides all: write a "
+            "number"
         )
     number = num_cpus() if text == "cpu" or not gpus else gpus
     return number, number
@@ -130,7 +130,7 @@ def read_endpoints(text: str) -> str:
     endpoints = [read_endpoint(each) for each in text.split(",")]
     if len({*endpoints}) < len(endpoints):
         raise argparse.ArgumentTypeError(
-            f"{text!r} has an address twice: each host that may lead needs its own"
+            f"{text!r} repeats an address: each host that may lead needs its own"
         )
     return ",".join(endpoints)
 
@@ -167,7 +167,8 @@ def read_conf(text: str) -> dict[str, float]:
         name, _, value = part.partition("=")
         if name not in _CONF:
             raise argparse.ArgumentTypeError(
-                f"{name!r} has no meaning here: write {' or '.join(_CONF)}, as in join_timeout=600"
+                f"{name!r} is not supported here: write {' or '.join(_CONF)}, as in "
+                "join_timeout=600"
             )
         conf[_CONF[name]] = read_seconds(value)
     return conf
@@ -175,19 +176,19 @@ def read_conf(text: str) -> dict[str, float]:
 
 # Accepted without effect, as from a torchrun command.
 WITHOUT_MEANING = {
-    "--monitor-interval": "a process that ends is noticed at once",
-    "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 ask for a save, SIGINT for an end",
+    "--monitor-interval": "jdp detects the end of a process at once",
+    "--signals-to-handle": "SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 request a save, SIGINT an end",
     "--role": "all processes have the same role",
-    "--event-log-handler": "what happens is printed",
-    "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
+    "--event-log-handler": "jdp prints its log",
+    "--logs-specs": "--log-dir, --tee and --redirects choose the logs",
 }
 
 # Refused, since the run would differ from the intended one.
 REFUSED = {
-    "--run-path": "it runs a script inside the launcher's own code. Leave it out.",
-    "--virtual-local-rank": "each process is given its devices, and LOCAL_RANK stays its number. "
-    "Leave it out.",
-    "--numa-binding": "it binds no memory. Leave it out, or write --no-python numactl before the "
+    "--run-path": "it runs a script inside the launcher's own code. Remove it.",
+    "--virtual-local-rank": "each process gets its devices, and LOCAL_RANK stays its number. "
+    "Remove it.",
+    "--numa-binding": "jdp binds no memory. Remove it, or write --no-python numactl before the "
     "program.",
 }
 
@@ -268,7 +269,7 @@ def dest_of(flag: str) -> str:
 
 class _Refuse(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        parser.error(f"{option_string} is not for jdp: {self.const}")
+        parser.error(f"{option_string} is not supported: {self.const}")
 
 
 def _add_processes(parser: Parser) -> None:

@@ -29,9 +29,9 @@ def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
     text = environment[name]
     if not text.isdecimal() or int(text) >= num_hosts:
         raise ValueError(
-            f"{name}={text}, by which {_VARIABLES[name]} numbers this host, is not a host of "
-            f"--nnodes with at most {num_hosts}, which are numbered from 0 to {num_hosts - 1}. "
-            "Start as many launchers as --nnodes allows, or give each its --node-rank."
+            f"{name}={text}, the number of this host from {_VARIABLES[name]}, must be from 0 to "
+            f"{num_hosts - 1}, because --nnodes allows at most {num_hosts}. Start as many "
+            "launchers as --nnodes allows, or pass --node-rank to each."
         )
     return {"node_rank": int(text)}
 
@@ -45,9 +45,9 @@ def warning_if_alone(environment: Mapping[str, str]) -> str | None:
     if number == 1 or environment.get("SLURM_PROCID", "0") != "0":
         return None
     return (
-        f"this is one of {number} tasks of srun, and trains by itself. For a run of several hosts, "
+        f"this is one of {number} tasks of srun, and trains alone. For a run of several hosts, "
         "start one launcher on each with --nnodes and --rdzv-endpoint, as in examples/slurm.sh. "
-        "For runs of their own, add --standalone."
+        "For separate runs, add --standalone."
     )
 
 
@@ -56,9 +56,9 @@ def _is_on_several_hosts(environment: Mapping[str, str]) -> bool:
     num_hosts = _number("SLURM_STEP_NUM_NODES", environment)
     if 1 < num_hosts < _num_launchers(environment):
         raise ValueError(
-            f"srun starts {_num_launchers(environment)} launchers on {num_hosts} hosts, and a run "
-            "has one on each: write srun --ntasks-per-node=1. --nproc-per-node is the number of "
-            "processes that a launcher starts."
+            f"srun starts {_num_launchers(environment)} launchers on {num_hosts} hosts, but a "
+            "run needs one per host. Write srun --ntasks-per-node=1. --nproc-per-node is the "
+            "number of processes of a launcher."
         )
     return num_hosts > 1 or "SLURM_STEP_NUM_NODES" not in environment
 
@@ -158,8 +158,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
         near = difflib.get_close_matches(name, parser.spellings(), n=1)
         meant = f"Did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"there is no flag {name}. {meant}jdp run --help lists the flags. Write the program's "
-            "own flags after its name."
+            f"the flag {name} does not exist. {meant}jdp run --help lists the flags. Write the "
+            "program's own flags after its name."
         )
     if given.standalone and given.nnodes == elsewhere:
         given.nnodes = given.node_rank = given.rdzv_endpoint = None
@@ -169,7 +169,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
 def _options(given: dict, environment: Mapping[str, str]) -> Options:
     for flag, why in WITHOUT_MEANING.items():
         if given.get(dest_of(flag)) is not None:
-            print(f"jdp run: {flag} changes nothing here: {why}", file=sys.stderr)
+            print(f"jdp run: {flag} has no effect: {why}", file=sys.stderr)
     for name, value in (given.pop("rdzv_conf") or {}).items():
         if given[name] is None:
             given[name] = value
@@ -195,11 +195,11 @@ def _options(given: dict, environment: Mapping[str, str]) -> Options:
 
 def _require_consistent(options: Options) -> None:
     if not options.command:
-        raise ValueError("there is no program to run. Write jdp run train.py")
+        raise ValueError("the program is missing. Write jdp run train.py")
     if options.module and options.no_python:
         raise ValueError(
-            "--no-python means that the command is not a Python program, and -m that it is a "
-            "Python module. Leave one out."
+            "--no-python (not a Python program) and -m (a Python module) exclude each other. "
+            "Remove one."
         )
     if options.redirects and options.log_dir is None:
         raise ValueError(
@@ -211,31 +211,29 @@ def _require_consistent(options: Options) -> None:
 def _require_consistent_hosts(options: Options) -> None:
     at_most = options.nnodes[1]
     if options.standalone and at_most > 1:
-        raise ValueError(
-            f"--standalone means one host, and --nnodes allows {at_most}. Leave one out."
-        )
+        raise ValueError(f"--standalone means one host, but --nnodes allows {at_most}. Remove one.")
     if options.node_rank is not None and not 0 <= options.node_rank < at_most:
         raise ValueError(
-            f"--node-rank {options.node_rank} is not a host of --nnodes {spelled(options.nnodes)}. "
-            f"Hosts are numbered from 0 to {at_most - 1}."
+            f"--node-rank {options.node_rank} must be from 0 to {at_most - 1}, because of "
+            f"--nnodes {spelled(options.nnodes)}."
         )
     if at_most == 1:
         return
     if options.rdzv_endpoint is None:
         raise ValueError(
-            f"{at_most} hosts must know where to meet. Add, the same on all of them, "
+            f"{at_most} hosts need a common address. Add, the same on all of them, "
             f"--rdzv-endpoint FIRST_HOST:{DEFAULT_PORT}"
         )
     if len(options.endpoints) > at_most:
         raise ValueError(
-            f"--rdzv-endpoint lists {len(options.endpoints)} hosts that may lead, and --nnodes "
-            f"allows {at_most} hosts. List at most as many as there are."
+            f"--rdzv-endpoint lists {len(options.endpoints)} hosts that may lead, but --nnodes "
+            f"allows {at_most} hosts. List at most as many as run."
         )
     if not options.token:
         raise ValueError(
-            f"{at_most} hosts connect over the network, where anyone could join, so they "
-            "need a shared secret. Make one with `openssl rand -hex 16 > token`, and give each "
-            "host --token-file token, or its text in JDP_TOKEN."
+            f"{at_most} hosts connect over the network, where anyone could join, so they need a "
+            "shared secret. Make one with `openssl rand -hex 16 > token`, and pass --token-file "
+            "token on each host, or its text in JDP_TOKEN."
         )
 
 
@@ -282,10 +280,10 @@ def require_program(command: Sequence[str]) -> None:
     """Refuse Python in place of a Python program."""
     name, *arguments = command
     if not name:
-        raise ValueError("the path of the program is an empty text. Write jdp run train.py")
+        raise ValueError("the path of the program is an empty string. Write jdp run train.py")
     if re.fullmatch(r"python[\d.]*", Path(name).name) and arguments:
         raise ValueError(
-            f"Python is started for the program: leave {name!r} out, as in jdp run {arguments[0]}"
+            f"jdp run starts Python itself. Remove {name!r}, as in jdp run {arguments[0]}"
         )
 
 
@@ -298,8 +296,8 @@ def require_file(name: str) -> None:
     """
     if not Path(name).exists():
         raise ValueError(
-            f"there is no file {name!r} in {Path.cwd()}. Write the path of the program, or, if it "
-            "is a module: jdp run -m package.train"
+            f"{Path.cwd()} has no file {name!r}. Write the path of the program, or, if it is a "
+            "module: jdp run -m package.train"
         )
 
 
@@ -310,5 +308,5 @@ def misplaced_flags(command: Sequence[str]) -> str | None:
     found = next((flag for flag in given if flag in _OF_THE_LAUNCHER), None)
     if found is None:
         return None
-    text = f"{found} stands behind {name}, which gets it. "
+    text = f"{found} comes after {name}, which gets it. "
     return f"{text}If it is for jdp run, write it before {name}"

@@ -92,8 +92,8 @@ class Candidacy:
         name, port = self._rendezvous.addresses[place]
         return (
             f"{name}:{port} has place {place} in --rdzv-endpoint {self._options.rdzv_endpoint}, "
-            f"but the launcher there takes itself for the host of place {its_place}: two hosts "
-            "could lead at the same time. Give all hosts the same list, with each host once."
+            f"but its launcher reports place {its_place}, so two hosts could lead at the same "
+            "time. Pass the same list on all hosts, with each host once."
         )
 
     def _resign(self) -> None:

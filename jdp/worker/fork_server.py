@@ -90,7 +90,7 @@ def why_not(own: Collection[int]) -> str | None:
         return f"{place[0]} names {place[1]}, which jdp.init() sets"
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     if others:
-        return f"thread {others[0]!r} runs before jdp.init(), and a fork does not have it"
+        return f"thread {others[0]!r} runs before jdp.init(), and a fork loses it"
     if (extra := len(os.listdir("/proc/self/task")) - 1) not in _sums(_openblas_threads()):
         return f"threads of a native library, {extra} with OpenBLAS's, run before jdp.init()"
     if any(each is _REMOVE_FOLDER for each in _finalizers()):
@@ -166,10 +166,10 @@ def _why_not_processes() -> str | None:
     adopts = ctypes.c_int()
     ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
     if adopts.value:
-        return "this process adopts orphans, and the launcher must become the parent of forks"
+        return "this process adopts orphans, but the launcher must become the parent of forks"
     timers = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
     if any(signal.getitimer(each)[0] for each in timers):
-        return "a timer runs before jdp.init(), and a fork does not have it"
+        return "a timer runs before jdp.init(), and a fork loses it"
     return None
 
 
@@ -183,7 +183,7 @@ def _why_not_descriptors(own: Collection[int]) -> str | None:
         if target.startswith(_GPUS):
             return "a GPU is in use before jdp.init()"
         if number in (1, 2) and not target.startswith("pipe:"):
-            return f"its output goes to {target}, and that of forks to the launcher"
+            return f"its output goes to {target}, but that of forks to the launcher"
         # Python keeps a mapped file's descriptor, and never moves its position.
         num_free[target] -= 1
         is_shared = number <= 2 or number in own or target in _DEVICES or num_free[target] >= 0
@@ -193,7 +193,7 @@ def _why_not_descriptors(own: Collection[int]) -> str | None:
         if target.endswith(" (deleted)") or target.startswith("/memfd:"):
             return (
                 "shared memory or a lock of multiprocessing exists before jdp.init(), and forks "
-                "would have it in common"
+                "would share it"
             )
     return None
 

@@ -77,11 +77,11 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
     if any(it.state == "stopped" for it in causes):
         return "A signal stopped it: kill -CONT continues it."
     if all(it.phase == ENDED for it in statuses):
-        return "It does not exit: a function that it registered with atexit hangs, see its stack."
+        return "It does not exit: a function registered with atexit hangs, see its stack."
     if phases == {WAITING} and any(it.phase != WAITING for it in statuses):
         return (
-            "It waits for the others, but not in the step that they are in. All processes must "
-            "make the same steps: look for an early break or return, or an `if` around the step."
+            "It waits for the others, but in another step. All processes must make the same "
+            "steps: look for an early break or return, or an `if` around the step."
         )
     if ENDED in phases:
         return (
@@ -89,18 +89,18 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
             "ends earlier on this process."
         )
     if DATA in phases:
-        return "Look at the data loader: its stack shows where it waits."
+        return "Check the data loader: its stack shows where it waits."
     if any(map(waits, causes)):
         return (
             "All of them wait in a step: a device hangs, or the processes call different "
             "collectives. Their stacks show where the hosts are."
         )
     if BEFORE in phases:
-        return "Code before jdp.init() may take this long, but not on some of the processes alone."
+        return "Code before jdp.init() may take this long, but not on only some of the processes."
     if phases <= {BETWEEN, STARTING, UNSTEPPED}:
         return (
-            "It is in the script's own code: its stack shows where. Put long work of your own into "
-            "`with jdp.phase(name, timeout_s=...)`."
+            "The script's own code runs: its stack shows where. Wrap your own long work in `with "
+            "jdp.phase(name, timeout_s=...)`."
         )
     return "If it needs longer, write jdp.phase(name, timeout_s=...) or jdp.init(timeout_s=...)."
 
@@ -195,7 +195,7 @@ class HangDetector:
         if math.isinf(limit_s) or not self._ends:
             return f"{verdict}."
         if is_over:
-            return f"{verdict}, of {in_seconds(limit_s)} that it may take: the run ends."
+            return f"{verdict}, the limit is {in_seconds(limit_s)}: the run ends."
         return f"{verdict}; the run ends after {in_seconds(limit_s)}."
 
     def _timeout_of(self, status: ProcessStatus) -> float:

@@ -179,7 +179,7 @@ class LauncherClient:
 
 
 _LOCAL_RANK = (
-    "jdp: %s reads %s, which jdp run does not pass, so each process has its default. jdp.init() "
+    "jdp: %s reads %s, which jdp run does not set, so each process uses its default. jdp.init() "
     "chooses the devices; after it os.environ['LOCAL_RANK'] is the number."
 )
 
@@ -219,8 +219,8 @@ def current() -> LauncherClient | None:
         return None  # inherited, without the descriptors
     if not build_info.is_build_of(fds.get("protocol"), fds.get("package")):
         raise RuntimeError(
-            f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
-            "to each other. Start both from one environment: python -m jdp run ..."
+            f"{sys.executable} has a different build of jdp than `jdp run`, so they cannot "
+            "communicate. Start both from one environment: python -m jdp run ..."
         )
     # Children inherit neither.
     os.environ.pop(VARIABLE)

@@ -8,11 +8,7 @@ _ERASE, _UP = b"\x1b[K", b"\x1b[A"
 
 
 class LiveLine:
-    r"""The bytes that draw and erase the line.
-
-    It sets no terminal mode, so a killed launcher leaves only the line behind. It never fills its
-    row.
-    """
+    """The bytes that draw and erase the line; they set no terminal mode."""
 
     def __init__(self) -> None:
         self._parts: Sequence[str] = ()

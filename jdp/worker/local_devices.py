@@ -65,9 +65,9 @@ starts threads for each and would abort. Write a smaller number; jdp plan predic
     """
     if num > MAX_CPU_RANKS:
         raise ValueError(
-            f"{name} is {num}, and a process has at most {MAX_CPU_RANKS} virtual CPU devices: XLA "
-            "starts threads for each and would abort. Write a smaller number; jdp plan predicts "
-            "larger runs."
+            f"{name} is {num}, but a process has at most {MAX_CPU_RANKS} virtual CPU devices. "
+            "XLA starts threads for each and would abort. Write a smaller number; jdp plan "
+            "predicts larger runs."
         )
 
 

@@ -399,8 +399,8 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
         raise ValueError('phase needs a name for the reports, such as "downloading".')
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(
-            f"timeout_s={timeout_s} would end the phase {name!r} before it begins. Write the "
-            "seconds after which something must be wrong, or math.inf."
+            f"timeout_s={timeout_s} must be positive: the phase {name!r} would end at once. "
+            "Write its longest normal duration in seconds, or math.inf."
         )
     return Phase(name, timeout_s or 0.0)
 

@@ -33,8 +33,9 @@ def require_limit(timeout_s: Any) -> None:
         )
     if not float(timeout_s) > 0:  # false for NaN
         raise ValueError(
-            f"timeout_s={timeout_s} would end the run before its first step. Write more seconds "
-            "than the longest step can take, such as 600, or None for no limit."
+            f"timeout_s={timeout_s} must be positive: the run would end before its first step. "
+            "Write more seconds than the longest step can take, such as 600, or None for no "
+            "limit."
         )
 
 

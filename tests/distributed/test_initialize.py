@@ -490,7 +490,7 @@ def test_a_place_follows_from_the_variables_if_the_package_is_installed(
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, "=4 .* SLURM_STEP_NODELIST, SLURM_"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1 .* mpiexec or jdp run"),
         ({**jax_names(2, 7)[0], "JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID='one'"),
-        ({**jax_names(2, 7)[0], "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 .*=2 .* 0 to 1"),
+        ({**jax_names(2, 7)[0], "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 .* 0 to 1, .*=2"),
         ({**jax_names(2, 7)[0], "JAX_COORDINATOR_ADDRESS": "a"}, "=a has no port.* a:29400"),
         ({**torchrun(2, 7)[0], "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         ({**slurm(2, 7)[0], "SLURM_NODEID": "-1"}, "SLURM_NODEID='-1'"),

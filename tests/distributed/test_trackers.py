@@ -202,7 +202,7 @@ def test_a_slow_tracker_holds_up_no_line_of_the_file(path):
 
 
 def test_wrong_trackers_are_refused_at_once(path):
-    with pytest.raises(ValueError, match="'tensorbord'.*'tensorboard'"):
+    with pytest.raises(ValueError, match="'tensorboard'.*'tensorbord'"):
         jdp.log({"loss": 1.0}, 1, file=path, also="tensorbord")
     assert not path.exists()
     script = "import jdp, sys; sys.modules['wandb'] = None; jdp.tracker('wandb')"

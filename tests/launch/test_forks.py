@@ -13,7 +13,7 @@ from support.launcher import PACKAGES, SCRIPT
 
 # Written by each process that runs the script from its beginning.
 COUNTS = "open(folder / 'starts', 'a').write(f'{os.getpid()}\\n')"
-ITSELF = "each process imports its modules itself, since"
+ITSELF = "each process imports its modules itself, because"
 
 
 def starts(run):
@@ -182,7 +182,7 @@ def test_a_first_process_that_is_late_is_not_waited_for(jdp_run):
     run = jdp_run("--nproc-per-node=2", "--standbys=0", before=late, changes=soon)
     assert run.finish(0, 2) == 0
     assert starts(run) == 2
-    assert "process 0 has not called jdp.init() for 0.5 s" in run.output
+    assert "process 0 did not call jdp.init() within 0.5 s" in run.output
 
 
 def test_a_script_that_never_calls_init_runs_in_each_process(jdp_run):

@@ -106,7 +106,7 @@ def test_a_recovery_whose_program_is_in_no_cache_says_why(jdp_run):
     run = jdp_run("--nproc-per-node=2", script=script)
     os.kill(run.pids(0, 2)[1], signal.SIGKILL)
     assert run.finish(1, 2) == 0
-    assert re.search(r"\(compiled 9\.300, not cached: .*order of its collectives", run.output)
+    assert re.search(r"\(compiled 9\.300, not cached: .*order of collectives", run.output)
 
 
 def test_each_recovery_has_standbys_again(jdp_run):
@@ -374,7 +374,7 @@ def test_an_option_that_no_launcher_passes_is_named_once(jdp_run, start_method, 
     script = SCRIPT.replace("exec(sys.argv[1])", f'text = "{option}"\nexec(sys.argv[1])')
     run = jdp_run("--nproc-per-node=2", f"--start-method={start_method}", script=script)
     assert run.finish(0, 2) == 0
-    assert run.output.count("reads --local-rank, which jdp run does not pass") == num_told
+    assert run.output.count("reads --local-rank, which jdp run does not set") == num_told
 
 
 @pytest.mark.parametrize("phase, call", [("TRAIN_STEP", "a step"), ("WAITING", "ckpt.step")])
@@ -389,7 +389,7 @@ progress.{phase}.__enter__()
 """,
     )
     run.pids(1, 2)
-    words = "process 0 has waited for it for 0.5 s in a"
+    words = "process 0 waited for it for 0.5 s in a"
     run.until_true(lambda: words in run.output, words)
     assert run.finish() == 0 and call in run.output
 
@@ -726,7 +726,7 @@ def test_an_error_of_init_is_the_cause_and_not_an_end_of_the_script(jdp_run):
     script = "import jax, jdp\nkey = jax.random.key(0)\njdp.init()"
     run = jdp_run("--nproc-per-node=2", script=script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
     assert run.wait() == 1
-    assert "came to the end of the script" not in run.output
+    assert "reached the end of the script" not in run.output
     assert "Move jdp.init() to the top of the program." in run.output.split("the cause: ")[1]
 
 

@@ -78,7 +78,7 @@ RAISED = """Traceback (most recent call last):
 ValueError: it is refused:
   write another line.
 """
-CAUSE = "the cause: process 1 ended\n{}It is not started again."
+CAUSE = "the cause: process 1 ended\n{}It is not restarted."
 
 
 @pytest.mark.parametrize("shown", [RAISED, RAISED.replace("line 3", "line 4"), ""])

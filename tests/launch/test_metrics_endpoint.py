@@ -437,7 +437,7 @@ def test_a_port_in_use_or_a_missing_library_is_an_error_before_any_process_start
         run = jdp_run(f"--metrics-port={port}", before="print('started')")
         assert run.wait() == 2
     assert run.output == (
-        f"jdp run: --metrics-port {port} cannot be used: Address already in use. Give a free "
+        f"jdp run: --metrics-port {port} cannot be used: Address already in use. Pass a free "
         "port, or 0 for any.\n"
     )
     changes = "import sys; sys.modules['prometheus_client'] = None"

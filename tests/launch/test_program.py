@@ -8,7 +8,7 @@ from jdp.launch.options import misplaced_flags, require_program
 
 @pytest.mark.parametrize("python", ["python", "python3", "/usr/bin/python3.12"])
 def test_python_before_the_program_is_left_out(python):
-    with pytest.raises(ValueError, match=f"'{python}' out, as in jdp run train.py"):
+    with pytest.raises(ValueError, match=f"Remove '{python}', as in jdp run train.py"):
         require_program([python, "train.py"])
 
 
@@ -35,7 +35,7 @@ def test_a_program_that_is_not_there_is_refused_before_a_process_is_started(
 def test_a_flag_that_is_none_is_named_with_the_nearest_one(capsys, given, meant):
     assert main(["run", given, "2", "train.py"]) == 2
     error = capsys.readouterr().err
-    assert f"there is no flag {given.partition('=')[0]}." in error
+    assert f"the flag {given.partition('=')[0]} does not exist." in error
     assert (f"Did you mean {meant}?" in error) if meant else ("Did you mean" not in error)
 
 

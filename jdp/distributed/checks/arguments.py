@@ -20,15 +20,15 @@ from jdp.step_spec import StepSpec
 
 PART = " part "  # between a leaf's name and its shard's position along further axes
 
-WHY = "Ranks that get other arguments train different models, or wait for each other forever."
+WHY = "Ranks with different arguments train different models, or wait for each other forever."
 ADVICE_FOR_STATE = (
-    "A program changed the state after the step that returned it: do so on all processes and with "
-    "equal values, outside of `if jax.process_index() == 0` and of what one process alone has read "
-    "or drawn; or change it inside the step. State of one rank goes into jdp.per_rank(x)."
+    "A program changed the state after the step that returned it. Make that change on all "
+    "processes with equal values, outside `if jax.process_index() == 0`; or make it inside the "
+    "step. Wrap state of one rank in jdp.per_rank(x)."
 )
 ADVICE = (
-    "Give every process the same: a key from the same seed, the same numbers. Random numbers of a "
-    "rank's own come from state.key, and what is meant to differ goes into the batch."
+    "Pass the same on every process: a key from the same seed, the same numbers. Draw random "
+    "numbers of one rank from state.key, and pass values that differ by design in the batch."
 )
 
 
@@ -51,7 +51,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
         lacking = next((process for process in gathered if process not in found), None)
         if lacking is not None and not part:  # a process need not hold every shard
             return (
-                f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "
+                f"`{name}` was replaced between steps on process {next(iter(found))}, but not on "
                 f"process {lacking}."
             )
     return None
@@ -159,15 +159,15 @@ class Arguments:
         advice = ADVICE
         if difference is None:
             difference = (
-                "Its state or a further argument differs on one process; not all processes "
-                "reported theirs in time, so the leaf is unknown."
+                "Its state or a further argument differs on one process; the leaf is unknown, "
+                "because not all processes reported theirs in time."
             )
         elif difference.startswith(f"`{self._spec.argument(0)}"):
             advice = ADVICE_FOR_STATE
         return with_code(
             "JDP211",
-            f"{call} was not the same on all processes: {difference} {WHY} The "
-            f"states that it and later calls returned are wrong. {advice}",
+            f"{call} was not the same on all processes: {difference} {WHY} The states that it "
+            f"and later calls returned are wrong. {advice}",
         )
 
     def _path(self, i: int, path: tuple) -> str:

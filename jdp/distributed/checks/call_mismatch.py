@@ -24,9 +24,9 @@ _END_S = 2.0
 _NUM_SHOWN = 3
 
 _WHY = (
-    "Their ranks wait for each other, or add up different sums. All processes of a mesh must make "
-    "the same calls in the same order, with arrays of the same shapes: look for a call below "
-    "`if jax.process_index() == 0`, or below a condition on what one process alone has read."
+    "Their ranks wait for each other, or sum unrelated values. All processes of a mesh must make "
+    "the same calls in the same order, with arrays of the same shapes. Look for a call below `if "
+    "jax.process_index() == 0`, or below a condition on a value of one process."
 )
 
 
@@ -129,9 +129,9 @@ def described(one: int, other: int, number: int, mine: Described, theirs: Descri
         if mine.name != theirs.name or mine.shapes.get(path) != theirs.shapes.get(path)
     ]
     text = (
-        f"processes {one} and {other} make different calls: call {number} of those that need all "
-        f"processes is {_shown(mine, paths)} on process {one}, and {_shown(theirs, paths)} on "
-        f"process {other}. {_WHY}"
+        f"processes {one} and {other} make different calls: call {number} across processes is "
+        f"{_shown(mine, paths)} on process {one}, and {_shown(theirs, paths)} on process "
+        f"{other}. {_WHY}"
     )
     return with_code("JDP211", text)
 

@@ -122,7 +122,7 @@ def words_of(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if pytrees.is_not_compiled(x.dtype):
-        raise TypeError(f"XLA cannot compute with {x.dtype}, so that its bits cannot be compared.")
+        raise TypeError(f"XLA cannot compute with {x.dtype}, so jdp cannot compare its bits.")
     num_bits = pytrees.num_bits(x.dtype)
     if num_bits >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)

@@ -69,10 +69,10 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
         for (path, leaf), is_own in found
         if pytrees.is_array(leaf) and getattr(leaf, "dtype", None) != jax.dtypes.float0
     ]
-    pytrees.require_alive("state", state, "Check the state that the last step returned.")
+    pytrees.require_alive("state", state, "Pass the state returned by the last step.")
     leaves = [leaf for _, leaf in named]
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(leaves)):
-        raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
+        raise TypeError("check_replicas reads arrays. Call it between steps, not inside one.")
     in_flight.drain()
     where = mesh.mesh_of(jax.tree.leaves(leaves), axes)
     leaves = jax.tree.leaves(placement.placed(leaves, axes, where, may_be_split=True))
@@ -150,12 +150,11 @@ def _require_equal(
     num = len({i for i, _, _ in found})
     ranks = sorted({_rank(where, axes, position) for _, position, _ in found})
     text = (
-        f"`{paths[leaf] or 'state'}` {leaves[leaf].dtype}{[*leaves[leaf].shape]} holds other bits "
-        f"on {_called(where, axes, odd)} than on {_called(where, axes, usual)}: {num} of "
-        f"{len(leaves)} leaves differ, on rank(s) {ranks}, and ranks that differ train different "
-        "models. Restore the last checkpoint. Then look at what each rank does by itself: "
-        "callbacks that are not pure, kernels that add in no fixed order "
-        "(XLA_FLAGS=--xla_gpu_deterministic_ops=true), a device whose memory fails."
+        f"`{paths[leaf] or 'state'}` {leaves[leaf].dtype}{[*leaves[leaf].shape]} holds other "
+        f"bits on {_called(where, axes, odd)} than on {_called(where, axes, usual)}: {num} of "
+        f"{len(leaves)} leaves differ, on rank(s) {ranks}, so these ranks train different "
+        "models. Restore the last checkpoint. Then look for impure callbacks, non-deterministic "
+        "kernels (XLA_FLAGS=--xla_gpu_deterministic_ops=true), a device with faulty memory."
     )
     raise RanksDifferError(with_code("JDP213", text))
 

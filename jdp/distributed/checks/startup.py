@@ -107,13 +107,13 @@ traced = TracedPrograms()
 
 _SHOWN_CHARACTERS = 400
 _ADVICE = (
-    "Give every process the same code, settings and constants; what is meant to differ from rank "
-    "to rank goes into the batch."
+    "Use the same code, settings and constants on every process; pass values that differ by rank "
+    "in the batch."
 )
 _CONSTANT = " = stablehlo.constant "
 _OF_CONSTANT = (
-    "Python computed this constant while it traced the step. Give every process the same one, or "
-    "give it to the step in the batch; in place of np.random write jax.random with state.key."
+    "Python computed this constant while it traced the step. Use the same one on every process, "
+    "or pass it in the batch; instead of np.random write jax.random with state.key."
 )
 
 
@@ -163,8 +163,7 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     advice = _OF_CONSTANT if difference.count(_CONSTANT) == 2 else _ADVICE
     text = (
         f"process {odd} is about to run another program than process {usual}: {difference} Ranks "
-        "would wait for each other, or drift apart without an error. The step did not run. "
-        f"{advice}"
+        f"would wait for each other, or drift apart silently. The step did not run. {advice}"
     )
     raise ValueError(with_code("JDP205", text))
 
@@ -181,8 +180,8 @@ def _different_constant(
     shapes = {process: gathered[process][number].rpartition(" ")[0] for process in pair}
     if shapes[odd] != shapes[usual]:
         return (
-            f"an array that it captures is {shapes[odd]} on process {odd} and {shapes[usual]} on "
-            f"process {usual}."
+            f"a captured array is {shapes[odd]} on process {odd} and {shapes[usual]} on process "
+            f"{usual}."
         )
     mine = constants[number] if number < len(constants) else np.zeros(0)
     position = agree.first_difference(pair, group, mine.reshape(-1))
@@ -190,9 +189,9 @@ def _different_constant(
     value = str(mine.reshape(-1)[position]) if position < mine.size else ""
     values = agree.all_gather(group, [index, value], what="values")
     return (
-        f"an array that it captures, {shapes[odd]}, holds {values[odd][1]} at {values[odd][0]} on "
-        f"process {odd} and {values[usual][1]} on process {usual}. Load or draw it the same on "
-        "each process, or hand it to the step as an argument."
+        f"a captured array, {shapes[odd]}, holds {values[odd][1]} at {values[odd][0]} on process "
+        f"{odd} and {values[usual][1]} on process {usual}. Load or draw it equally on each "
+        "process, or pass it to the step as an argument."
     )
 
 
@@ -279,10 +278,10 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
     odd, usual = pair
     difference = _different_line(group, pair, lines, lambda index: "")
     text = (
-        f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
-        f"process {usual}, though the programs are equal: {difference} They would wait for each "
-        "other forever. The step did not run. Look for other drivers and GPUs, and empty "
-        "the compilation cache."
+        f"XLA compiled `{name}` to another order of collectives on process {odd} than on process "
+        f"{usual}, though the programs are equal: {difference} They would wait for each other "
+        "forever. The step did not run. Compare drivers and GPUs, and empty the compilation "
+        "cache."
     )
     raise ValueError(with_code("JDP206", text))
 
@@ -340,7 +339,7 @@ def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
             text = (
                 f"process {odd} has another {name} than process {usual}: {known[odd]}, and "
                 f"{known[usual]} there. The processes would run different programs, and wait for "
-                "each other or drift apart. Start all of them in the same environment, and with "
+                "each other or drift apart. Start all processes in the same environment, with "
                 "the same arguments of jdp.init."
             )
             raise ValueError(with_code("JDP201", text))

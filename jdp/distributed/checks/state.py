@@ -90,10 +90,10 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
         if pair is not None:
             odd, usual = pair
             text = (
-                f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than on "
-                f"process {usual}, so the ranks would train different models. Use the same seed on "
-                "every process, or write TrainState.create(..., broadcast=True) to take process "
-                f"{group[0]}'s."
+                f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than "
+                f"on process {usual}, so ranks would train different models. Use the same seed "
+                "on every process, or write TrainState.create(..., broadcast=True) to copy the "
+                f"values of process {group[0]}."
             )
             raise ValueError(with_code("JDP203", text))
     return tree
@@ -149,8 +149,8 @@ def _first_difference(group: tuple[int, ...], pair: tuple[int, int], shapes: lis
 def digests(values: Sequence[np.ndarray]) -> list[str]:
     """Return a digest of the elements of each array, as text.
 
-    A large array's digest is made from a CRC-32 of each MiB, by all cores, in a third of the time
-    of SHA-256. Arrays that differ in one MiB have equal digests once in 2**32 times.
+    Digests of large arrays come from a CRC-32 of each MiB: a difference in one MiB is missed once
+    in 2**32 times.
     """
     with ThreadPoolExecutor(num_cpus()) as pool:
         return [_digest(_to_hash(value, pool)) for value in values]

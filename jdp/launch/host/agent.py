@@ -112,7 +112,9 @@ async def save_commit(resources: HostResources) -> dict[str, Any]:
     """Return the answer of `jdp/checkpoint/last_commit.py`; {} without a commit."""
     if not os.fstat(resources.commit_file).st_size:
         return {}
-    resources.say("the latest commit goes to the checkpoint directory now. Ctrl-C skips that.")
+    resources.say(
+        "the latest commit is being saved to the checkpoint directory. Ctrl-C skips that."
+    )
     command = [sys.executable, "-m", "jdp.checkpoint.last_commit", str(resources.commit_file)]
     variables = {**resources.variables, "JAX_PLATFORMS": "cpu"}
     process = spawn.spawn(command, variables, pass_fds=[resources.commit_file])
@@ -286,7 +288,7 @@ class Agent:
         if self._signal is not None:
             return self._finish(128 + self._signal, with_code("JDP311", lost))
         wanted = "a leader" if self.search.is_elective else "it"
-        lost += f" This host kills its processes and looks for {wanted} again."
+        lost += f" This host kills its processes and searches for {wanted} again."
         self._resources.say(with_code("JDP311", lost))
         if self._generation is not None:
             self._generation.kill_processes()
@@ -366,8 +368,8 @@ class Agent:
         if self._generation is not None and self._generation.is_running:
             if rest and not process.parked and process.popen.returncode is None:
                 self._resources.say(
-                    f"process {process.process_id} has not called jdp.init() for {_FIRST_S:g} s, "
-                    "so the others start now, and run all of the script themselves."
+                    f"process {process.process_id} did not call jdp.init() within {_FIRST_S:g} "
+                    "s, so the others start now, and run all of the script themselves."
                 )
             parent = process if process.can_fork else None
             if process.popen.returncode in (None, 0):

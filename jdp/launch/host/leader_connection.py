@@ -175,8 +175,8 @@ class LeaderConnection:
                 await asyncio.sleep(RETRY_S)
         where = " or ".join("{}:{}".format(*address) for address in self._search.addresses)
         text = (
-            f"no leader at {where} let this host join within {self._options.join_timeout_s:g} s: "
-            f"{why}. Is `jdp run` running there, and may this host connect to that port?"
+            f"no leader at {where} accepted this host within {self._options.join_timeout_s:g} s: "
+            f"{why}. Check that `jdp run` runs there and that this host may connect to that port."
         )
         self._gave_up(with_code("JDP307", text))
 
@@ -259,7 +259,7 @@ class LeaderConnection:
 
     def _refused(self, why: str, is_final: bool) -> None:
         if is_final:
-            self._end(f"the leader does not let this host join: {why}")
+            self._end(f"the leader refuses this host: {why}")
         else:
             self._answer_with(why)
 

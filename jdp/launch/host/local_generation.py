@@ -80,8 +80,8 @@ async def ask() -> str:
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
         why = getattr(error, "strerror", None) or str(error)
         return (
-            f"NCCL's RAS service at {address} has no report: {why}. NCCL has it since 2.24, if "
-            "NCCL_RAS_ENABLE is not 0 and NCCL_RAS_ADDR is that of the processes."
+            f"NCCL's RAS service at {address} has no report: {why}. It needs NCCL 2.24 or "
+            "newer, NCCL_RAS_ENABLE other than 0, and the NCCL_RAS_ADDR of the processes."
         )
     return f"the report of NCCL's RAS service at {address}:\n{report}"
 
@@ -328,16 +328,16 @@ class LocalGeneration:
             if it.phase
         ]
         self._say(
-            f"no end within {self._shutdown_timeout_s:g} s of the signal: {', '.join(doing)}. The "
-            "processes are killed, and save nothing. jdp saves after a step: if the step or what "
-            "follows it needs longer, write a larger --shutdown-timeout-s."
+            f"no end within {self._shutdown_timeout_s:g} s of the signal: {', '.join(doing)}. "
+            "The processes are killed without a save. jdp saves after a step: if that needs "
+            "longer, write a larger --shutdown-timeout-s."
         )
 
     def _still_alive(self) -> None:
         pids = [process.popen.pid for process in self.processes]
         self._stuck(
             f"the processes {pids} did not end within {self._shutdown_timeout_s:g} s of SIGKILL. "
-            "They wait for a disk or a driver, and their devices are not free."
+            "They wait for a disk or a driver, and their devices stay in use."
         )
 
     def _set_deadline(self, call: Callable[[], None] | None, after_s: float | None = None) -> None:

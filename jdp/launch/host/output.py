@@ -153,10 +153,7 @@ class WorkerOutput:
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def hold(self) -> None:
-        """Keep a waiting standby's lines until it is assigned.
-
-        It may write when woken, before `assign` has taken effect.
-        """
+        """Keep a waiting standby's lines until it is assigned."""
         self._logs.post(self._hold)
 
     def reveal(self) -> None:

@@ -70,7 +70,7 @@ class Guardian:
             self._process.wait()
             raise TimeoutError(
                 f"processes with {MARK}={self.environment[MARK]} in their environment did not "
-                f"end within {timeout_s} s of SIGKILL. Perhaps they wait for a disk or a driver."
+                f"end within {timeout_s} s of SIGKILL. They may wait for a disk or a driver."
             ) from None
 
     def _tell(self, line: str) -> None:

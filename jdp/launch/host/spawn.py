@@ -34,10 +34,7 @@ def folder(inherited: Mapping[str, str]) -> str:
 
 
 def drop_torn(folder: Path) -> None:
-    """Remove programs that were being written at a death.
-
-    JAX never replaces a truncated one: each process would warn and compile again.
-    """
+    """Remove programs torn by a death, which JAX never replaces."""
     oldest = time.time() - _JUST_NOW_S
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -46,14 +46,14 @@ def gpus_of_slots(
     divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
     shared = (
         f" To test several processes on few GPUs, set {SHARE}=1: NCCL 2.30 and later then lets "
-        f"{num_slots // num_gpus} of them share a GPU, and they are slow."
+        f"{num_slots // num_gpus} of them share a GPU, slowly."
         if num_slots % num_gpus == 0
         else ""
     )
     raise ValueError(
         f"{num_slots} processes cannot divide the {num_gpus} GPU{'s' * (num_gpus > 1)} of this "
-        f"host evenly. Write --nproc-per-node with one of {', '.join(map(str, divisors))}; with 1, "
-        f"one process drives all GPUs. To train on CPUs, set JAX_PLATFORMS=cpu.{shared}"
+        f"host evenly. Write --nproc-per-node with one of {', '.join(map(str, divisors))}; with "
+        f"1, one process drives all GPUs. To train on CPUs, set JAX_PLATFORMS=cpu.{shared}"
     )
 
 
@@ -83,7 +83,7 @@ class Orphans:
     def start_adopting(self) -> None:
         """Adopt orphans from now on, if possible.
 
-        A launcher with other children, such as a sidecar, adopts none: theirs would look alike.
+        A launcher with other children, such as a sidecar, adopts none.
         """
         found = children()
         if found is not None and found <= self._own:
@@ -169,7 +169,7 @@ class HostResources:
         """Record, and report once, why not."""
         if self._wants_forks and self._why_no_forks is None:
             self._why_no_forks = why
-            self.say(f"each process imports its modules itself, since {why}.")
+            self.say(f"each process imports its modules itself, because {why}.")
 
     def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
         """Return the assignments of this host's processes."""

@@ -90,14 +90,14 @@ def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> 
     """Return the cause for a process that waits for an ended one."""
     where = "a step or an evaluation that it did not call"
     if not in_step:
-        where = "a call that all must make, as ckpt.step, ckpt.save and ckpt.close are"
+        where = "a call that all must make, such as ckpt.step, ckpt.save or ckpt.close"
     text = (
-        f"process {process_id} came to the end of the script, and process {other} has waited for "
-        f"it for {grace_s:g} s in {where}"
+        f"process {process_id} reached the end of the script, and process {other} waited for it "
+        f"for {grace_s:g} s in {where}"
     )
     advice = (
-        "All processes must call the same steps, saves and jdp.evaluate. Look for a break, or for "
-        "an `if` on the number of a process."
+        "All processes must call the same steps, saves and jdp.evaluate. Look for a break, or "
+        "for an `if` on the number of a process."
     )
     full_text = with_code("JDP304", f"the cause: {text}. {advice}")
     return Cause(text, 1, full_text, "JDP304", grace_s)
@@ -105,7 +105,7 @@ def early_end(process_id: int, other: int, grace_s: float, *, in_step: bool) -> 
 
 def after_end(why: Cause, process_id: int) -> Cause:
     """Return the cause for a failure after, perhaps because of, another process's end."""
-    text = f"process {process_id} came to the end of the script"
+    text = f"process {process_id} reached the end of the script"
     full_text = f"{text}. After that:\n{why.full_text}"
     return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
 

@@ -77,7 +77,7 @@ class LastCommits:
 
     def _go_on(self, step: int, where: str = "") -> str:
         if step == self._last:
-            return f"Step {step} was the last one{where}: --resume runs only the code behind it."
+            return f"Step {step} was the last one{where}: --resume runs only the code after it."
         return f"The same command with --resume continues from step {step}{where}."
 
     def _with(self, *lines: str) -> str:
@@ -110,7 +110,7 @@ class RunEnd:
             self.give_up(128 + signal, "")
         elif why is None or generation.is_done:
             before = self._recoveries.text
-            self.finish(0, before and f"{before}. There was no step left to make after that.")
+            self.finish(0, before and f"{before}. All steps were already done.")
         elif reason := self._recoveries.reason_to_end(why, generation):
             self.give_up(why.code, f"{why.full_text}\n{reason}")
         else:

@@ -109,7 +109,7 @@ class Admission:
             given, self._token, "host", *nonces
         ):
             refusal: Refusal | None = Refusal(
-                with_code("JDP309", "its token is not that of this run."), True
+                with_code("JDP309", "its token differs from that of this run."), True
             )
         else:
             refusal = self._judge(facts) if kind == "join" else None
@@ -123,9 +123,9 @@ class Admission:
 
 
 _THROUGH_PROXY = (
-    "host {} is connected through a proxy or NAT, which hides the death of a launcher. So a dead "
+    "host {} is connected through a proxy or NAT, which hides the death of a launcher, so a dead "
     "launcher counts as alive, and the run continues only with a majority of the hosts of "
-    "--rdzv-endpoint. Name addresses there at which hosts reach each other directly."
+    "--rdzv-endpoint. Use addresses there at which hosts reach each other directly."
 )
 
 
@@ -225,32 +225,31 @@ class Membership:
         run_ids = {facts["run_id"], self._options.rdzv_id} - {None}
         if len(run_ids) > 1:
             text = (
-                f"its --rdzv-id is {facts['run_id']!r}, and that of this run is "
-                f"{self._options.rdzv_id!r}."
+                f"its --rdzv-id is {facts['run_id']!r}, that of this run {self._options.rdzv_id!r}."
             )
             return Refusal(with_code("JDP312", text), True)
         own = self._options.rdzv_endpoint
         listed = facts.get("endpoints") or own
         if listed != own and "," in f"{listed}{own}":
             return Refusal(
-                f"its --rdzv-endpoint is {listed}, and that of the leader {own}. A list of hosts "
+                f"its --rdzv-endpoint is {listed}, that of the leader {own}. The list of hosts "
                 "must be the same on all of them, or two could lead at the same time.",
                 True,
             )
         timeouts_s = facts["heartbeat_timeout_s"], self._options.heartbeat_timeout_s
         if timeouts_s[0] != timeouts_s[1]:
             text = (
-                "its --heartbeat-timeout-s is {:g}, and that of the leader {:g}. A host must end "
-                "its processes before others go on without it: give all hosts the same."
+                "its --heartbeat-timeout-s is {:g}, that of the leader {:g}. A lost host must "
+                "end its processes before others continue, so pass the same value on all hosts."
             )
             return Refusal(text.format(*timeouts_s), True)
         for remote in [*self.remotes]:
             if remote.id == facts["id"]:
                 self._remove(remote, "it joined again")
             elif remote.host_id == facts["host_id"] is not None:
-                return Refusal(f"host {remote.host_id} has joined already ({remote.name})", False)
+                return Refusal(f"host {remote.host_id} has already joined ({remote.name})", False)
         if len(self.remotes) == self._options.nnodes[1]:
-            return Refusal(f"all {len(self.remotes)} hosts have joined already", False)
+            return Refusal(f"all {len(self.remotes)} hosts have already joined", False)
         return None
 
     def _admit(self, channel: Channel, facts: dict[str, Any], proof: str) -> None:

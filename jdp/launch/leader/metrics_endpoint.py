@@ -71,7 +71,7 @@ def require_endpoint(port: int | None, *, may_lead: bool) -> None:
             _Server.of_port(port).server_close()
     except OSError as error:
         raise ValueError(
-            f"--metrics-port {port} cannot be used: {_why(error)}. Give a free port, or 0 for any."
+            f"--metrics-port {port} cannot be used: {_why(error)}. Pass a free port, or 0 for any."
         ) from None
 
 

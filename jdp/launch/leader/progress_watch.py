@@ -179,8 +179,8 @@ def _line(process: int, slow: Slow) -> str:
 
 def _end_line(process: int, slow: Slow) -> str:
     return (
-        f"process {process} is not slow any more: the others wait {slow.share:.0%} of each step "
-        f"for it ({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms)."
+        f"process {process} is no longer slow: the others wait {slow.share:.0%} of each step for "
+        f"it ({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms)."
     )
 
 
@@ -249,6 +249,7 @@ def _line_of_imports(
     since = f", since {why}" if why else ""
     return (
         f"process {process_id} compiled {modules} Python modules at its start, which took "
-        f"{about}{s:.1f} s of a CPU core. They have no bytecode{since}. Each process and standby "
-        f"compiles them again. Write the bytecode once, for example into the image: {command}"
+        f"{about}{s:.1f} s of a CPU core, because they have no bytecode{since}. Each process and "
+        "standby compiles them again. Write the bytecode once, for example into the image: "
+        f"{command}"
     )

@@ -120,13 +120,13 @@ class Gathering:
         if not may_form:
             return with_code(
                 "JDP306",
-                f"too few of the hosts of --rdzv-endpoint joined ({there}) within "
-                f"{self._options.join_timeout_s:g} s: the others may be alive, and continue "
+                f"too few hosts of --rdzv-endpoint joined ({there}) within "
+                f"{self._options.join_timeout_s:g} s. The others may be alive, and continue "
                 "without these. Start `jdp run` on them, or wait longer with --join-timeout-s.",
             )
         return with_code(
             "JDP306",
             f"only {len(remotes)} of at least {least} hosts joined ({there}) within "
-            f"{self._options.join_timeout_s:g} s. Start `jdp run` on the other hosts, or ask for "
+            f"{self._options.join_timeout_s:g} s. Start `jdp run` on the other hosts, request "
             f"fewer with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
         )

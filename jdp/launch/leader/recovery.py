@@ -18,11 +18,7 @@ class _Failure(NamedTuple):
 
 
 class RestartBudget:
-    """Counts the failures of a run.
-
-    A failure expires when it is older than `window_s` seconds and the run has passed its step. So a
-    program that keeps failing at one step ends, however long it takes to reach it.
-    """
+    """Counts failures; one expires after `window_s` seconds if the run has passed its step."""
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
@@ -39,8 +35,8 @@ class RestartBudget:
                 return "--max-restarts 0 allows no failure"
             failures = "failure" if count == 1 else "failures"
             return (
-                f"{count} {failures} within {self._window_s:g} s is as many as --max-restarts "
-                f"{self._max_restarts} allows"
+                f"{count} {failures} within {self._window_s:g} s reached the limit of "
+                f"--max-restarts {self._max_restarts}"
             )
         if why.error and any(each[1:] == (step, why.error) for each in self._failures):
             return f"the same error was raised at step {step} before, and would be again"
@@ -67,7 +63,7 @@ class RestartBudget:
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 
 
-_UNCACHED = "not cached: on CPUs XLA forgets the order of its collectives in a cached program"
+_UNCACHED = "not cached: on CPUs XLA forgets the order of collectives in a cached program"
 
 
 class Outage:
@@ -176,7 +172,7 @@ class Recoveries:
         reason = self._budget.reason_to_end(why, _step(why, generation), why.noticed)
         if not reason and why.is_of_program and not self.stepped:
             reason = "its processes have not finished a step yet"
-        return reason and f"It is not started again: {reason}."
+        return reason and f"It is not restarted: {reason}."
 
     def record_failure(self, why: Cause, generation: Generation) -> None:
         """Record a failed generation after which the run continues."""
@@ -193,7 +189,7 @@ class Recoveries:
         self._budget.take_over(history.failures)
         self._report.take_over(history)
         if reason := self._budget.reason_to_end(why, why.step, why.noticed):
-            return f"{why.full_text}\nIt is not started again: {reason}."
+            return f"{why.full_text}\nIt is not restarted: {reason}."
         self._budget.record_failure(why, why.step, why.noticed)
         self._begin_outage(why, why.step)
         return ""
