@@ -34,11 +34,11 @@ class Search:
         """Return the last position that fits."""
         if not self.fits(0):
             took = self.known[0]
-            took = of_bytes(took) if math.isfinite(took) else "more than a device has"
+            took = of_bytes(took) if math.isfinite(took) else "more than the memory of a device"
             raise ValueError(
-                f"the fewest rows, {self._candidates[0]}, take {took} on each rank, "
-                f"and the limit is {of_bytes(self._limit)}. Shard the state (jdp.sharded), or take "
-                "a smaller model."
+                f"the fewest rows, {self._candidates[0]}, take {took} on each rank, but the "
+                f"limit is {of_bytes(self._limit)}. Shard the state (jdp.sharded), or use a "
+                "smaller model."
             )
         fits = max(i for i in self.known if self.fits(i))
         beyond = min((i for i in self.known if i > fits), default=None)
@@ -187,8 +187,8 @@ def _of_batch(
     unit = int_at_least("granularity", unit, least=1)
     if unit % num_ranks:
         raise ValueError(
-            f"granularity={unit}, but the rows of a batch are split over {num_ranks} ranks. Write "
-            f"granularity={-(-unit // num_ranks) * num_ranks}, or leave it out."
+            f"granularity={unit}, but the rows of a batch are split over {num_ranks} ranks. "
+            f"Write granularity={-(-unit // num_ranks) * num_ranks}, or remove it."
         )
     if max_rows is not None:
         most = int_at_least("max_rows", max_rows, least=unit)
@@ -196,8 +196,8 @@ def _of_batch(
         most = max(1024 * num_rows, num_ranks)
     if unit > most:
         raise ValueError(
-            f"granularity={unit}, but at most {most} rows are tried. Write a smaller granularity, "
-            f"or max_rows={unit} or more."
+            f"granularity={unit}, but at most {most} rows are tried. Write a smaller "
+            f"granularity, or max_rows={unit} or more."
         )
     return range(unit, most + 1, unit)
 
@@ -212,8 +212,8 @@ def _of_micro_batch(
     found = [rows for rows in range(unit, most + 1, unit) if of_rank % rows == 0]
     if not found:
         raise ValueError(
-            f"a rank has {of_rank} rows, and no multiple of granularity={unit} up to {most} "
-            "divides them. Give a smaller granularity, or another number of rows."
+            f"a rank has {of_rank} rows, which no multiple of granularity={unit} up to {most} "
+            "divides. Pass a smaller granularity, or another number of rows."
         )
     return found
 
@@ -225,8 +225,8 @@ def _num_rows(batch: Any) -> int:
     if len(rows) != 1 or () in rows or (0,) in rows:
         found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            "find_batch_size changes the first dim of all arrays of the batch, which must be equal "
-            f"and at least 1. The batch has {found or 'no arrays'}."
+            f"the batch has {found or 'no arrays'}, but find_batch_size changes the first dim of "
+            "all arrays, which must be equal and at least 1."
         )
     return rows.pop()[0]
 
@@ -235,8 +235,8 @@ def _made(make_step: Callable[[int], Step], rows: int) -> Step:
     found = make_step(rows) if _takes_rows(make_step) else None
     if not isinstance(found, Step):
         raise TypeError(
-            f"find_batch_size takes a step that jdp.train_step or jdp.eval_step decorates, or a "
-            f"function that returns one for a number of rows. {make_step!r} is neither."
+            f"find_batch_size got {make_step!r}. Pass a step decorated with jdp.train_step or "
+            "jdp.eval_step, or a function that returns one for a number of rows."
         )
     return found
 
@@ -255,7 +255,7 @@ def _limit(where: TargetDevices, limit_bytes: int | None) -> int:
     memory = where.memory_bytes()
     if memory is None:
         raise ValueError(
-            f"find_batch_size does not know how much memory {where.name} has. Write "
-            "limit_bytes=, the memory that the step may take on one rank."
+            f"the memory of {where.name} is unknown. Write limit_bytes=, the memory of the step "
+            "on one rank."
         )
     return int(_OF_GPU * memory)

@@ -44,7 +44,9 @@ def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     ya, yb = sum(1 / t for _, t in points), sum(b / t for b, t in points)
     determinant = aa * bb - ab * ab
     if determinant <= 1e-12 * aa * bb:
-        raise ValueError(f"{len(points)} points of one size fix no law. Measure several sizes.")
+        raise ValueError(
+            f"{len(points)} points of one size do not determine a law. Measure several sizes."
+        )
     return (ya * bb - yb * ab) / determinant, (aa * yb - ab * ya) / determinant
 
 
@@ -252,8 +254,8 @@ def require_writable(platform: str) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"the calibration {path} cannot be written: {error.strerror}. Set XDG_CACHE_HOME to a "
-            "folder that you may write."
+            f"the calibration {path} cannot be written: {error.strerror}. Set XDG_CACHE_HOME to "
+            "a writable folder."
         ) from None
 
 
@@ -262,7 +264,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
     default = default_path(platform)
     path = path or default
     again = "Measure again: jdp bench --calibrate, which " + (
-        "replaces it." if path == default else f"writes {default}, and name that file."
+        "replaces it." if path == default else f"writes {default}, and pass that file."
     )
     try:
         return _read(json.loads(path.read_bytes()))
@@ -270,8 +272,8 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"the calibration {path} is not one of this jdp, whose format is {FORMAT}: "
-            f"{results.why_unreadable(error)}. Predicted times would have no basis. {again}"
+            f"the calibration {path} does not have this jdp's format {FORMAT}: "
+            f"{results.why_unreadable(error)}. {again}"
         ) from error
 
 

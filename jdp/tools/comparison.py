@@ -43,8 +43,8 @@ def compare(
     (state, *others), keywords = spec.by_keyword(given)
     if not any(map(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))):
         raise ValueError(
-            "the state of this step has no jdp.replicated or jdp.sharded in a TrainState, whose "
-            "options could be compared."
+            "the state of this step has no jdp.replicated or jdp.sharded in a TrainState, so it "
+            "has no options to compare."
         )
     on = meshes.mesh_of(jax.tree.leaves(state), spec.axis_name) if on is None else on
     if isinstance(on, str) or set(on.axis_names) == set(spec.axis_name):

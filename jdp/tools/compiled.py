@@ -38,8 +38,9 @@ def require_equal_rows(batch: Any, spec: StepSpec, num_ranks: int) -> None:
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % num_ranks:
             name = spec.argument(1) + jax.tree_util.keystr(path)
             raise ValueError(
-                f"`{name}` has the shape {list(jnp.shape(leaf))}, and its rows cannot be split "
-                f"over {num_ranks} ranks. Give a batch whose rows {num_ranks} divides."
+                f"`{name}` has the shape {list(jnp.shape(leaf))}, but its rows do not divide by "
+                f"{num_ranks} ranks. Pass a batch whose number of rows is a multiple of "
+                f"{num_ranks}."
             )
 
 
@@ -175,8 +176,8 @@ def compile_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise TooLargeError(
-            f"`{spec.name}` takes more memory than a device of {where.name} has: "
-            f"{str(error).splitlines()[0]} Take fewer rows or micro-batches "
+            f"`{spec.name}` needs more memory than a device of {where.name} has: "
+            f"{str(error).splitlines()[0]} Use fewer rows or micro-batches "
             "(jdp.find_batch_size), or shard the state (jdp.sharded)."
         ) from error
     return StepForDevices(

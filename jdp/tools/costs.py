@@ -238,10 +238,7 @@ class Costs:
         )
 
     def is_strided(self, one: Instruction) -> bool:
-        """Whether an instruction computes across the rows of an array.
-
-        XLA's CPU backend does that element by element, but transposes alone by blocks.
-        """
+        """Whether an instruction computes across the rows of an array."""
         inner = self.inside(one) if one.op in ("fusion", "call") else Computation()
         changes = any(changes_order(each, inner.shapes) for each in inner)
         return changes and any(each.op not in _MOVES for each in inner)

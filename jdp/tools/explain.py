@@ -119,8 +119,8 @@ def explain_call(
 def _require_one_host(transfers: Sequence[SentArrays], num_hosts: int) -> None:
     if num_hosts > 1 and any(transfer.algorithm == "split" for transfer in transfers):
         raise ValueError(
-            f"this step sums by jdp.collectives.split, between the GPUs of one host, and these are "
-            f"{num_hosts} hosts: a run would refuse it. Write all_reduce=jdp.collectives.xla."
+            "this step sums by jdp.collectives.split, which needs the GPUs of one host, but the "
+            f"target has {num_hosts} hosts. Write all_reduce=jdp.collectives.xla."
         )
 
 

@@ -27,19 +27,17 @@ def main(arguments: Sequence[str]) -> int:
     given, of_script = _split(arguments)
     options, unknown = _parser().parse_known_args(given)
     if unknown:
-        text = (
-            f"{' '.join(unknown)!r} is not an option of jdp explain. Write what goes to the script"
-        )
+        text = f"{' '.join(unknown)!r} is not an option of jdp explain. Write options of the script"
         return _fail(f"{text} after --: jdp explain {options.step} -- {' '.join(unknown)}", 2)
     script, _, name = options.step.rpartition(":")
     if not script or not name.isidentifier():
         return _fail(f"{options.step!r} names no step. Write train.py:step.", 2)
     if not Path(script).is_file():
-        return _fail(f"there is no file {script!r}.", 2)
+        return _fail(f"the file {script!r} does not exist.", 2)
     if options.png and options.compare:
         return _fail(
-            f"--png={options.png} draws one schedule, and --compare explains several plans. Leave "
-            "out one of the two.",
+            f"--png={options.png} draws one schedule, but --compare explains several plans. "
+            "Remove one of them.",
             2,
         )
     if options.on:
@@ -59,9 +57,9 @@ def _explained(
     from jdp.tools.targets import require_name
 
     if twice := _twice(options.compare):
-        return _fail(f"--compare names {twice} twice. Write its values after one name.", 2)
+        return _fail(f"--compare names {twice} twice. List its values after one name.", 2)
     if twice := _twice(options.rate):
-        return _fail(f"--rate gives {twice} twice. Write one value for it.", 2)
+        return _fail(f"--rate sets {twice} twice. Write one value for it.", 2)
     try:
         if options.on is not None:
             require_name(options.on)

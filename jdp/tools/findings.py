@@ -101,10 +101,7 @@ def reduction_in_loop(facts: Facts) -> list[Finding]:
 
 
 def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
-    """Yield gradients that a loop sums, and the runs of their collectives.
-
-    XLA unrolls a loop of two micro-batches to a collective for each.
-    """
+    """Yield gradients that a loop sums, and the runs of their collectives."""
     traced = facts.step.traced.collectives
     looped = {leaf.path for each in traced if each.num_loops for leaf in each.operands}
     for i, (bucket, match) in enumerate(zip(facts.buckets, facts.matches, strict=True)):
@@ -149,18 +146,18 @@ def _advice_of_loop(facts: Facts) -> str:
     shardings = [sharding_of(node.tx) for node in train_states(facts)]
     if any(sharding is not None and sharding.stage >= 2 for sharding in shardings):
         return (
-            "Stages 2 and 3 do so, to keep only a part of the gradients on each rank. If the "
-            "memory allows it, jdp.sharded(tx, stage=1) reduces once in a step."
+            "Stages 2 and 3 do so, to keep only a part of the gradients on each rank. If memory "
+            "allows, jdp.sharded(tx, stage=1) reduces once per step."
         )
     sums = ""
     if facts.step.where.platform != "cpu":
         sums = (
-            " In a loop of your own write lax.psum for lax.pmean, and divide behind it: XLA moves "
-            "a sum out of the loop, and leaves a mean in it."
+            " In your own loop write lax.psum instead of lax.pmean, and divide after it: XLA "
+            "moves a sum out of the loop, but not a mean."
         )
     return (
-        "Add up the gradients in the loop and reduce them once after it: "
-        f"jdp.value_and_grad(loss_fn, accumulate=k) does, in the place of the loop.{sums}"
+        "Sum the gradients in the loop and reduce them once after it: "
+        f"jdp.value_and_grad(loss_fn, accumulate=k) replaces the loop.{sums}"
     )
 
 
@@ -201,7 +198,8 @@ def tail_after_loop(facts: Facts) -> list[Finding]:
             f"{of_bytes(sum(tail))} of gradients are reduced after the last loop, where no matmul "
             f"hides them: {of_s(seconds)} exposed, predicted.",
             f"If the loop is a lax.scan over layers, jdp.scan_layers{late} reduces each layer's "
-            "gradient while the next layer's is computed; in micro-batches at stages 2 and 3 only.",
+            "gradient while it computes the next layer's; in micro-batches at stages 2 and 3 "
+            "only.",
         )
     ]
 
@@ -236,8 +234,7 @@ def wide_wire(facts: Facts) -> list[Finding]:
             "wide-wire",
             f"{len(wide)} gradients of parameters of 16 bits are sent as float32, "
             f"{of_bytes(num_bytes)} in a step, such as `{wide[0].path}`.",
-            "Half of it goes with jdp.replicated(tx, reduce_dtype=jnp.bfloat16); sums are rounded "
-            "to 8 bits then.",
+            "jdp.replicated(tx, reduce_dtype=jnp.bfloat16) halves it and rounds sums to 8 bits.",
         )
     ]
 
@@ -263,8 +260,8 @@ def replicated_optimizer(facts: Facts) -> list[Finding]:
             "replicated-optimizer-state",
             f"every rank keeps the whole optimizer state, "
             f"{of_bytes(facts.memory.optimizer_state)}.",
-            f"jdp.sharded(tx, stage=1) in the place of jdp.replicated(tx) keeps a part on each "
-            f"rank: {of_bytes(saved)} less on each of {facts.step.num_ranks} ranks.",
+            "jdp.sharded(tx, stage=1) instead of jdp.replicated(tx) keeps a part on each rank: "
+            f"{of_bytes(saved)} less on each of {facts.step.num_ranks} ranks.",
             saved,
         )
     ]
@@ -281,8 +278,8 @@ def padding(facts: Facts) -> list[Finding]:
     return [
         Finding(
             "padding",
-            f"arguments take {of_bytes(padded)} where their numbers take {of_bytes(plain)}: tiles "
-            f"of this device are filled up, most of all those of `{name}` {list(worst.dims)}.",
+            f"arguments take {of_bytes(padded)} instead of {of_bytes(plain)}: this device pads "
+            f"tiles, most of all those of `{name}` {list(worst.dims)}.",
             "Make the last two dims multiples of the tile, 8 x 128 for float32, or merge small "
             "dims.",
             padded - plain,
@@ -301,7 +298,7 @@ def _batch_gather(facts: Facts) -> list[Finding]:
             "gather-of-the-batch",
             f"`{leaf.path}` is gathered on every rank, {of_bytes(num_bytes)} of "
             f"{facts.step.num_ranks} ranks' rows{f' at {each.line}' if each.line else ''}.",
-            "Every rank then computes with the rows of all. Leave the rows where they are, and "
+            "Every rank then computes with the rows of all. Keep the rows on their ranks, and "
             "gather only what the loss needs of all rows, such as embeddings.",
         )
         for each in facts.step.traced.collectives
@@ -319,8 +316,7 @@ def _callback(facts: Facts) -> list[Finding]:
             "host-callback",
             f"the step calls the host, {name}{f' at {line}' if line else ''}, and every rank waits "
             "for Python.",
-            "Return what it needs as a metric and handle it in the loop, or leave it out of the "
-            "step.",
+            "Return its input as a metric and handle it in the loop, or remove it from the step.",
         )
         for name, line in dict.fromkeys(facts.step.traced.callbacks)
     ]
@@ -340,9 +336,9 @@ def _not_of_jdp(facts: Facts) -> list[Finding]:
             "foreign-collective",
             f"jdp did not ask for these collectives: {counts}, {of_bytes(num_bytes)} in all"
             f"{f' ({shown})' if shown else ''}.",
-            "jdp neither chooses an algorithm for them nor hides them. Leave them if they belong "
-            "to the model, such as statistics of a BatchNorm. Gradients: "
-            "state.apply_gradients; metrics: jdp.mean_over_ranks, jdp.sum_over_ranks.",
+            "jdp neither chooses an algorithm for them nor hides them. Keep them if they belong "
+            "to the model, such as statistics of a BatchNorm. Gradients: state.apply_gradients; "
+            "metrics: jdp.mean_over_ranks, jdp.sum_over_ranks.",
         )
     ]
 
@@ -357,8 +353,8 @@ def _merged(facts: Facts) -> list[Finding]:
         Finding(
             "merged-buckets",
             f"XLA merged {bucket.num_merged} collectives into one {bucket.kind} of "
-            f"{of_bytes(bucket.num_bytes)}, which begins when the last of them is ready, and which "
-            "no matmul hides.",
+            f"{of_bytes(bucket.num_bytes)}, which begins when the last of them is ready, so no "
+            "matmul hides it.",
             "all_reduce=jdp.collectives.split, for GPUs of one host, sends each bucket when it is "
             "ready; larger buckets (bucket_bytes=) are not merged."
             if facts.step.where.num_hosts == 1
@@ -392,11 +388,11 @@ def _whole_sums(facts: Facts) -> list[Finding]:
     return [
         Finding(
             "whole-sum",
-            f"XLA has compiled the reduce-scatter of {shown} as an all-reduce, which moves twice "
-            "the bytes.",
-            "On TPUs a reduce-scatter needs whole tiles for each rank, of 8 rows of 128: give such "
-            "parameters a size that divides by 1024 times the number of ranks, or keep them whole "
-            f"by jdp.sharded(..., min_size={largest + 1}).",
+            f"XLA compiled the reduce-scatter of {shown} as an all-reduce, which moves twice the "
+            "bytes.",
+            "On TPUs a reduce-scatter needs whole tiles for each rank, of 8 rows of 128. Use "
+            "parameter sizes divisible by 1024 times the number of ranks, or keep them whole: "
+            f"jdp.sharded(..., min_size={largest + 1}).",
         )
     ]
 

@@ -60,8 +60,8 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
         return found[0]
     called = f"It called {', '.join(others)}." if others else "It called no step."
     raise NeverCalledError(
-        f"{script} {how}, and never called the step `{name}`. {called} A step is a function that "
-        "jdp.train_step or jdp.eval_step decorates, and its name is that of the function."
+        f"{script} {how} and never called the step `{name}`. {called} A step is a function "
+        "decorated with jdp.train_step or jdp.eval_step, and has the name of the function."
     )
 
 
@@ -78,7 +78,7 @@ def _wait_for_threads(before: set[threading.Thread], name: str, found: list[Firs
         left[0].join(0.1)
         if not said and left[0].is_alive():
             said = True
-            text = f"jdp explain: the script has ended, and its thread {left[0].name} runs on until"
+            text = f"jdp explain: the script has ended, but its thread {left[0].name} runs on until"
             print(f"{text} `{name}`.", file=sys.stderr)
 
 

@@ -71,7 +71,7 @@ def checked(found: Any, fields: Mapping[str, Field]) -> dict[str, Any]:
     ValueError: its process is -1, not a whole number from 0 to 2**63 - 1
     """
     if not isinstance(found, dict):
-        raise ValueError(f"{reprlib.repr(found)} stands where an object belongs")
+        raise ValueError(f"{reprlib.repr(found)} is not an object")
     values = {}
     for name, (what, holds, is_required) in fields.items():
         if name in found:

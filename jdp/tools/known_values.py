@@ -35,10 +35,10 @@ def require_equal(
     first, wrong = int(np.argmin(right)), int(right.size - np.count_nonzero(right))
     within = f" to {tolerance:.1e}" if tolerance else ""
     raise WrongResultError(
-        f"{contestant!r} computed a wrong result on rank {rank} in round {round_number}: {what} of "
-        f"{found.nbytes} bytes, element {first} is {found[first]:.9g} and must be "
-        f"{expected[first]:.9g}{within}; {wrong} of {found.size} elements are wrong. Its times "
-        "would be meaningless, so the benchmark stops."
+        f"{contestant!r} computed a wrong result on rank {rank} in round {round_number}: {what} "
+        f"of {found.nbytes} bytes, element {first} is {found[first]:.9g} and must be "
+        f"{expected[first]:.9g}{within}; {wrong} of {found.size} elements are wrong. The "
+        "benchmark stops, because its times would be meaningless."
     )
 
 
@@ -55,15 +55,15 @@ def modulus(num_ranks: int, dtype: str) -> int:
         largest = _LARGEST[dtype] if dtype in _LARGEST else int(np.iinfo(dtype).max)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{dtype!r} is not a dtype whose sums are known exactly. Write one of "
-            f"{', '.join(_LARGEST)}, or a dtype of integers such as int32."
+            f"{dtype!r} has no exactly known sums. Write one of {', '.join(_LARGEST)}, or a "
+            "dtype of integers such as int32."
         ) from None
     for prime in _PRIMES:
         if num_ranks * (prime - 1) <= largest:
             return prime
     raise ValueError(
-        f"{dtype} holds whole numbers up to {largest} exactly, too few for sums over {num_ranks} "
-        "ranks, so a wrong sum could not be told from rounding. Choose float32."
+        f"{dtype} holds integers up to {largest} exactly, too few for sums over {num_ranks} "
+        "ranks, so rounding could hide a wrong sum. Use float32."
     )
 
 

@@ -71,7 +71,7 @@ def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
     found = {}
     for name, value in (values or {}).items():
         if name not in UNITS:
-            raise ValueError(f"there is no rate {name!r}. Rates are {', '.join(UNITS)}.")
+            raise ValueError(f"the rate {name!r} does not exist. Rates are {', '.join(UNITS)}.")
         if isinstance(value, str | bool) or not hasattr(value, "__float__"):
             raise TypeError(f"the rate {name}={value!r} must be a number, in {UNITS[name]}.")
         number = float(value)
@@ -100,8 +100,8 @@ def rates_of(
     missing = [name for name in _OF_DEVICES if name not in known]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} of {target.device_kind} are not known. Measure them there with "
-            f"jdp bench --calibrate, or give them: rates=dict({missing[0]}=..., ...)."
+            f"{', '.join(missing)} of {target.device_kind} are unknown. Measure them there with "
+            f"jdp bench --calibrate, or pass them: rates=dict({missing[0]}=..., ...)."
         )
     return known
 
@@ -155,7 +155,7 @@ def _gpu_peaks(description: str, kind: str) -> tuple[dict[str, float], str]:
 def _number(text: str, name: str) -> float:
     found = re.search(rf"\b{name}: ([\d.e+]+)", text)
     if found is None:
-        raise ValueError(f"the description of this GPU has no {name}; give the rates: rates=.")
+        raise ValueError(f"the description of this GPU has no {name}. Pass the rates: rates=.")
     return float(found[1])
 
 
@@ -168,7 +168,7 @@ def _matrix_rate(text: str, dtype: int) -> float:
         units,
     )
     if found is None:
-        raise ValueError("the description of this GPU has no rate of matmuls; give it: rates=.")
+        raise ValueError("the description of this GPU has no rate of matmuls. Pass it: rates=.")
     return float(found[1]) * 1e9 * int(found[2]) * int(found[3])
 
 

@@ -46,8 +46,8 @@ def require_writable(flag: str, path: str | None) -> None:
 
     >>> require_writable("--json", "missing/plan.json")
     Traceback (most recent call last):
-    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it, \
-or name a file in another folder.
+    ValueError: --json=missing/plan.json cannot be written, because the folder missing does not \
+exist. Create it, or name a file in another folder.
     """
     if path is None or path == STDOUT:
         return
@@ -56,13 +56,13 @@ or name a file in another folder.
         raise ValueError(f"{flag}={path} is a folder. Name a file in it.")
     if not file.parent.is_dir():
         raise ValueError(
-            f"{flag}={path} cannot be written: there is no folder {file.parent}. Create it, or "
-            "name a file in another folder."
+            f"{flag}={path} cannot be written, because the folder {file.parent} does not exist. "
+            "Create it, or name a file in another folder."
         )
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(
-            f"{flag}={path} cannot be written: this user has no permission, or the file "
-            "system is read-only. Name a file in another folder."
+            f"{flag}={path} cannot be written: this user has no permission, or the file system "
+            "is read-only. Name a file in another folder."
         )
 
 
@@ -78,8 +78,8 @@ def require_picture(path: str | None) -> None:
     known = set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"}  # which TeX would draw
     if suffix and suffix not in known:
         raise ValueError(
-            f"--png={path}: matplotlib draws no .{suffix} files. Write a suffix that it knows, "
-            f"such as .png, or one of {', '.join(sorted(known))}."
+            f"--png={path}: matplotlib draws no .{suffix} files. Write a suffix such as .png, or "
+            f"one of {', '.join(sorted(known))}."
         )
     require_writable("--png", path)
 
@@ -100,12 +100,12 @@ def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | Non
             continue  # a device such as /dev/null takes both
         if any(_is_file(path, each) for each in inputs if each is not None):
             raise ValueError(
-                f"--{flag}={path} would replace a file that this command reads. Name another file."
+                f"--{flag}={path} would replace a file of this command's input. Name another file."
             )
         first = flags.setdefault(Path(path).resolve(), flag)
         if first != flag:
             raise ValueError(
-                f"--{first} and --{flag} both name {path}, and one would replace the other. Name "
+                f"--{first} and --{flag} both name {path}, so one would replace the other. Name "
                 "two files."
             )
 

@@ -34,8 +34,8 @@ def gpus_of(name: str) -> tuple[str, int, int]:
     if num % num_hosts:
         equal = -(-num // num_hosts) * num_hosts
         raise ValueError(
-            f"{name}: {num} GPUs are not the same number on each of {num_hosts} hosts, of "
-            f"{most} GPUs at most. Write {equal}x{kind}."
+            f"{name}: {num} GPUs do not divide equally over {num_hosts} hosts with at most {most} "
+            f"GPUs each. Write {equal}x{kind}."
         )
     return kind, num_hosts, num // num_hosts
 
@@ -66,8 +66,8 @@ def gpu_description(name: str) -> str:
     libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]
     if not libraries:
         raise MissingPluginError(
-            "to compile for GPUs that are not here, install JAX's CUDA plugin (no GPU or driver is "
-            "needed): pip install 'jdp[explain-gpu]'"
+            "to compile for absent GPUs, install JAX's CUDA plugin (no GPU or driver is needed): "
+            "pip install 'jdp[explain-gpu]'"
         )
     library = libraries[0].read_bytes()
     end = f'device_description_str: "{name}"'.encode()  # in every description; `name:` is in some
@@ -126,7 +126,7 @@ def target(on: str | Mesh, axis_names: tuple[str, ...], further: Further = NONE)
     if isinstance(on, Mesh):
         return _of_mesh(on, axis_names)
     if not isinstance(on, str):
-        raise TypeError(f"on={on!r} is neither a text nor a jax.sharding.Mesh. Write {_FORMS}.")
+        raise TypeError(f"on={on!r} is neither a string nor a jax.sharding.Mesh. Write {_FORMS}.")
     require_name(on)
     if on.startswith("cpu:"):
         devices = _cpu_devices(int(on.removeprefix("cpu:")))
@@ -142,12 +142,12 @@ def require_name(on: str) -> None:
 
     >>> require_name("cpu:0")
     Traceback (most recent call last):
-    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, \
+    ValueError: the target 'cpu:0' is unknown. Write "8xH200" for GPUs (A100, H100, H200, B200, \
 GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
     """
     forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
     if not any(re.fullmatch(form, on) for form in forms):
-        raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+        raise ValueError(f"the target {on!r} is unknown. Write {_FORMS}.")
     if on.startswith("cpu:"):
         require_few_cpu_ranks("the number of ranks of cpu:N", int(on.removeprefix("cpu:")))
     elif not on.startswith("v"):
@@ -182,8 +182,8 @@ def _is_of_this_run(device: Any) -> bool:
 def _mesh(devices: Any, axis_names: tuple[str, ...], further: Further, num_hosts: int) -> Mesh:
     if len(axis_names) > 2 or num_hosts == 1 and len(axis_names) > 1:
         raise ValueError(
-            f"the data axis of this step is {axis_names}, and {len(devices)} devices of "
-            f"{num_hosts} host(s) do not say how long each axis is. Give a jax.sharding.Mesh."
+            f"the data axis of this step is {axis_names}, but {len(devices)} devices of "
+            f"{num_hosts} host(s) do not determine the size of each. Pass a jax.sharding.Mesh."
         )
     data = (-1,) if len(axis_names) == 1 else (num_hosts, -1)
     num_outside = num_hosts if len(axis_names) > 1 else 1
@@ -207,8 +207,8 @@ def _cpu_devices(num: int) -> list[Any]:
     if not 1 <= num <= len(found):
         raise MissingPluginError(
             f"JAX runs with {len(found)} CPU device(s) here, and cannot compile for {num}. Call "
-            f"jdp.init(cpu_ranks={num}) or jax.config.update('jax_num_cpu_devices', {num}) before "
-            "anything that uses a device, or write `jdp explain` on the command line."
+            f"jdp.init(cpu_ranks={num}) or jax.config.update('jax_num_cpu_devices', {num}) "
+            "before using a device, or run `jdp explain` on the command line."
         )
     return found[:num]
 
@@ -225,8 +225,8 @@ def _gpus(name: str, axis_names: tuple[str, ...], further: Further) -> TargetDev
 def _tpus(name: str, axis_names: tuple[str, ...], further: Further) -> TargetDevices:
     if importlib.util.find_spec("libtpu") is None:
         raise MissingPluginError(
-            "to compile for TPUs that are not here, install libtpu (no TPU is needed): "
-            "pip install 'jdp[explain-tpu]'"
+            "to compile for absent TPUs, install libtpu (no TPU is needed): pip install "
+            "'jdp[explain-tpu]'"
         )
     # Otherwise libtpu asks the network which TPU this is.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -238,10 +238,10 @@ def _tpus(name: str, axis_names: tuple[str, ...], further: Further) -> TargetDev
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if "lockfile" in str(error):
             raise RuntimeError(
-                "another process of this machine has loaded libtpu, which only one may at a time: "
-                f"wait for its end ({error})"
+                "another process of this machine has loaded libtpu, which allows one at a time. "
+                f"Wait for its end ({error})"
             ) from error
-        raise ValueError(f"libtpu knows no topology {name!r}: {error}") from error
+        raise ValueError(f"libtpu does not know the topology {name!r}: {error}") from error
     devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
     num_hosts = len({device.process_index for device in devices})
     # A topology's links are the same within a host and between hosts.

@@ -53,10 +53,7 @@ class _LoopInteger(NamedTuple):
 
 
 class TripCounts:
-    """Counts a program's loop iterations.
-
-    XLA annotates the number for CPUs and GPUs. For TPUs it follows from the counter.
-    """
+    """Counts a program's loop iterations, by XLA's annotation or, on TPUs, the counter."""
 
     def __init__(self, computations: dict[str, Computation]):
         self._computations = computations

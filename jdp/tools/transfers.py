@@ -135,10 +135,7 @@ def transfer_of(
 
 
 def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
-    """Return the collective that an instruction is or, as a fusion, contains, or None.
-
-    XLA fuses small all-reduces between GPUs, and native calls with slices.
-    """
+    """Return the collective that an instruction is or, as a fusion, contains, or None."""
     if one.op.endswith("-done"):
         return None
     part = costs.part(one)

@@ -122,7 +122,7 @@ def test_micro_batches_of_which_none_divides_the_rows_are_an_error(state):
 def test_rows_that_the_ranks_cannot_share_are_an_error_for_micro_batches(num, state):
     asked = []
     make = lambda rows: asked.append(rows) or make_step(micro_batch_rows=rows)  # noqa: E731
-    with pytest.raises(ValueError, match=rf"\[{num}, 32\].*over 2 ranks"):
+    with pytest.raises(ValueError, match=rf"\[{num}, 32\].*by 2 ranks"):
         jdp.find_batch_size(make, state, rows(num), limit_bytes=2**20)
     assert asked == [1]  # no step was compiled
 

@@ -126,7 +126,7 @@ def test_three_processes_time_ranks_of_one_two_and_three(tmp_path, processes):
         (None, 6, 2, [1, 2, 4, 6]),
         (None, 9, 3, [1, 2, 9]),
         ("3,6", 9, 3, [3, 6]),
-        ("4,6", 9, 3, "4 ranks, and there are 9 devices. Write at most 3, or 3 for each"),
+        ("4,6", 9, 3, "4 ranks, but this machine has 9 devices. Write at most 3, or 3 for each"),
     ],
 )
 def test_numbers_of_ranks_are_of_one_process_or_of_whole_ones(text, num_devices, num_local, right):
@@ -142,7 +142,7 @@ def test_numbers_of_ranks_are_of_one_process_or_of_whole_ones(text, num_devices,
     [
         (["cnn"], "'cnn'"),
         (["missing.py:make"], "missing.py"),
-        (["mlp", "--ranks", "1,9"], "9 ranks, and there are 8"),
+        (["mlp", "--ranks", "1,9"], "9 ranks, but this machine has 8"),
         (["mlp", "--ranks", ""], "from 1 to 8.\n"),
     ],
 )
@@ -159,8 +159,8 @@ def test_wrong_arguments_are_named(arguments, named, capsys):
         ("(*made, 1)", "a tuple of 4 values."),
         ("dict(zip('abc', made))", "a dict."),
         ("(made[1], made[0], made[2])", "a TrainState first"),
-        ("other(num_rows + 1, all_reduce)", "for 2 rows, and batch['x'] has 3"),
-        ("(lambda state, batch: state, *made[1:])", "a TrainState, and not (state, metrics)"),
+        ("other(num_rows + 1, all_reduce)", "num_rows=2, but batch['x'] has 3"),
+        ("(lambda state, batch: state, *made[1:])", "a TrainState, not (state, metrics)"),
     ],
 )
 def test_what_a_function_must_return_is_said(returned, named, tmp_path, capsys):

@@ -89,8 +89,8 @@ def test_the_script_knows_its_file_also_from_another_folder(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("end", "how"),
     [
-        ("", "ended, and"),
-        ("sys.exit(0)", "ended, and"),
+        ("", "ended and"),
+        ("sys.exit(0)", "ended and"),
         ("sys.exit(3)", r"ended with `exit\(3\)`"),
         ("sys.exit('no data')", r"ended with `exit\('no data'\)`"),
     ],

@@ -32,10 +32,10 @@ def in_folder(before_init, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("--json=missing/x.json", "there is no folder missing"),
+        ("--json=missing/x.json", "the folder missing does not exist"),
         ("--json=.", "--json=. is a folder"),
         ("--json=new/", "--json=new/ is a folder"),
-        ("--png=missing/x.png", "there is no folder missing"),
+        ("--png=missing/x.png", "the folder missing does not exist"),
         ("--png=x.xyz", ".xyz"),
         ("--png=x.pgf", ".pgf"),
         ("--json=x.png --png=./x.png", "--json and --png both name ./x.png"),
@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("--trace=missing/x.gz", "there is no folder missing"),
+        ("--trace=missing/x.gz", "the folder missing does not exist"),
         ("--trace=.", "--trace=. is a folder"),
         ("--png=x.xyz", ".xyz"),
         ("--png=x.png --trace=x.png", "--png and --trace both name x.png"),

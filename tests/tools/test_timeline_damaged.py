@@ -76,7 +76,7 @@ def test_a_value_that_a_field_cannot_have_is_named_with_its_file(
     write(path, content)
     assert main(["timeline", str(tmp_path), "--json"]) == 0  # process 0 is shown
     [note] = json.loads(capsys.readouterr().out)["notes"]
-    assert note.startswith("process 1: process-1.perfetto.json.gz is damaged and left out: ")
+    assert note.startswith("process 1: process-1.perfetto.json.gz is damaged and skipped: ")
 
 
 @pytest.mark.parametrize("name", ["run", "process", "num_processes", "host", "clock", "start_ns",

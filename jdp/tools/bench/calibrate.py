@@ -418,9 +418,9 @@ def require_own_gpus(
     """Refuse processes that may share GPUs."""
     if platform == "gpu" and num_processes > 1 and environment.get(_SHARE) == "1":
         raise ValueError(
-            f"{_SHARE}=1 lets these {num_processes} processes share a GPU, on which they take "
-            "turns: jdp explain would predict each GPU too slow. Unset it, and start at most as "
-            "many processes as there are GPUs."
+            f"{_SHARE}=1 lets these {num_processes} processes take turns on a GPU, so jdp "
+            "explain would predict each GPU too slow. Unset it, and start at most one process "
+            "per GPU."
         )
 
 
@@ -429,8 +429,8 @@ def _computation(
 ) -> tuple[ComputeRates, ...]:
     """Return measured rates of computation, on the first process.
 
-    One process measures one device, as many as cores, and all. Several processes do not measure if
-    a file of one process exists, since that one could keep other devices idle.
+    One process measures one device, as many as cores, and all. Several measure only without a file
+    of one process.
     """
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]

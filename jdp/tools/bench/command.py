@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     if what not in commands:
         known = ", ".join(commands)
-        print(f"jdp bench: there is no {what!r}. Write one of {known}.", file=sys.stderr)
+        print(f"jdp bench: {what!r} does not exist. Write one of {known}.", file=sys.stderr)
         return 2
     from jdp.tools.known_values import WrongResultError
 
@@ -94,8 +94,8 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
         raise ValueError(f"-f {options.f} would never reach the largest size. Write at least 2.")
     if options.b > options.e:
         raise ValueError(
-            f"the smallest size, -b {options.b}, is above the largest, -e {options.e}, so nothing "
-            "would be timed. Exchange them."
+            f"the smallest size, -b {options.b}, is above the largest, -e {options.e}. Exchange "
+            "them."
         )
     return _timed(operation, names, options)
 
@@ -104,7 +104,7 @@ def _require_known(names: Sequence[str], known: Sequence[str]) -> None:
     if wrong := set(names) - set(known):
         own = " jdp's own are direct and ring." if "native" in wrong else ""
         raise ValueError(
-            f"there is no algorithm {min(wrong)!r}.{own} Write some of {','.join(known)}."
+            f"the algorithm {min(wrong)!r} does not exist.{own} Write some of {','.join(known)}."
         )
 
 
@@ -140,7 +140,7 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
             print(output.line(row), flush=True)
     if shows:
         for name, reason in skipped.items():
-            print(f"{name} was left out: {reason}")
+            print(f"{name} was skipped: {reason}")
     if is_first and options.json:
         result = {**facts, "in_place": options.in_place, "rows": rows, "skipped": skipped}
         results.write(results.to_json(result), options.json)

@@ -39,10 +39,7 @@ def fault_summary(
     first_steps: dict[int, list[dict[str, Any]]],
     faults: Sequence[Fault],
 ) -> dict[str, Any]:
-    """Return the shares of the time, and the medians of the parts of a recovery.
-
-    The time begins after the first step, because runs without faults also compile it.
-    """
+    """Return the shares of the time after the first step, and the medians of a recovery's parts."""
     wall = steps[-1]["end"] - steps[0]["end"]
     typical = statistics.median(it["end"] - it["begin"] for it in steps)
     last = {it["step"]: index for index, it in enumerate(steps)}
@@ -213,9 +210,9 @@ def require_exact(folder: Path, num_processes: int) -> None:
     wrong = [f"process {rank}: {its['wrong']}" for rank, its in found.items() if its["wrong"]]
     if missing or wrong or len({its["digest"] for its in found.values()}) > 1:
         raise WrongResultError(
-            "the final state has other bits than that of the run without faults: elements that are "
-            f"wrong: {'; '.join(wrong) or 'none'}; processes without a state: {missing or 'none'}. "
-            "A run with faults that ends elsewhere is not a recovery."
+            "the final state has other bits than that of the run without faults, so a recovery "
+            f"failed. Wrong elements: {'; '.join(wrong) or 'none'}; processes without a state: "
+            f"{missing or 'none'}."
         )
 
 

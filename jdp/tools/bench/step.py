@@ -165,7 +165,7 @@ def _expected(
 def _state_of(result: Any) -> Any:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
-            f"the step of the model returned a {type(result).__name__}, and not (state, metrics). "
+            f"the step of the model returned a {type(result).__name__}, not (state, metrics). "
             "Make it a jdp.train_step that returns both."
         )
     return result[0]
@@ -180,8 +180,7 @@ def _tolerance(right: np.ndarray) -> float:
 def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
     """Keep every rank's own gradients; the false mark makes jdp accept the step.
 
-    A barrier replaces the call: XLA would fuse gradients with updates, and copy parameters that are
-    still read. The step may take longer than with a reduction. JAX 0.10 drops the barrier first.
+    A barrier replaces the call, or XLA would fuse gradients with updates.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]
@@ -205,9 +204,8 @@ step is a jdp.train_step, which takes (state, batch) and returns (state, metrics
 state is its first state; batch has num_rows rows, those of all ranks. all_reduce
 goes to jdp.replicated or jdp.sharded. docs/bench.md has an example."""
 _RETURNS = (
-    "Return (step, state, batch): a jdp.train_step, which takes (state, batch) and returns (state, "
-    "metrics), its first state, and a batch of num_rows rows. Give all_reduce to jdp.replicated or "
-    "jdp.sharded."
+    "Return (step, state, batch): a jdp.train_step from (state, batch) to (state, metrics), its "
+    "first state, and a batch of num_rows rows. Pass all_reduce to jdp.replicated or jdp.sharded."
 )
 COLUMNS = {
     "ranks": "{ranks}",
@@ -284,8 +282,8 @@ def found_model(name: str) -> Make:
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not Path(path).exists():
         raise ValueError(
-            f"there is no model {name!r}. Write mlp, transformer, or FILE.py:NAME with a function "
-            f"NAME(num_rows, all_reduce). {_RETURNS}"
+            f"the model {name!r} does not exist. Write mlp, transformer, or FILE.py:NAME with a "
+            f"function NAME(num_rows, all_reduce). {_RETURNS}"
         )
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
@@ -311,7 +309,7 @@ def _checked(made: Any, name: str, num_rows: int) -> Made:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if len(shape := np.shape(leaf)) and shape[0] != num_rows:
             raise ValueError(
-                f"{name} was asked for {num_rows} rows, and batch{jax.tree_util.keystr(path)} has "
+                f"{name} got num_rows={num_rows}, but batch{jax.tree_util.keystr(path)} has "
                 f"{shape[0]}. Steps on other numbers of ranks would not be comparable. {_RETURNS}"
             )
     return step, state, batch
@@ -346,8 +344,8 @@ def _numbers(text: str | None, num_devices: int, num_local: int) -> list[int]:
         more = f", or --cpu-ranks {max(found)} for more" if max(found) > num_devices else ""
         right = f"numbers from 1 to {num_devices}{more}"
     raise ValueError(
-        f"--ranks {text!r} asks for {wrong[0]} ranks, and there are {num_devices} devices. "
-        f"Write {right}."
+        f"--ranks {text!r} requests {wrong[0]} ranks, but this machine has {num_devices} "
+        f"devices. Write {right}."
     )
 
 

@@ -130,8 +130,8 @@ def libraries(platform: str) -> list[Diagnosis]:
                     name,
                     WARNING,
                     why,
-                    "XLA's collectives take its place: results are the same, and on CPUs sums take "
-                    "2 to 5 times as long (docs/algorithms.md).",
+                    "XLA's collectives replace it: results are the same, and on CPUs sums take 2 "
+                    "to 5 times as long (docs/algorithms.md).",
                     "Install a C++ compiler (for GPUs nvcc, too), then jdp again: pip install "
                     "--force-reinstall --no-deps jdp.",
                     facts,

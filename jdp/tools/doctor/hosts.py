@@ -112,12 +112,11 @@ def reachability(found: list[Reached]) -> Diagnosis:
         ERROR,
         f"{len(failed)} of {len(found)} connections failed: process {other.process} on host "
         f"{other.host}, {other.address} port {other.port}: {failed[0].failure}.",
-        "Gloo and NCCL connect the processes on ports that the system chooses, and wait until "
-        "their timeout where a firewall drops packets, or the name of a host stands for another "
-        "address.",
+        "Gloo and NCCL connect the processes on ports chosen by the system. They wait until "
+        "their timeout if a firewall drops packets, or a host name resolves to another address.",
         "Open all TCP ports between the hosts of the run (the range is in "
-        "/proc/sys/net/ipv4/ip_local_port_range), and let /etc/hosts name the address of each host "
-        "that the others reach. For NCCL, NCCL_SOCKET_IFNAME chooses the network.",
+        "/proc/sys/net/ipv4/ip_local_port_range), and list in /etc/hosts the reachable address "
+        "of each host. For NCCL, NCCL_SOCKET_IFNAME chooses the network.",
         facts,
     )
 
@@ -139,8 +138,8 @@ def clocks(found: list[Reached]) -> Diagnosis:
         WARNING,
         f"the clock of process {worst.other.process} on host {worst.other.host} is {apart} {ahead} "
         "this one.",
-        "Logs, events and traces of the hosts cannot be put in one order, and files on a shared "
-        "disk look older or newer than they are. jdp's own deadlines do not use this clock.",
+        "Logs, events and traces of the hosts cannot be ordered, and files on a shared disk have "
+        "wrong ages. jdp's own deadlines do not use this clock.",
         "Start chrony or ntpd on every host.",
         facts,
     )

@@ -29,7 +29,7 @@ def files(num_processes: int) -> Diagnosis:
         ERROR if soft < needed else WARNING,
         f"{found}, and a run of {num_processes} processes needs about {needed}.",
         "Connections between processes, checkpoints and data files each need one, and fail with "
-        "'Too many open files' in the middle of a run.",
+        "'Too many open files' during a run.",
         f"Run `ulimit -n {max(needed, _ENOUGH_FILES)}` before jdp, or raise nofile in "
         "/etc/security/limits.conf (docker: --ulimit nofile=65536).",
         facts,
@@ -48,9 +48,9 @@ def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
     return Diagnosis(
         "shared memory",
         ERROR if on_gpu and free < 64 * _MiB else WARNING,
-        f"{found}, and less than {_mib(_ENOUGH_SHARED)} is little.",
-        "NCCL and the worker processes of data loaders exchange data through it, and fail with bus "
-        "errors or 'No space left on device'. jdp's own memory between processes is not in it.",
+        f"{found}, less than {_mib(_ENOUGH_SHARED)}.",
+        "NCCL and the worker processes of data loaders exchange data through it, and fail with "
+        "bus errors or 'No space left on device'. jdp's own shared memory is not in it.",
         "Mount a larger one: docker run --shm-size=8g; in Kubernetes an emptyDir with medium: "
         "Memory at /dev/shm.",
         facts,
@@ -70,7 +70,7 @@ def locked_memory(infiniband: str = "/sys/class/infiniband") -> Diagnosis:
         "locked memory",
         WARNING,
         f"{found}, and this host has the RDMA cards {', '.join(cards)}.",
-        "NCCL registers its buffers with the card, which locks them: it fails with 'ibv_reg_mr "
+        "NCCL registers its buffers with the card, which locks them, and fails with 'ibv_reg_mr "
         "failed' or falls back to TCP.",
         "Run `ulimit -l unlimited` before jdp, or docker run --ulimit memlock=-1.",
         facts,
@@ -93,7 +93,7 @@ def memory(root: str = "/") -> Diagnosis:
     return Diagnosis(
         "memory",
         ERROR if free < _LEAST_MEMORY else WARNING,
-        f"{found}. JAX takes about 200 MiB in each process and standby, and commits take three "
+        f"{found}. JAX needs about 200 MiB in each process and standby, and commits need three "
         "times the state.",
         "The kernel kills a process that needs more (exit code 137).",
         "Give the container more memory, or run fewer processes (jdp run --standbys 0).",
@@ -112,9 +112,9 @@ def proxies(environment: Mapping[str, str] = os.environ) -> Diagnosis:
         "proxies",
         WARNING,
         f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} set.",
-        "gRPC asks a proxy for process 0, also on the same host. `jdp.init()` connects directly, "
-        "but a script that calls jax.distributed.initialize() itself hangs.",
-        "Write jdp.init() in its place, or set grpc_proxy= (empty).",
+        "gRPC contacts process 0 through a proxy, also on the same host. `jdp.init()` connects "
+        "directly, but a script that calls jax.distributed.initialize() itself hangs.",
+        "Write jdp.init() instead, or set grpc_proxy= (empty).",
         facts,
     )
 

@@ -35,7 +35,7 @@ def bytecode(least_s: float = _LEAST_S) -> Diagnosis:
 
 
 def _why(cause: str) -> str:
-    since = f" Python keeps no bytecode, since {cause}." if cause else ""
+    since = f" Python writes no bytecode, because {cause}." if cause else ""
     return f"Each start of a process or standby takes longer.{since}"
 
 
@@ -153,7 +153,7 @@ def _impatient_scatter(here: Installed) -> str | None:
 
 def _old_jax(here: Installed) -> str | None:
     is_old = here.release("jax") < (0, 10, 2)
-    return f"JAX {here.versions['jax']}, and jdp needs 0.10.2 or newer." if is_old else None
+    return f"JAX {here.versions['jax']}, but jdp needs 0.10.2 or newer." if is_old else None
 
 
 KNOWN_BAD = (
@@ -175,23 +175,23 @@ KNOWN_BAD = (
     KnownBad(
         ERROR,
         _old_jax,
-        "jdp uses functions that it does not have.",
+        "jdp uses functions missing in it.",
         "pip install -U jax.",
         "requirements/oldest.txt of jdp",
     ),
     KnownBad(
         WARNING,
         _many_steps,
-        "More than about 30 steps that were called and not waited for hang. Steps of jdp wait for "
-        "the one 8 before; a loop over a jitted function of your own does not.",
+        "More than about 30 pending steps hang. Steps of jdp wait for the one 8 before; a loop "
+        "over your own jitted function does not.",
         "In such a loop, call jax.block_until_ready every few steps, or install JAX 0.11.",
         "ARCHITECTURE.md of jdp: why at most 8 steps in flight",
     ),
     KnownBad(
         WARNING,
         _impatient_scatter,
-        "It ends the run where one process is 30 s late, whatever timeout is set. jdp sends an "
-        "all-to-all in its place; lax.psum_scatter of your own does not.",
+        "It ends the run if one process is 30 s late, despite any timeout. jdp sends an "
+        "all-to-all instead; your own lax.psum_scatter does not.",
         "Install JAX 0.12, or avoid lax.psum_scatter.",
         "github.com/jax-ml/jax/issues/40831",
     ),

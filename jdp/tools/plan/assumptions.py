@@ -70,14 +70,14 @@ Assumptions = dict[str, Rate]
 def assumed(gpu: str, link: str | None = None) -> Assumptions:
     """Return the assumptions for hosts of GPUs."""
     if gpu not in GPUS:
-        raise ValueError(f"there is no GPU {gpu!r}. Write one of {', '.join(GPUS)}.")
+        raise ValueError(f"the GPU {gpu!r} is unknown. Write one of {', '.join(GPUS)}.")
     link = f"{GPUS[gpu].per_host}x400" if link is None else link
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", link)
     line = float(found[1]) * float(found[2]) * 1e9 / 8 if found else 0.0
     if found is None or not LEAST_GIVEN <= line <= MOST_GIVEN:
         raise ValueError(
-            f"--link {link} is not a number of network cards of a host and the Gbit/s of each. "
-            "Write 8x400 for eight cards of 400 Gbit/s, or 1x25 for one of 25."
+            f"--link {link} must be the network cards of a host and the Gbit/s of each. Write "
+            "8x400 for eight cards of 400 Gbit/s, or 1x25 for one of 25."
         )
     peaks, source = GPUS[gpu], "{:.0%} of {:.4g}, NVIDIA's data sheet"
     return {
@@ -107,8 +107,8 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
     laws = [law for law in found.rates if law.operation == "all-reduce"]
     if not laws:
         raise ValueError(
-            f"the calibration of {found.host} has no all-reduce, so it does not say how fast its "
-            "links are. Measure again with at least 2 ranks: jdp bench --calibrate --cpu-ranks 2."
+            f"the calibration of {found.host} has no all-reduce, so the speed of its links is "
+            "unknown. Measure again with at least 2 ranks: jdp bench --calibrate --cpu-ranks 2."
         )
     law = min(laws, key=lambda it: (-it.num_ranks, it.seconds(2**20)))
     m, when = law.num_ranks, found.date[:10]
@@ -154,8 +154,8 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
         where = f"measured on {found['host']} (jdp bench faults, {found['date'][:10]})"
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"--recovery {path} is not a measurement of recoveries: {why_unreadable(error)}. Make "
-            "one: jdp bench faults --state 1M,100M --json=recovery.json."
+            f"--recovery {path} is not a measurement of recoveries: {why_unreadable(error)}. "
+            "Make one: jdp bench faults --state 1M,100M --json=recovery.json."
         ) from error
     return known | {
         name: part_of(
@@ -170,7 +170,7 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
     for name, value in values.items():
         if name not in NAMES:
             raise ValueError(
-                f"there is no assumption {name!r}. Assumptions are {', '.join(NAMES)}."
+                f"the assumption {name!r} does not exist. Assumptions are {', '.join(NAMES)}."
             )
         may_be_zero = name.endswith("_s") and not name.endswith(("_per_s", "mtbf_gpu_s"))
         may_be_zero |= name == STRAGGLER
@@ -181,7 +181,9 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
                 f"{known[name].unit or 'parts of 1'}. It is {known[name].value:.3g} by default."
             )
         if name in ("forward_share", STRAGGLER) and value >= 1:
-            raise ValueError(f"--set {name}={value:g} must be below 1: it is a part of a step.")
+            raise ValueError(
+                f"--set {name}={value:g} must be below 1, because it is a part of a step."
+            )
     return known | {name: given_rate(value, known[name].unit) for name, value in values.items()}
 
 

@@ -154,12 +154,12 @@ def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumpti
     given: dict[str, float] = {}
     for name, value in map(_setting, chosen.set):
         if name in given:
-            raise ValueError(f"--set {name} is given twice. Write it once.")
+            raise ValueError(f"--set {name} is repeated. Write it once.")
         given[name] = value
     if chosen.straggler == NONE and assumptions.STRAGGLER in given:
         raise ValueError(
             f"--set {assumptions.STRAGGLER}={given[assumptions.STRAGGLER]:g} has no effect with "
-            "--straggler none, which takes all ranks to be equally fast. Leave out one of them."
+            "--straggler none, which assumes equally fast ranks. Remove one of them."
         )
     return assumptions.with_given(known, given)
 
@@ -171,7 +171,8 @@ def _calibration(text: str | None) -> Calibration | None:
     found = calibration.load("gpu", path) or calibration.load("cpu", path)
     if found is None:
         raise ValueError(
-            f"there is no calibration {path or 'of this host'}. Make one: jdp bench --calibrate."
+            f"the calibration {path or 'of this host'} does not exist. Make one: jdp bench "
+            "--calibrate."
         )
     return found
 

@@ -73,7 +73,7 @@ def _read_numbers(text: str) -> dict[str, float]:
     for word in text.split(","):
         name, _, number = map(str.strip, word.partition("="))
         if name in found:
-            raise ValueError(f"--model {text} gives {name} twice. Write it once.")
+            raise ValueError(f"--model {text} repeats {name}. Write it once.")
         try:
             found[name] = float(number)
         except ValueError:
@@ -82,7 +82,8 @@ def _read_numbers(text: str) -> dict[str, float]:
             ) from None
         if name not in _KEYS:
             raise ValueError(
-                f"--model {text}: there is no {name!r}. Write some of {', '.join(_KEYS)}."
+                f"--model {text}: the key {name!r} does not exist. Write some of "
+                f"{', '.join(_KEYS)}."
             )
         if name in ("layers", "micro_batches", "leaves"):
             if not 1 <= found[name] <= MOST_GIVEN or found[name] % 1:
@@ -109,7 +110,7 @@ def _require_few_pieces(text: str, found: Mapping[str, float]) -> None:
         ]
         raise ValueError(
             f"--model {text}: {layers:.0f} layers x {leaves:.0f} leaves x {micro_batches:.0f} "
-            f"micro_batches are {pieces:.3g} pieces of a step, and more than {_MOST_PIECES} would "
+            f"micro_batches are {pieces:.3g} pieces of a step; more than {_MOST_PIECES} would "
             f"take minutes to simulate. Write {', or '.join(advice)}."
         )
 
@@ -118,14 +119,15 @@ def _require_whole_pieces(text: str, model: Model) -> None:
     leaves = model.layers * model.leaves
     if model.params < leaves:
         raise ValueError(
-            f"--model {text}: {model.layers} layers of {model.leaves} leaves have at least "
-            f"{leaves} parameters, and params={model.params:g} is less. Write all of them, such as "
-            "7e9."
+            f"--model {text}: params={model.params:g} is too small, because {model.layers} "
+            f"layers of {model.leaves} leaves have at least {leaves} parameters. Write all of "
+            "them, such as 7e9."
         )
     if 0 < model.tokens < model.micro_batches:
         raise ValueError(
-            f"--model {text}: {model.micro_batches} micro_batches have at least as many tokens, "
-            f"and tokens={model.tokens:g} is less. Write the tokens of all micro-batches of a GPU."
+            f"--model {text}: tokens={model.tokens:g} is too small, because "
+            f"{model.micro_batches} micro_batches have at least one token each. Write the tokens "
+            "of all micro-batches of a GPU."
         )
 
 
@@ -143,8 +145,8 @@ def read_hosts(text: str) -> list[int]:
         raise ValueError(f"--hosts {text} ends below its beginning. Write {last}:{first}.")
     if min(numbers) < 1:
         raise ValueError(
-            f"--hosts {text} is not a number of hosts from 1 to {MOST_GIVEN:g}. Write 4, 1,2,3, or "
-            "1:2048 for the powers of two between."
+            f"--hosts {text} must be a number of hosts from 1 to {MOST_GIVEN:g}. Write 4, 1,2,3, "
+            "or 1:2048 for the powers of two between."
         )
     if not colon:
         return sorted(set(numbers))
@@ -157,5 +159,7 @@ def read_methods(text: str) -> list[str]:
     """Read names of methods, such as "replicated,stage3"."""
     names = list(dict.fromkeys(map(str.strip, text.split(","))))
     if wrong := [name for name in names if name not in METHODS]:
-        raise ValueError(f"there is no method {wrong[0]!r}. Write some of {','.join(METHODS)}.")
+        raise ValueError(
+            f"the method {wrong[0]!r} does not exist. Write some of {','.join(METHODS)}."
+        )
     return names

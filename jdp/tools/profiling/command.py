@@ -21,12 +21,12 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     folder = Path(options.folder)
     if not folder.is_dir():
-        return _fail(f"there is no folder {options.folder!r}.", 2)
+        return _fail(f"the folder {options.folder!r} does not exist.", 2)
     merged = Path(options.trace or folder / trace_file.MERGED)
     if merged.resolve() in [path.resolve() for path in trace_file.found_in(folder).values()]:
         return _fail(
             f"--trace {options.trace} is a file of the profile itself, which it would replace. "
-            "Write another name, or leave out --trace.",
+            "Write another name, or remove --trace.",
             2,
         )
     try:
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         trace_file.write(merged, found.traces, found.begins())
     except OSError as error:  # another user's folder, whose profile can be read
         return _fail(
-            f"the trace of all ranks was not written to {merged}: {error.strerror or error}. Write "
-            "--trace FILE in a folder that you may write.",
+            f"the trace of all ranks was not written to {merged}: {error.strerror or error}. "
+            "Write --trace FILE in a writable folder.",
             1,
         )
     if not options.json:

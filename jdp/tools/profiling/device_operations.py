@@ -236,8 +236,8 @@ def by_order(
 ) -> dict[str, dict[str, Collective]]:
     """Return the collectives by their names in a profile.
 
-    There XLA's collectives between GPUs have the name before XLA divided them into start and done.
-    In one stream they run in program order; if that contradicts the profile, they stay unnamed.
+    XLA's collectives between GPUs have the name before the division into start and done. They run
+    in program order; if that contradicts the profile, they stay unnamed.
     """
     found = {name: dict(of_program) for name, of_program in known.items()}
     for name, of_program in found.items():

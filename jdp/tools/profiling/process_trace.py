@@ -120,8 +120,10 @@ def process_trace(
         slices += [_slice(one, rank, named.get(one.program, {})) for one in ran]
         ends = _ends(ran, calls)
         if ends is None:
-            notes.append(f"rank {rank}: its steps end where the process's calls return, because "
-                         "its programs do not show where a step ends")  # fmt: skip
+            notes.append(
+                f"rank {rank}: its steps end where the process's calls return, because its "
+                "programs do not mark the end of a step"
+            )
             ends = [call.end for call in calls]
         slices += _steps(rank, [begin, *ends], first, facts["steps"][0])
     return ProcessTrace(

@@ -49,8 +49,9 @@ class Profile:
         if pair := agree.odd_one(steps):
             one, other = (f"process {i} range{steps[i]}" for i in pair)
             raise ValueError(
-                f"jdp.profile got different steps: {one}, {other}. Processes would stop for their "
-                "profiles at different steps, and the others wait. Give all the same steps."
+                f"jdp.profile got different steps: {one}, {other}. Processes would stop at "
+                "different steps for their profiles, and block each other. Pass the same steps "
+                "on all processes."
             )
         self._run = found[min(found)][1]
         _active.append(self)
@@ -74,7 +75,7 @@ class Profile:
         if self._num_steps < self._steps.stop:
             missing = "it has the steps before" if self._is_written else "no step was profiled"
             _log.warning(
-                "jdp.profile: the block ended after %d steps, and the profile was to have steps "
+                "jdp.profile: the block ended after %d steps, but the profile was to have steps "
                 "%d to %d: %s. A step counts when a function of jdp.train_step or "
                 "Checkpointer.step returns.",
                 self._num_steps, self._steps.start, self._steps.stop - 1, missing,
@@ -83,9 +84,9 @@ class Profile:
     def _require_new(self) -> None:
         if self._run:
             raise RuntimeError(
-                f"this jdp.profile has had its block. A second one would replace its files in "
-                f"{self._folder}. Make another one, in another folder: "
-                "with jdp.profile(folder, steps=...)."
+                "this jdp.profile was already used, and a second block would replace its files "
+                f"in {self._folder}. Make another one, in another folder: with "
+                "jdp.profile(folder, steps=...)."
             )
 
     def _prepare(self) -> None:
@@ -93,8 +94,8 @@ class Profile:
             self._folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise NotADirectoryError(
-                f"jdp.profile writes its files into the folder {self._folder}, and that path, or a "
-                "part of it, is a file. Name another folder."
+                f"jdp.profile needs the folder {self._folder}, but that path, or a part of it, "
+                "is a file. Name another folder."
             ) from None
         trace_file.path_of(self._folder, jax.process_index()).unlink(missing_ok=True)
         self._own_folder().mkdir(exist_ok=True)
@@ -216,13 +217,13 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     ['process-0', 'process-0.perfetto.json.gz']
     """
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f'folder must be a path, such as "profile", not {folder!r}.')
+        raise TypeError(f'folder must be a path, such as "profile", got {folder!r}.')
     if not isinstance(steps, range):
-        raise TypeError(f"steps must be a range, such as range(10, 20), not {steps!r}.")
+        raise TypeError(f"steps must be a range, such as range(10, 20), got {steps!r}.")
     if steps.step != 1 or len(steps) == 0 or steps.start < 0:
         raise ValueError(
-            f"steps={steps} must be at least one step, from 0, without gaps: steps count from the "
-            "begin of the block. Write for example steps=range(10, 20)."
+            f"steps={steps} must be at least one step, from 0, without gaps, counted from the "
+            "start of the block. Write for example steps=range(10, 20)."
         )
     return Profile(Path(folder).absolute(), steps)  # the loop may change the working directory
 
@@ -230,11 +231,11 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
 def _require_none_runs() -> None:
     if _active:
         raise RuntimeError(
-            "jdp.profile runs already in this process, and JAX records one profile at a time. End "
-            "that with block first."
+            "jdp.profile already runs in this process, and JAX records one profile at a time. "
+            "End that with block first."
         )
     if jax_compat.is_profiling():
         raise RuntimeError(
-            "JAX's profiler runs already (jax.profiler.start_trace, or trace), and it records one "
-            "profile at a time. Stop it first; jdp.profile writes its files, too."
+            "JAX's profiler already runs (jax.profiler.start_trace, or trace), and it records "
+            "one profile at a time. Stop it first; jdp.profile writes its files, too."
         )

@@ -297,10 +297,9 @@ def summarize(folder: Path) -> Summary:
         notes += trace.facts.get("notes", [])
         if shift.within is None:
             notes.append(
-                f"process {trace.facts['process']}: its clock could not be compared, since its "
-                f"host ran no collective together with that of process "
-                f"{traces[0].facts['process']}, or their collectives contradict each other; it is "
-                "not shifted."
+                f"process {trace.facts['process']}: its clock is not shifted, because its host "
+                f"ran no collective together with that of process {traces[0].facts['process']}, "
+                "or their collectives contradict each other."
             )
     ranks.sort(key=RankSteps.own_ns, reverse=True)
     return Summary(traces, shifts, ranks, _collectives(traces, ranks), notes)

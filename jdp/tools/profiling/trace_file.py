@@ -132,7 +132,7 @@ def read(path: Path) -> ProcessTrace:
             content = checked(json.load(file), _CONTENT)
         written = content["otherData"].get("jdp")
         if written != FORMAT:
-            raise ValueError(f"its format is {reprlib.repr(written)}, and this jdp reads {FORMAT}")
+            raise ValueError(f"its format is {reprlib.repr(written)}, but this jdp reads {FORMAT}")
         facts = checked(content["otherData"], _FACTS)
         events = enumerate(content["traceEvents"])
         slices = [found for i, event in events if (found := _slice(i, event)) is not None]
@@ -162,9 +162,9 @@ def _require_consistent(path: Path, facts: Mapping[str, Any], slices: Sequence[S
     if process >= facts["num_processes"]:
         raise ValueError(f"it is of process {process} of {facts['num_processes']}, from 0")
     if len(set(ranks)) < len(ranks):
-        raise ValueError(f"its ranks {reprlib.repr(ranks)} have one twice")
+        raise ValueError(f"its ranks {reprlib.repr(ranks)} repeat one")
     if strange := {each.rank for each in slices} - {None, *ranks}:
-        raise ValueError(f"it has slices of rank {strange.pop()}, which is not of its ranks")
+        raise ValueError(f"it has slices of rank {strange.pop()}, which is not among its ranks")
     steps = Counter((each.rank, each.facts["step"]) for each in slices if each.kind == STEP)
     if twice := [of_step for of_step, number in steps.items() if number > 1]:
         raise ValueError("rank {} has step {} twice".format(*twice[0]))
@@ -232,7 +232,7 @@ def read_folder(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
         try:
             intact.append(read(path))
         except ValueError as error:
-            left_out[process] = f"{path.name} is damaged and left out: {error}."
+            left_out[process] = f"{path.name} is damaged and skipped: {error}."
     if not intact:
         return [], _notes(left_out)
     # Every run has a process 0, which replaces its file; clocks of hosts may differ.
@@ -252,11 +252,11 @@ def _of_run(
         process, ranks = trace.facts["process"], trace.facts["ranks"]
         twice = next((rank for rank in ranks if rank in owners), None)
         if trace.facts["run"] != run:
-            left_out[process] = "its file is of an earlier profile, left out."
+            left_out[process] = "its file belongs to an earlier profile, skipped."
         elif twice is not None:
             left_out[process] = (
-                f"{path_of(Path(), process).name} is left out: its rank {twice} is also "
-                f"one of process {owners[twice]}."
+                f"{path_of(Path(), process).name} is skipped: its rank {twice} is also one of "
+                f"process {owners[twice]}."
             )
         else:
             traces.append(trace)
