@@ -104,7 +104,7 @@ def _print_answer(command: str, arguments: Sequence[str]) -> int:
         return timeline(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
-    print(f"{_HELP}\n\njdp: there is no command {command!r}.", file=sys.stderr)
+    print(f"{_HELP}\n\njdp: the command {command!r} does not exist.", file=sys.stderr)
     return 2
 
 
@@ -139,8 +139,8 @@ def _explain_error(arguments: Sequence[str]) -> int:
     if page is None:
         known = f"{error_codes.codes()[0]} to {error_codes.codes()[-1]}"
         print(
-            f"jdp explain-error: there is no code {arguments[0]!r}. `jdp explain-error --help` "
-            f"lists those from {known}.",
+            f"jdp explain-error: the code {arguments[0]!r} does not exist. `jdp explain-error "
+            f"--help` lists those from {known}.",
             file=sys.stderr,
         )
         return 2

@@ -61,10 +61,10 @@ def is_bound(axis_name: AxisName) -> bool:
     bound = bound or [*enclosing_mesh().manual_axes]
     if bound:
         raise ValueError(
-            f"axis {unbound[0]!r} is not bound here, but {', '.join(map(repr, bound))} is: "
-            "gradients would stay local and the ranks would drift apart silently. "
-            f"Write axis_name={(bound[0] if len(bound) == 1 else tuple(bound))!r} if that is what "
-            "splits the batch."
+            f"axis {unbound[0]!r} is not bound here, but {', '.join(map(repr, bound))} is, so "
+            "gradients would stay local and ranks would drift apart silently. If that axis "
+            "splits the batch, write "
+            f"axis_name={bound[0] if len(bound) == 1 else tuple(bound)!r}."
         )
     return False
 
@@ -161,10 +161,7 @@ def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
 
 
 def aborts_in_bfloat16(platform: str) -> bool:
-    """Whether XLA would abort the process on a bfloat16 reduction traced here.
-
-    XLA:CPU does so if the mesh has an axis that is left to the compiler.
-    """
+    """Whether XLA:CPU aborts on a bfloat16 reduction here, with an axis left to the compiler."""
     around = enclosing_mesh()
     return platform == "cpu" and set(around.axis_names) != set(around.manual_axes)
 
@@ -180,10 +177,7 @@ def is_typed(axis_name: AxisName) -> bool:
 
 
 def as_varying(tree: Any, axis_name: AxisName) -> Any:
-    """Type every leaf as varying over `axis_name`, so that its gradient stays local.
-
-    In a typed `shard_map` JAX itself sums the gradient of a value that does not vary.
-    """
+    """Type every leaf as varying over `axis_name`, so that JAX does not sum its gradient."""
     if not is_typed(axis_name):
         return tree
     return jax.tree.map(lambda x: _cast(x, names(axis_name)), tree)

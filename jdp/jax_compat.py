@@ -77,8 +77,7 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
 def is_deleted(array: Any) -> bool:
     """Whether an array or any of its shards was donated.
 
-    JAX asks the first shard alone. A call does not donate a CPU shard that NumPy views, and does
-    donate the others; with JAX 0.11.2 the view outlives float(x).
+    JAX asks the first shard alone, which stays if NumPy views it.
     """
     if array.is_deleted():
         return True
@@ -108,7 +107,7 @@ def any_deleted(arrays: Sequence[Any]) -> bool:
 def start_copy_to_host(array: jax.Array) -> None:
     """Start copying an array to the host, except from a CPU.
 
-    JAX 0.11.2 never donates a CPU array after such a copy, and its memory can be read in place.
+    JAX 0.11.2 never donates a CPU array after such a copy.
     """
     if any(device.platform != "cpu" for device in array.devices()):
         array.copy_to_host_async()
@@ -167,10 +166,7 @@ def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], An
 
 
 def set_indivisible(fn: Any) -> None:
-    """Keep JAX from calling a function by single operations where jax_debug_nans has found a NaN.
-
-    JAX names the function instead.
-    """
+    """Keep jax_debug_nans from calling a function by single operations: JAX names the function."""
     fn._apply_primitive = True
 
 

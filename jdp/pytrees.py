@@ -99,10 +99,7 @@ def any_deleted(tree: Any) -> bool:
 
 
 def was_donated(state: Any) -> bool:
-    """Whether a state was donated as a whole: all shards of one leaf are examined.
-
-    The first look at the shards of an array takes 2 us for each. NumPy's views keep first shards.
-    """
+    """Whether a state was donated as a whole: all shards of one leaf are examined."""
     leaves = jax.tree.leaves(state)
     try:
         return any(map(_is_deleted, leaves)) or any(map(is_deleted, leaves[:1]))
@@ -117,17 +114,14 @@ def require_alive(name: str, tree: Any, advice: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_deleted(leaf):
             raise ValueError(
-                f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and is gone. "
-                + advice
+                f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and is "
+                "deleted. " + advice
             )
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tree whose leaves are its arrays alone; other leaves are part of its structure.
-
-    JAX compiles for a structure, so another activation function is another program.
-    """
+    """A tree whose leaves are its arrays alone; other leaves are part of its structure."""
 
     arrays: list[Any]
     treedef: Any
@@ -171,8 +165,8 @@ def hold(tree: Any) -> Any:
             hash(leaf)
         except TypeError as error:
             raise TypeError(
-                f"the state holds a {type(leaf).__name__}, which is neither an array nor hashable: "
-                "JAX could not tell when to compile again. Keep it outside the state."
+                f"the state holds a {type(leaf).__name__}, which is neither an array nor "
+                "hashable, so JAX could not tell when to recompile. Keep it outside the state."
             ) from error
     positions = {i for i, _ in others}
     return Held([x for i, x in enumerate(leaves) if i not in positions], treedef, others)

@@ -45,9 +45,9 @@ class PerRank:
 
 def _no_array(taken_for: str) -> str:
     return (
-        f"jdp.per_rank(...) is not an array, and {taken_for} wants one. Write .value, for example "
-        'state.model_state["hidden"].value + x, and jdp.per_rank(new) for the state that the step '
-        "returns."
+        f"jdp.per_rank(...) is not an array, but {taken_for} needs one. Write .value, for "
+        'example state.model_state["hidden"].value + x, and jdp.per_rank(new) for the returned '
+        "state."
     )
 
 
@@ -71,10 +71,7 @@ for _name in (
 
 @dataclass(frozen=True)
 class _Rule:
-    """The `resize` rule in the treedef, where all rules compare equal.
-
-    So a step may return a `per_rank` without the rule: only a restore reads it.
-    """
+    """The `resize` rule in the treedef, where all rules compare equal; only a restore reads it."""
 
     resize: Resize | None = field(compare=False)
 
@@ -163,7 +160,7 @@ def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
     if not shape or shape[0] % num_ranks:
         raise ValueError(
             f"`{name}` {jnp.result_type(leaf)}{list(shape)} is jdp.per_rank, which is split over "
-            f"the ranks on its first dim, and {_reason(shape, num_ranks)}"
+            f"ranks on its first dim, but {_reason(shape, num_ranks)}"
         )
 
 
@@ -171,11 +168,11 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
     if shape:
         return (
             f"{shape[0]} does not divide by {num_ranks} ranks. For state of rows this dim is the "
-            f"rows of the batch, for one value on each rank it is {num_ranks}."
+            f"rows of the batch, for one value per rank it is {num_ranks}."
         )
     return (
-        "a scalar has none. For one value on each rank add a dim: jnp.zeros((num_ranks, *shape)) "
-        "outside of a step, value[None] inside."
+        "a scalar has none. For one value per rank add a dim: jnp.zeros((num_ranks, *shape)) "
+        "outside a step, value[None] inside."
     )
 
 
@@ -189,15 +186,15 @@ def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str)
     shapes = f"`{name}` is {like.dtype}{list(shape)} in {where} and {list(like.shape)} here"
     if owner.resize is None:
         raise ValueError(
-            f"{shapes}. It is jdp.per_rank, one part for each rank, and jdp does not know how to "
-            "make it for another number of ranks. Write jdp.per_rank(tree, resize=lambda saved, "
-            "like: ...), which returns the value for this run, for example "
-            f"jnp.zeros(like.shape, like.dtype); or run on {shape[0]} ranks again."
+            f"{shapes}. It is jdp.per_rank, one part per rank, and jdp cannot convert it to "
+            "another number of ranks. Write jdp.per_rank(tree, resize=lambda saved, like: ...), "
+            "which returns the value for this run, for example jnp.zeros(like.shape, "
+            f"like.dtype); or run on {shape[0]} ranks again."
         )
     new = owner.resize(wrap(np.array(saved)), like)  # a copy, which the rule may change and keep
     if jnp.shape(new) != like.shape or jnp.result_type(new) != like.dtype:
         raise ValueError(
-            f"{shapes}, and its resize= returned {jnp.result_type(new)}{list(jnp.shape(new))}. "
+            f"{shapes}, but its resize= returned {jnp.result_type(new)}{list(jnp.shape(new))}. "
             "Return an array of the shape and dtype of its second argument."
         )
     return np.asarray(jax.random.key_data(new) if pytrees.is_key(leaf) else new)

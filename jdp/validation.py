@@ -8,7 +8,7 @@ def integer(name: str, value: int) -> int:
 
     >>> integer("stage", True)
     Traceback (most recent call last):
-    TypeError: stage must be an integer, not True.
+    TypeError: stage must be an integer, got True.
     """
     try:
         if isinstance(value, bool):
@@ -17,10 +17,10 @@ def integer(name: str, value: int) -> int:
     except TypeError:
         if str(getattr(value, "dtype", "")).startswith("key<"):
             raise TypeError(
-                f"{name} must be an integer, not a random key. Write {name}=0, or "
+                f"{name} must be an integer, got a random key. Write {name}=0, or "
                 f"{name}=int(jax.random.bits(key)) to derive it from the key."
             ) from None
-        raise TypeError(f"{name} must be an integer, not {value!r}.") from None
+        raise TypeError(f"{name} must be an integer, got {value!r}.") from None
 
 
 def int_at_least(name: str, value: int, *, least: int) -> int:
@@ -28,11 +28,11 @@ def int_at_least(name: str, value: int, *, least: int) -> int:
 
     >>> int_at_least("num_steps", 0, least=1)
     Traceback (most recent call last):
-    ValueError: num_steps must be at least 1, not 0.
+    ValueError: num_steps must be at least 1, got 0.
     """
     number = integer(name, value)
     if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {number}.")
+        raise ValueError(f"{name} must be at least {least}, got {number}.")
     return number
 
 
@@ -43,5 +43,5 @@ def allows(allow: str | None, change: str) -> bool:
     (True, False)
     """
     if allow not in (None, change):
-        raise ValueError(f'allow={allow!r}: write allow="{change}", or leave it out.')
+        raise ValueError(f'allow must be "{change}" or omitted, got {allow!r}.')
     return allow is not None

@@ -129,7 +129,7 @@ def test_in_a_step_on_one_host_the_number_of_slurm_says_nothing():
     ("changes", "text"),
     [
         ({"SLURM_STEP_NUM_TASKS": "4"}, "4 launchers on 2 hosts.* --ntasks-per-node=1"),
-        ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3, .* at most 3, .* 0 to 2"),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3, .* 0 to 2, .* at most 3"),
         ({"SLURM_NODEID": "one"}, "SLURM_NODEID=one"),
         ({"JOB_COMPLETION_INDEX": "7"}, "JOB_COMPLETION_INDEX=7.* Kubernetes"),
     ],
@@ -247,7 +247,7 @@ def test_a_process_that_jax_keeps_on_cpus_has_no_gpu(platforms, num, tmp_path):
         ("--standalone --nnodes 2 x", "--standalone.*--nnodes.* 2"),
         ("--nnodes 2 x", "2 hosts.*--rdzv-endpoint FIRST_HOST:29400"),
         ("--nnodes 2 --rdzv-endpoint a x", "--token-file token.*JDP_TOKEN"),
-        ("--node-rank 1 x", "--node-rank 1 .*--nnodes 1.* 0 to 0"),
+        ("--node-rank 1 x", "--node-rank 1 .* 0 to 0, .*--nnodes 1"),
         ("--token-file /no/such/file x", "--token-file.*/no/such/file"),
         ("--token-file /dev/null x", "/dev/null.*openssl rand"),
         (f"--token-file {sys.executable} x", "python.* not text.*openssl rand"),
@@ -275,7 +275,7 @@ def test_the_exit_code_of_a_wrong_command_is_2(capsys):
     assert main(["run", "--nnodes", "0", "train.py"]) == 2
     assert capsys.readouterr().err.startswith("jdp run: --nnodes: '0'")
     assert main(["walk"]) == 2
-    assert capsys.readouterr().err.endswith("\njdp: there is no command 'walk'.\n")
+    assert capsys.readouterr().err.endswith("\njdp: the command 'walk' does not exist.\n")
     assert main([]) == 0
     assert "jdp COMMAND" in capsys.readouterr().out
 
