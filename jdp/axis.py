@@ -87,10 +87,7 @@ def enclosing_mesh() -> AbstractMesh:
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Trace the body without its mesh, which `enclosing_mesh` still returns.
-
-    A mesh with axes left to the compiler stays.
-    """
+    """Trace the body without its mesh, unless the compiler has axes; `enclosing_mesh` keeps it."""
     around = jax.sharding.get_abstract_mesh()
     if not around.axis_names or set(around.axis_names) != set(around.manual_axes):
         yield
@@ -184,10 +181,7 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def as_typed_like(tree: Any, like: Any) -> Any:
-    """Type every leaf as varying where the same leaf of `like` varies.
-
-    A typed `shard_map` requires this of a loop's carry in and out, and of a parameter's cotangent.
-    """
+    """Type every leaf as varying where the same leaf of `like` varies, for a typed `shard_map`."""
     return jax.tree.map(lambda x, of: _cast(x, sorted(varying_axes(of))), tree, like)
 
 

@@ -145,9 +145,8 @@ class CacheMiss(Exception):  # noqa: N818 - a signal, not an error
 def with_miss(jitted: Any, may_compile: Callable[[Callable[..., Any], tuple], Any]) -> Any:
     """Return a function that runs the executables of `jitted` without Python, if JAX has one.
 
-    JAX compares the tree, types, shapes, shardings and options of a call with those of earlier
-    ones. If they are new, the function returns `may_compile(compile_and_run, args)`. JAX never
-    caches a call of which that raised an error.
+    For a new kind of call it returns `may_compile(compile_and_run, args)`. JAX never caches a call
+    that raised an error.
     """
     try:
         facts = jitted.__getstate__()

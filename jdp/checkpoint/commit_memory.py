@@ -107,10 +107,7 @@ class CommitMemory:
         return data
 
     def view(self, commit: Commit) -> np.ndarray:
-        """Return the values of a commit in place, `[num_bytes]` uint8, read-only.
-
-        They are valid until the commit is overwritten, or `free_areas`.
-        """
+        """Return a commit's values, `[num_bytes]` uint8, read-only, until it is overwritten."""
         if not commit.num_bytes:
             return np.empty(0, np.uint8)
         first = self._base + commit.start

@@ -247,10 +247,7 @@ class Folder:
         shutil.rmtree(part, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Remove all but the latest `count` intact checkpoints, and gathered shards.
-
-        Renamed folders are kept.
-        """
+        """Remove all but `count` intact checkpoints, and gathered shards; renamed folders stay."""
         self.discard_gathering()
         num_intact = 0
         for checkpoint in self.checkpoints():
@@ -262,10 +259,7 @@ class Folder:
                 num_intact += 1
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, if possible.
-
-        One without a readable manifest is renamed, since jdp may not own its files.
-        """
+        """Remove a checkpoint; rename one that jdp may not own, without a readable manifest."""
         # Renamed first, so that an interrupted removal does not look like a checkpoint.
         is_own = manifest.exists(path)
         part = path.with_name(path.name + (_REMOVED if is_own else _DAMAGED))

@@ -120,10 +120,7 @@ class Session:
         keeps_missing: bool,
         allows_edits: bool,
     ) -> Any:
-        """Return the state to resume from, and set the batches to its position.
-
-        `state` may be a function that makes it.
-        """
+        """Return the state to resume from, and set the batches to it; `state` may make it."""
         began, self._edits = time.monotonic(), Edits(allows=allows_edits)
         make = None
         if is_maker(state):

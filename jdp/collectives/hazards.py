@@ -19,11 +19,7 @@ _TIED = "jdp_tied"
 
 
 def why_unordered(jaxpr: Any) -> str | None:
-    """Return why ranks could match different all-reduces.
-
-    JAX traces a user's jitted function once for all its calls, which then repeat the numbers of its
-    all-reduces without jdp's token between them.
-    """
+    """Return why ranks could match different all-reduces: one trace serves all calls."""
     found, _ = _chains(jaxpr, frozenset(), _Known(jaxprs.bodies_by_equation(jaxpr)))
     if found.is_repeated:
         return "one program calls a reducing function twice, but JAX traced it once."
@@ -160,10 +156,7 @@ _GATHER = "jdp_all_gather"  # the one primitive that overwrites operands
 
 
 def is_read_later(jaxpr: Any) -> bool:
-    """Whether an operation reads an array that an earlier gather overwrites.
-
-    True if a loop or branch overwrites arrays: XLA copies its inputs.
-    """
+    """Whether an operation reads what an earlier gather overwrites; true for a loop or branch."""
     if _GATHER not in jaxprs.primitive_names(jaxpr):
         return False
     body = jaxprs.opened(jaxpr)
@@ -198,16 +191,15 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 #
 # XLA has one thread for each device, and one pool with as many threads for all devices. Threads of
 # both wait for other ranks, and large operations also need the pool. If a rank may wait in a native
-# call and in a collective of XLA, all threads may wait: a deadlock (8 ranks on 2 cores, in the
-# first step). In such a program the native calls wait on jdp's own threads.
+# call and in a collective of XLA, all threads may wait: a deadlock. In such a program the
+# native calls wait on jdp's own threads.
 #
 # A loop returns to XLA while its call waits on such a thread. XLA then starts collectives after the
-# loop before those inside have run, so ranks match different collectives: sums were wrong without
-# an error. Such a program must be left to XLA.
+# loop before those inside have run, so ranks match different collectives, silently. Such a program
+# must be left to XLA.
 #
-# XLA itself loses that order in a program loaded from the compilation cache: JAX 0.10.2 and 0.12
-# then matched a sum in a loop with one outside of it, on 8 ranks in most runs. The runs ended with
-# a signal or wrong numbers. Such a program must not be cached.
+# XLA loses that order in a program loaded from the compilation cache (JAX 0.10.2 and 0.12). Such a
+# program must not be cached.
 
 
 # Non-native lookups use XLA's collectives.
@@ -233,11 +225,7 @@ def runs_beside(jaxpr: Any) -> bool:
 
 
 def why_not_beside(jaxpr: Any) -> str | None:
-    """Return why a program must not make native calls.
-
-    XLA orders its collectives by their start. A loop or branch with native calls on jdp's threads
-    starts long before its collectives have run.
-    """
+    """Return why a program must not make native calls: a loop starts before its collectives ran."""
     found = _Waits(jaxpr)
     if found.native and (
         found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.native, found.xla))

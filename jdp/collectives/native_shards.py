@@ -32,11 +32,7 @@ def reduce_scatter(
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Reduce-scatter as `shards.reduce_scatter` does.
-
-    Each element is summed as in `collectives.native`, so a shard has the bits of the same slice of
-    the all-reduce.
-    """
+    """Reduce-scatter as `shards.reduce_scatter` does, with the bits of `collectives.native`."""
     axes = axis.names(axis_name)
     require_cpu(axes, mesh)
     calls = Calls(axes, mesh)

@@ -87,11 +87,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
 
 
 def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
-    """Return process -> value, for the processes that offer a value in time.
-
-    It never raises, and processes need not call it: it explains failures that some may not have
-    seen.
-    """
+    """Return process -> value, for the processes that offer a value in time; never raises."""
     me, found = jax.process_index(), {jax.process_index(): value}
     end = time.monotonic() + timeout_s
     try:
@@ -144,10 +140,7 @@ def odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
 def first_difference(
     pair: tuple[int, int], group: tuple[int, ...], items: Sequence[Any] | np.ndarray
 ) -> int:
-    """Return the index of the first item that differs between two processes.
-
-    If one only has further items, it is the other's number of items.
-    """
+    """Return the index of the first item that differs between two processes, or that one lacks."""
     lengths = all_gather(group, len(items), what="lengths")
     start, stop = 0, max(lengths[process] for process in pair)
     while stop - start > 1:

@@ -73,10 +73,7 @@ def log_of(group: tuple[int, ...]) -> CallLog:
 def first_difference(
     mine: Mapping[int, Described | None], theirs: Mapping[int, Described | None]
 ) -> tuple[int, Any, Any] | None:
-    """Return (number, call, call) of the first call that two processes make differently.
-
-    Two comparisons count as equal, since `all_gather` compares them itself.
-    """
+    """Return (number, call, call) of the first call that two processes make differently."""
     for number in sorted(mine.keys() & theirs.keys()):
         one, other = mine[number], theirs[number]
         if one and other and (one.name, one.shapes) != (other.name, other.shapes):

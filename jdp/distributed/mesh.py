@@ -294,7 +294,7 @@ def _mesh_of(
 
 def _require_sizes(axes: Any, mesh: Mesh | None) -> None:
     if mesh is not None:
-        raise ValueError("init got mesh= and axes=, which both make a mesh: leave axes= out.")
+        raise ValueError("init got mesh= and axes=, but mesh= already has axes. Remove axes=.")
     if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
         raise TypeError(f'init got axes={axes!r}. Write sizes by name, axes={{"model": 4}}.')
     for name, size in axes.items():

@@ -21,10 +21,7 @@ from jdp.tools.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, 
 
 
 def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Fit t = alpha + bytes / beta to (bytes, seconds) of at least two sizes.
-
-    Relative errors are small; the largest is returned, too.
-    """
+    """Fit t = alpha + bytes / beta to (bytes, seconds); return the largest relative error, too."""
     alpha, slope = _least_squares(points)
     if alpha < 0:  # through 0: each point counts by its relative error
         alpha = 0.0

@@ -74,10 +74,7 @@ class Likely:
         return self._start_s + self._times[kind] * longest_s
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
-        """Return the seconds of a collective: measured, or its start and its bytes over links.
-
-        Its groups run at the same time, and share the network of each host.
-        """
+        """Return the seconds of a collective: measured, or its start and its bytes over links."""
         n = len(groups[0]) if groups else self._num_ranks
         if n == 1:
             return self._start_s
@@ -102,10 +99,7 @@ class Likely:
     def _leaving_host(
         self, kind: str, num_bytes: float, sent: float, groups: Groups
     ) -> float | None:
-        """Return the most bytes that leave a host; None if each group is on one.
-
-        A group's ring leaves each host once.
-        """
+        """Return the most bytes that leave a host; None if each group is on one."""
         leaving: dict[int, float] = defaultdict(float)
         for group in groups:
             on_host = Counter(self._hosts[rank] for rank in group)

@@ -288,10 +288,7 @@ class PlannedCollective:
 
 
 class TracedStep(NamedTuple):
-    """The facts of a step's trace; a loop takes `scanned` arrays layer by layer.
-
-    `kernels` are the equations of Pallas calls.
-    """
+    """The facts of a step's trace; loops scan `scanned` by layer, `kernels` are Pallas calls."""
 
     collectives: list[PlannedCollective]
     callbacks: list[tuple[str, str]]

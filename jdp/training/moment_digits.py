@@ -184,10 +184,7 @@ class Change(NamedTuple):
 
 
 def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
-    """Return the changes of an optimizer's state leaves in an update, by index.
-
-    It is traced in float32, where no decay rounds to 1; {} if that fails.
-    """
+    """Return the changes of an optimizer's state leaves by index, in float32; {} if untraceable."""
     leaves, tree = jax.tree.flatten(opt_state)
 
     def update(grads: Any, leaves: Any, params: Any) -> Any:

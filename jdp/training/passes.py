@@ -68,10 +68,7 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, called: tupl
 
 
 def build(rank_program: RankProgram, probed: Pass) -> Pass:
-    """Return the program that runs: the probe's, or a better one.
-
-    A better one sends less, or in order, or keeps XLA's collectives and native calls apart.
-    """
+    """Return the program that runs: the probe's, or a better one."""
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
     choices, why_xla = _choose(probed.choices, jaxpr)
@@ -94,10 +91,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
 
 
 def _choose(choices: Choices, jaxpr: Any) -> tuple[Choices, str | None]:
-    """Return how a program's native calls must run, and why it must not make any.
-
-    Gathers overwrite no array that is read later.
-    """
+    """Return how a program's native calls must run, and why it must not make any."""
     why_not = _why_xla(jaxpr)
     why_xla = choices.why_xla or why_not
     is_beside = not why_xla and (choices.beside_xla or hazards.runs_beside(jaxpr))

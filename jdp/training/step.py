@@ -65,10 +65,7 @@ class KnownState:
 
 
 class LatestCall:
-    """A call of a step whose arguments needed no placing; it holds none of them.
-
-    `known` is the state of the next call: the returned one, or an `eval_step`'s.
-    """
+    """A call of a step whose arguments needed no placing; `known` is the state of the next call."""
 
     __slots__ = ("_is_alone", "_places", "_tree", "known", "program")
 
@@ -160,11 +157,7 @@ _getsignal, _get_ident = _signal.getsignal, threading.get_ident
 
 
 class Shield:
-    """Delays an interrupt from the donation of a step's state until the step has returned.
-
-    It is raised soon after the call, or when the next one begins. Python's handlers run only in the
-    main thread, so calls in other threads need no shield.
-    """
+    """Delays an interrupt of a call until it has returned: the donated state would be lost."""
 
     def __init__(self) -> None:
         self._handler: Any = None  # the author's
@@ -469,10 +462,7 @@ class Step:
         return prepared is compiled and not is_traced and _are_taken(leaves, taken_leaves)
 
     def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
-        """Return the arguments in order, keyword-only ones last.
-
-        An omitted argument keeps its default, as a constant of the program.
-        """
+        """Return the arguments in order, keyword-only ones last; omitted ones are defaults."""
         spec = self.spec
         if not kwargs and len(args) in spec.num_positional:
             return spec, args

@@ -151,8 +151,7 @@ class HangDetector:
     def poll(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
         """Return the stall to report at monotonic `now`, or None.
 
-        Call it a few times a second. A gap is no stall: a signal that stopped the caller may have
-        stopped the processes, too.
+        Call it a few times a second; a gap is no stall.
         """
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
         if all(it.phase in (BEFORE, STARTING) for it in begun.values()):

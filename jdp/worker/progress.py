@@ -262,10 +262,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Phase:
-    """A reusable context in which the process is in a phase.
-
-    `limit_s` is without progress; inf for no limit, 0 for the default of the name.
-    """
+    """A reusable phase; `limit_s` is without progress: inf for none, 0 for the name's default."""
 
     __slots__ = ("_record",)
 

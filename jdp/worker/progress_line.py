@@ -154,11 +154,7 @@ class Notebook:
 
 
 class TerminalLine:
-    """A line below the script's output to the terminal.
-
-    It replaces `write` of sys.stdout and sys.stderr, and `input`, which debuggers call; both erase
-    the line first.
-    """
+    """A line below the script's output to the terminal, erased before output and `input`."""
 
     def __init__(self) -> None:
         self._line = LiveLine()

@@ -17,10 +17,7 @@ _seen: set[str] = set()
 
 
 def record() -> None:
-    """Read the script and modules below its folder that are new since the last call.
-
-    Call it soon after the imports, before an edit: a standby imports long before it trains.
-    """
+    """Read the script and modules below its folder that are new; call it soon after the imports."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not Path(script).is_file():  # a notebook
         return

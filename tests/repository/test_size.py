@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 251,
-    "lines of jdp": 54_490,
+    "lines of jdp": 54_620,
     "words of docstrings and comments in jdp": 65_100,
     "lines of tests": 73_330,
     "lines of README.md": 120,

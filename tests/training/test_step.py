@@ -840,7 +840,7 @@ def test_the_data_axis_is_outermost_and_takes_the_remaining_devices(axes, names,
         ({"axes": {"model": 2.5}}, TypeError, r"axes\['model'\]"),
         ({"axes": ["model"]}, TypeError, "sizes by name"),
         ({"axis_name": ("a", "b")}, ValueError, "names 2 axes"),
-        ({"axes": {"model": 2}, "mesh": True}, ValueError, "leave axes= out"),
+        ({"axes": {"model": 2}, "mesh": True}, ValueError, "Remove axes="),
     ],
 )
 def test_axes_that_do_not_fit_are_refused(options, error, text):

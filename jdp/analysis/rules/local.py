@@ -181,10 +181,7 @@ def _copied(eqn: Any) -> tuple[int, ...]:
 
 
 def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
-    """Undo a division by a number of elements, or return None.
-
-    The division of a sum over ranks is by the number of ranks.
-    """
+    """Undo a division by a number of elements, not of ranks, or return None."""
     lattice, value = interp.lattice, quotient.value
     is_before_sums = value & lattice.varying and not value & lattice.total
     if not lattice.is_constant(value) and not is_before_sums:

@@ -57,10 +57,7 @@ NOT_JOINED = "jax.distributed.initialize did not join the processes."
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Return the key of the ranks' communicator, > 0.
-
-    It is in the compilation cache's key, so equal in every process and run.
-    """
+    """Return the key of the ranks' communicator, > 0, equal in every process and run."""
     ids = [device.id for device in mesh.devices.flat]
     return 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
 

@@ -65,10 +65,7 @@ class End(NamedTuple):
         _open_ends.append(self)
 
     def close(self) -> bool:
-        """End its waits, free its memory, and return whether other ranks may still write into it.
-
-        If so, the memory stays allocated until the process ends.
-        """
+        """End its waits; free its memory, or return that other ranks may still write there."""
         if self not in _open_ends:
             return False
         _open_ends.remove(self)
@@ -107,10 +104,7 @@ def why_no_gpus() -> str | None:
 
 
 def topology(num_ranks: int) -> int:
-    """Return the connection between GPUs that reduce together: 0 PCIe, 1 NVLink.
-
-    A process that sees fewer than `num_ranks` GPUs returns 0.
-    """
+    """Return how GPUs that reduce together connect: 0 PCIe (or not all are visible), 1 NVLink."""
     functions = _functions()
     if functions.jdp_cuda_num_devices() < num_ranks:
         return PCIE

@@ -100,10 +100,7 @@ def main() -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill all processes of a group except Python's resource trackers.
-
-    A tracker of `multiprocessing` without fork removes its users' files from /dev/shm, then ends.
-    """
+    """Kill all processes of a group except Python's resource trackers, which clean up /dev/shm."""
     members = [pid for pid in _processes() if _group_of(pid) == group]
     trackers = {*filter(_is_tracker, members)}
     if trackers:

@@ -67,8 +67,7 @@ def initial(plan: TrainingPlan) -> np.ndarray:
 def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
     """Return the exact parameters after some steps.
 
-    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters. Only an
-    incomplete epoch depends on the order of the rows.
+    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters.
     """
     x = data()
     epochs, rest = divmod(num_steps * BATCH_SIZE, NUM_ROWS)

@@ -25,10 +25,7 @@ _NUM_ROUNDS = 2
 
 
 def self_test(mesh: Mesh, where: str) -> list[Diagnosis]:
-    """Return a diagnosis for each collective, by `auto` and XLA.
-
-    A wrong result does not end the test: all processes make the same calls.
-    """
+    """Return a diagnosis for each collective, by `auto` and XLA; a wrong result does not end it."""
     return [_tested(mesh, where, operation) for operation in known_values.OPERATIONS]
 
 

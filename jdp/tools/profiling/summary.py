@@ -167,10 +167,7 @@ def _shift(first: Sequence[_Meetings], other: Sequence[_Meetings]) -> Shift:
 
 
 def _meetings(trace: ProcessTrace) -> _Meetings:
-    """Return when the last rank entered and the first rank left each collective, in ns.
-
-    The key is the step, the collective, and its earlier runs in the step.
-    """
+    """Return when the last rank entered and the first left a collective, in ns, by step and run."""
     start, num_ranks = trace.facts["start_ns"], len(trace.facts["ranks"])
     times: dict[tuple, list[tuple[int, int]]] = {}
     for rank in trace.facts["ranks"]:
