@@ -262,7 +262,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Phase:
-    """A reusable phase; `limit_s` is without progress: inf for none, 0 for the name's default."""
+    """A reusable context in which the process is in a phase.
+
+    `limit_s` is without progress; inf for no limit, 0 for the default of the name.
+    """
 
     __slots__ = ("_record",)
 
