@@ -4,18 +4,16 @@
 
 Each result is compared with the exact one, and each row printed when it is measured. A part far
 from those of published programs means that something else was timed: a clock that had not risen,
-copies, or the start of kernels. `--quick` measures small arrays, also on CPUs, without peaks.
+copies, or the start of kernels. `--quick` measures memory alone, also on CPUs, without peaks.
 """
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jdp
@@ -23,16 +21,14 @@ from benchmarks.gpu.measure import gpu
 from benchmarks.harness import exact, report
 from benchmarks.harness.report import Section
 from jdp.tools.bench import calibrate
-from jdp.tools.calibration import CACHED_BYTES
 from jdp.tools.rate import GPUS, kind_of
 
-_NUM_TIMES = 64  # of each loop
 _NAN = float("nan")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The rates of jdp bench --calibrate, one GPU.")
-    parser.add_argument("--quick", action="store_true", help="small arrays, also on CPUs")
+    parser.add_argument("--quick", action="store_true", help="memory alone, also on CPUs")
     options = parser.parse_args()
     is_gpu = jax.default_backend() == "gpu"
     if not is_gpu and not options.quick:
@@ -53,7 +49,7 @@ def measured(mesh: Mesh, peaks: Mapping[str, float], is_quick: bool) -> Iterator
     Args:
       mesh: of one device.
       peaks: by the names of rows, as far as they are known.
-      is_quick: whether to measure the small loops alone.
+      is_quick: whether to measure memory alone.
 
     Raises:
       exact.WrongResultError: if a result is wrong.
@@ -71,28 +67,13 @@ def measured(mesh: Mesh, peaks: Mapping[str, float], is_quick: bool) -> Iterator
 
 
 def _rates(mesh: Mesh, is_quick: bool) -> dict[str, tuple[Callable[[], float], str]]:
-    def loop(num_bytes: int) -> float:
-        size = num_bytes // 8
-        return num_bytes / calibrate.loop_s(mesh, lambda x: x + 1, size, float(_NUM_TIMES))
-
-    def tangents() -> float:
-        size = CACHED_BYTES // 8
-        return size / calibrate.loop_s(mesh, jnp.tanh, size, 0.0)
-
-    small = {
-        "start of an operation": (lambda: calibrate.operation_start_s(mesh), "s"),
-        # The rate of a cache, if it does not grow with the size: else kernels mostly start.
-        "array of 8 MiB": (functools.partial(loop, CACHED_BYTES), "B/s"),
-        "array of 32 MiB": (functools.partial(loop, 4 * CACHED_BYTES), "B/s"),
-        "tangents": (tangents, "1/s"),
-    }
+    memory = {"memory": (lambda: calibrate.memory_bytes_per_s(mesh), "B/s")}
     if is_quick:
-        return small
+        return memory
     return {
-        "memory": (lambda: calibrate.memory_bytes_per_s(mesh), "B/s"),
+        **memory,
         "matmuls in bfloat16": (lambda: calibrate.matmul_flops_per_s(mesh, "bfloat16"), "FLOP/s"),
         "matmuls in float32": (lambda: calibrate.matmul_flops_per_s(mesh, "float32"), "FLOP/s"),
-        **small,
     }
 
 

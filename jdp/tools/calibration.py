@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.tools import json_fields, results
-from jdp.tools.json_fields import AMOUNT, COUNT, OBJECT, POSITIVE, TEXT, Field, checked
+from jdp.tools.json_fields import AMOUNT, COUNT, POSITIVE, TEXT, Field, checked
 
 
 def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
@@ -52,35 +52,15 @@ def _rounded(x: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slowness:
-    """Times of operations in training steps, as multiples of those by themselves.
-
-    They relate to large matmuls, a loop over an array (also for `strided` operations, across its
-    rows), and a tiny operation that follows another. `largest_error` is that of the fitted steps.
-    """
-
-    matmul: float
-    elementwise: float
-    strided: float
-    start: float
-    largest_error: float
-
-
-@dataclasses.dataclass(frozen=True)
 class ComputeRates:
     """Rates of each of some devices of one host, while all compute and others idle.
 
-    Memory rates are for scaling an array, large or of CACHED_BYTES; transcendentals are hyperbolic
-    tangents.
+    They are those of large matmuls, and of scaling a large array.
     """
 
     num_ranks: int
     matmul_flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
-    cached_bytes_per_s: float
-    transcendentals_per_s: float
-    operation_start_s: float
-    slowness: Slowness
 
     def shared(self, share: float, alone: "ComputeRates") -> "ComputeRates":
         """Return the rates with another share of cores and memory, > 0."""
@@ -89,13 +69,8 @@ class ComputeRates:
             dtype: min(share * self.matmul_flops_per_s[dtype], alone.matmul_flops_per_s[dtype])
             for dtype in both
         }
-        speeds = "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s"
-        return dataclasses.replace(
-            self,
-            matmul_flops_per_s=flops,
-            operation_start_s=max(self.operation_start_s / share, alone.operation_start_s),
-            **{name: min(share * getattr(self, name), getattr(alone, name)) for name in speeds},
-        )
+        memory = min(share * self.memory_bytes_per_s, alone.memory_bytes_per_s)
+        return ComputeRates(self.num_ranks, flops, memory)
 
 
 def of_ranks(
@@ -107,7 +82,8 @@ def of_ranks(
     return dataclasses.replace(found.shared(share, measured[0]), num_ranks=num_ranks)
 
 
-FORMAT = 6
+FORMAT = 7
+_READ = (6, FORMAT)  # 6 has further fields
 
 
 def _is_point(value: Any) -> bool:
@@ -128,7 +104,7 @@ BYTES_PER_S = Field(
     f"{POSITIVE.what}, or null", lambda it: it in (None, math.inf) or POSITIVE.holds(it)
 )
 CALIBRATION = {
-    "format": Field(str(FORMAT), lambda it: it == FORMAT),
+    "format": Field(" or ".join(map(str, _READ)), lambda it: it in _READ),
     "host": TEXT, "platform": TEXT, "device_kind": TEXT, "num_devices": _NUMBER,
     "num_cores": _NUMBER, "date": TEXT, "versions": json_fields.dict_of(TEXT),
     "computation": json_fields.LIST, "rates": json_fields.LIST,
@@ -144,15 +120,8 @@ _BY_DTYPE = Field(
     lambda it: it != {} and json_fields.dict_of(POSITIVE).holds(it),
 )
 COMPUTATION = {
-    "num_ranks": _NUMBER, "matmul_flops_per_s": _BY_DTYPE,
-    "memory_bytes_per_s": POSITIVE, "cached_bytes_per_s": POSITIVE,
-    "transcendentals_per_s": POSITIVE, "operation_start_s": AMOUNT, "slowness": OBJECT,
+    "num_ranks": _NUMBER, "matmul_flops_per_s": _BY_DTYPE, "memory_bytes_per_s": POSITIVE,
 }  # fmt: skip
-SLOWNESS = {each.name: AMOUNT for each in dataclasses.fields(Slowness)}
-
-
-# An operation reads and writes so many bytes at a cache's rate.
-CACHED_BYTES = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +246,9 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
 def _read(content: Any) -> Calibration:
     found = checked(content, CALIBRATION)
     del found["format"]
-    found["computation"] = tuple(map(_read_computation, found["computation"]))
+    found["computation"] = tuple(
+        ComputeRates(**checked(it, COMPUTATION)) for it in found["computation"]
+    )
     found["rates"] = tuple(map(_read_law, found["rates"]))
     numbers = [it.num_ranks for it in found["computation"]]
     if numbers[:1] != [1] or numbers != sorted(set(numbers)):
@@ -290,11 +261,6 @@ def _read_law(content: Any) -> CollectiveLaw:
     for name in ("points", "cpu_points"):
         found[name] = tuple(map(tuple, found[name]))
     return CollectiveLaw(**found | {"bytes_per_s": read_bytes_per_s(found["bytes_per_s"])})
-
-
-def _read_computation(content: Any) -> ComputeRates:
-    found = checked(content, COMPUTATION)
-    return ComputeRates(**found | {"slowness": Slowness(**checked(found["slowness"], SLOWNESS))})
 
 
 def read_bytes_per_s(written: float | None) -> float:

@@ -87,7 +87,6 @@ class Kernel(NamedTuple):
     result: tuple[tuple[int, ...], ...]
     flops: float | None
     num_bytes: float | None
-    transcendentals: float = 0.0
 
 
 def kernel_of(eqn: Any) -> Kernel:
@@ -97,8 +96,7 @@ def kernel_of(eqn: Any) -> Kernel:
     result = tuple(tuple(out.aval.shape) for out in eqn.outvars)
     if cost is None:
         return Kernel(name, result, None, None)
-    work = cost.flops, cost.bytes_accessed, cost.transcendentals
-    return Kernel(name, result, *map(float, work))
+    return Kernel(name, result, float(cost.flops), float(cost.bytes_accessed))
 
 
 def find_kernel(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
@@ -157,17 +155,11 @@ def chain_computation(inside: Computation) -> Computation:
 
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-_TRANSCENDENTAL = frozenset(
-    "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
-    "atan2 cbrt".split()
-)
 # Of jdp, Python, random bits, sorts.
 _WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK|ConcatBitcast")
 # These read a part of their first operand, or change it in place.
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 _IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
-# A fusion of these alone computes nothing.
-_MOVES = frozenset("parameter copy transpose bitcast reshape tuple get-tuple-element".split())
 _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "conditional")
 
 
@@ -226,22 +218,6 @@ class Costs:
                     total[dtype] = total.get(dtype, 0) + flops
             self._flops[name] = total
         return self._flops[name]
-
-    def transcendentals(self, one: Instruction) -> int:
-        """Count exponentials, logarithms and the like."""
-        if kernel := self.kernel(one):
-            return int(kernel.transcendentals)
-        return sum(
-            hlo.num_elements(each.shape)
-            for each in [one, *self.inside(one)]
-            if each.op in _TRANSCENDENTAL
-        )
-
-    def is_strided(self, one: Instruction) -> bool:
-        """Whether an instruction computes across the rows of an array."""
-        inner = self.inside(one) if one.op in ("fusion", "call") else Computation()
-        changes = any(changes_order(each, inner.shapes) for each in inner)
-        return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count the bytes read and written: of a sliced array, the slice."""
@@ -307,29 +283,6 @@ def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
         return hlo.num_bytes(shapes[operands[1]])
     # A scatter takes arrays, indices, and as many updates as arrays.
     return sum(hlo.num_bytes(shapes[x]) for x in operands[len(operands) // 2 + 1 :])
-
-
-def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
-    """Whether a copy or transpose changes the order of elements in memory.
-
-    >>> text = "f32[2,3]{1,0} f32[3,2]{0,1} f32[3,2]{1,0}".split()
-    >>> turned = [Instruction("t", x, "transpose", "%x), dimensions={1,0}") for x in text[1:]]
-    >>> [changes_order(each, {"x": text[0]}) for each in turned]
-    [False, True]
-    """
-    if one.op not in ("copy", "transpose"):
-        return False
-    given, made = (hlo.arrays(shape) for shape in (shapes.get(one.operands()[0], ""), one.shape))
-    if not given or not made:
-        return False
-    dims = list(range(len(made[0].dims)))
-    if one.op == "transpose":
-        found = re.search(r"\bdimensions=\{([\d,]*)\}", one.rest)
-        dims = [int(dim) for dim in found[1].split(",")] if found and found[1] else dims
-    before, after = given[0].order(), [dims[i] for i in made[0].order()]
-    # Dims of size 1 may have any place.
-    sizes = given[0].dims
-    return [i for i in before if sizes[i] > 1] != [i for i in after if sizes[i] > 1]
 
 
 def _dtype(one: Instruction, shapes: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jdp.tools import timeline
-from jdp.tools.calibration import CACHED_BYTES, CollectiveLaw
+from jdp.tools.calibration import CollectiveLaw
 from jdp.tools.costs import Kernel
 from jdp.tools.hlo import HloProgram
 from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
@@ -21,7 +21,6 @@ _ONE_SHOT, _TWO_SHOT = "triton one-shot", "triton two-shot"
 _WHY_UNUSED = {
     "matmul_flops": ": matmuls of float32 take matmul_flops_f32",
     "matmul_flops_f32": ": matmuls of 16 bits take matmul_flops",
-    "memory_bytes_per_s": f": those of at most {CACHED_BYTES >> 20} MiB take cached_bytes_per_s",
 }
 
 
@@ -46,14 +45,7 @@ class Likely:
         other = {"low": "high", "high": "low"}.get(which, which)
         self._matmul, self._matmul_f32 = rate("matmul_flops"), rate("matmul_flops_f32")
         self._memory, self._link = rate("memory_bytes_per_s"), rate("link_bytes_per_s")
-        self._cached = rate("cached_bytes_per_s") if "cached_bytes_per_s" in rates else self._memory
-        name = "transcendentals_per_s"
-        self._transcendentals = rate(name) if name in rates else float("inf")
         self._start_s = getattr(rates["operation_start_s"], other)
-        self._times = {
-            kind: getattr(rates[f"{kind}_times"], other) if f"{kind}_times" in rates else 1.0
-            for kind in ("matmul", "elementwise", "strided")
-        }
         self._reduction_start_s = getattr(rates["reduction_start_s"], other)
         if "kernel_reduction_start_s" in rates:
             self._kernel_start_s = getattr(rates["kernel_reduction_start_s"], other)
@@ -63,15 +55,11 @@ class Likely:
         self._num_ranks, self._hosts = num_ranks, hosts
 
     def compute_s(self, work: Work) -> float:
-        """Return an operation's seconds: of its matmuls, memory or exponentials."""
+        """Return an operation's seconds: of its matmuls or its memory."""
         wide = sum(value for dtype, value in work.flops.items() if dtype in ("f32", "f64"))
         narrow = sum(work.flops.values()) - wide
         matmul_s = wide / self._matmul_f32 + narrow / self._matmul
-        memory = self._cached if work.num_bytes <= CACHED_BYTES else self._memory
-        exponentials_s = work.transcendentals / self._transcendentals
-        kind = "matmul" if work.flops else "strided" if work.is_strided else "elementwise"
-        longest_s = max(matmul_s, work.num_bytes / memory, exponentials_s)
-        return self._start_s + self._times[kind] * longest_s
+        return self._start_s + max(matmul_s, work.num_bytes / self._memory)
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
         """Return the seconds of a collective: measured, or its start and its bytes over links."""
@@ -144,7 +132,7 @@ class PredictedStep(NamedTuple):
         """Return given rates without effect, with a source that says so."""
         same = {}
         for name, rate in given.items():
-            worst = MOST_GIVEN if name.endswith(("_start_s", "_times")) else LEAST_GIVEN
+            worst = MOST_GIVEN if name.endswith("_start_s") else LEAST_GIVEN
             if self.at({**rates, name: replace(rate, value=worst)}).step_s == found.step_s:
                 same[name] = replace(rate, source=f"{UNUSED}{_WHY_UNUSED.get(name, '')}")
         return same

@@ -18,7 +18,6 @@ from jdp.tools.rate import (
     kind_of,
     nvlink,
     part_of,
-    time_interval,
 )
 from jdp.tools.targets import TargetDevices
 
@@ -28,6 +27,8 @@ _OF_DEVICES = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
 
 # The reached part of a peak: lowest, likely, highest.
 _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
+# The reached part of measured rates: a step's matmuls and arrays are smaller.
+_OF_LARGE_MATMULS, _OF_LARGE_ARRAYS = (0.5, 0.75, 1.0), (0.5, 1.0, 2.0)
 
 
 class _Tpu(NamedTuple):
@@ -49,18 +50,12 @@ UNITS = {
     "matmul_flops": "FLOP/s",
     "matmul_flops_f32": "FLOP/s",
     "memory_bytes_per_s": "B/s",
-    "cached_bytes_per_s": "B/s",
-    "transcendentals_per_s": "1/s",
     "link_bytes_per_s": "B/s",
     "host_link_bytes_per_s": "B/s",
     "reduction_start_s": "s",
     "host_reduction_start_s": "s",
     "kernel_reduction_start_s": "s",
     "operation_start_s": "s",
-    # As multiples of times by the rates.
-    "matmul_times": "times",
-    "elementwise_times": "times",
-    "strided_times": "times",
 }
 
 
@@ -235,26 +230,17 @@ def measured(target: TargetDevices) -> MeasuredRates:
 
 def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
     own = calibration.of_ranks(found.computation, num_ranks, share_cores=found.platform == "cpu")
-    flops, slowness = own.matmul_flops_per_s, own.slowness
-    by = f"(jdp bench --calibrate, {found.date[:10]})"
-    speeds = {
+    flops = own.matmul_flops_per_s
+    whole = {
         "matmul_flops": flops.get("bfloat16"),
         "matmul_flops_f32": flops.get("float32"),
         "memory_bytes_per_s": own.memory_bytes_per_s,
-        "cached_bytes_per_s": own.cached_bytes_per_s,
-        "transcendentals_per_s": own.transcendentals_per_s,
     }
-    source = f"measured here {by}"
-    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in speeds.items() if x}
-    # Each multiplies the time of operations, and so has the error of a step.
-    factors = {
-        "operation_start_s": slowness.start * own.operation_start_s,
-        "matmul_times": slowness.matmul,
-        "elementwise_times": slowness.elementwise,
-        "strided_times": slowness.strided,
-    }
-    shortest, longest = time_interval(slowness.largest_error)
-    source = f"measured here, on training steps {by}"
-    for name, value in factors.items():
-        rates[name] = Rate(value, shortest * value, longest * value, UNITS[name], source)
+    by = f"(jdp bench --calibrate, {found.date[:10]})"
+    rates = {}
+    for name, value in whole.items():
+        parts = _OF_LARGE_ARRAYS if name == "memory_bytes_per_s" else _OF_LARGE_MATMULS
+        if value:
+            source = f"{parts[1]:.0%} of {value:.3g}, measured here {by}"
+            rates[name] = _rate(name, value, parts, source)
     return rates

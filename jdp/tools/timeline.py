@@ -14,12 +14,10 @@ from jdp.tools.transfers import SentArrays, collective_in, number_of, transfer_o
 
 
 class Work(NamedTuple):
-    """The work of one operation; `is_strided`: it computes across the rows of an array."""
+    """The work of one operation."""
 
     flops: Mapping[str, float]
     num_bytes: float
-    transcendentals: float = 0
-    is_strided: bool = False
 
 
 Groups = Sequence[Sequence[int]]
@@ -327,14 +325,7 @@ class _Simulation:
         if not flops and (missing := self._costs.uncounted(one)):
             self.timeline.unknown.append(missing)
         shapes = self._shapes(name)
-        took_s = self._speeds.compute_s(
-            Work(
-                flops,
-                self._costs.num_bytes(one, shapes),
-                self._costs.transcendentals(one),
-                not flops and self._costs.is_strided(one),
-            )
-        )
+        took_s = self._speeds.compute_s(Work(flops, self._costs.num_bytes(one, shapes)))
         self.timeline.flops.update(flops)
         self.timeline.computing_s += took_s
         label = _label(one, bool(flops))

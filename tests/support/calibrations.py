@@ -2,30 +2,14 @@
 
 import dataclasses
 
-from jdp.tools.calibration import Calibration, CollectiveLaw, ComputeRates, Slowness
+from jdp.tools.calibration import Calibration, CollectiveLaw, ComputeRates
 
 LAW = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6)),
     ((1024, 4e-6), (4096, 8e-6)),
 )  # fmt: skip
-ALONE = ComputeRates(
-    num_ranks=1,
-    matmul_flops_per_s={"float32": 1e11},
-    memory_bytes_per_s=1e10,
-    cached_bytes_per_s=2e10,
-    transcendentals_per_s=4e8,
-    operation_start_s=1e-7,
-    slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
-)
-TOGETHER = ComputeRates(
-    num_ranks=2,
-    matmul_flops_per_s={"float32": 6e10},
-    memory_bytes_per_s=7e9,
-    cached_bytes_per_s=1e10,
-    transcendentals_per_s=2e8,
-    operation_start_s=2e-7,
-    slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
-)
+ALONE = ComputeRates(1, {"float32": 1e11}, 1e10)
+TOGETHER = ComputeRates(2, {"float32": 6e10}, 7e9)
 FOUND = Calibration(
     host="host0",
     platform="cpu",

@@ -13,7 +13,6 @@ from jdp.tools.calibration import fit_alpha_beta
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
 FIRST = SAVED["computation"][0]
-SLOWNESS = FIRST["slowness"]
 
 
 def test_a_saved_calibration_is_read_back_from_the_cache_folder(tmp_path, monkeypatch):
@@ -24,6 +23,14 @@ def test_a_saved_calibration_is_read_back_from_the_cache_folder(tmp_path, monkey
     assert calibration.load("cpu") == FOUND
     assert calibration.load("gpu") is None
     assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_file_of_format_6_is_read_without_its_further_fields(tmp_path):
+    path = tmp_path / "file.json"
+    more = {"cached_bytes_per_s": 2e10, "slowness": {"matmul": 1.5}}
+    earlier = {"format": 6, "computation": [it | more for it in SAVED["computation"]]}
+    path.write_text(json.dumps(SAVED | earlier))
+    assert calibration.load("cpu", path) == FOUND
 
 
 def test_a_law_whose_time_does_not_grow_is_saved_as_json_and_read_back(tmp_path):
@@ -51,11 +58,10 @@ def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
         "{}",
         "null",
         '"text"',
-        json.dumps({"format": calibration.FORMAT - 1}),
+        json.dumps({"format": 5}),
         json.dumps({"format": calibration.FORMAT, "rates": [{}]}),
         json.dumps(SAVED | {"computation": []}),
         json.dumps(SAVED | {"computation": [FIRST | {"memory_bytes_per_s": None}]}),
-        json.dumps(SAVED | {"computation": [FIRST | {"slowness": SLOWNESS | {"start": "1"}}]}),
         json.dumps(SAVED | {"rates": [dataclasses.asdict(LAW) | {"alpha_s": None}]}),
         "[" * 100_000,
         json.dumps(SAVED)[:-9],
@@ -67,8 +73,7 @@ def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
         *(json.dumps(SAVED | {"computation": [FIRST | {name: value}]}) for name, value in (
             ("matmul_flops_per_s", {}), ("matmul_flops_per_s", [1]), ("num_ranks", 0),
             ("matmul_flops_per_s", {"float32": "1"}), ("memory_bytes_per_s", math.nan),
-            ("cached_bytes_per_s", 0), ("transcendentals_per_s", -1), ("operation_start_s", True),
-            ("slowness", None), ("slowness", SLOWNESS | {"matmul": math.inf}),
+            ("memory_bytes_per_s", 0), ("memory_bytes_per_s", True),
         )),
         *(json.dumps(SAVED | {"rates": [dataclasses.asdict(LAW) | {name: value}]})
           for name, value in (

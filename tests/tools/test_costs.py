@@ -48,30 +48,6 @@ def test_of_an_array_that_is_sliced_the_slice_is_read(root, num_bytes):
     assert bytes_of_root(found) == num_bytes
 
 
-# XLA transposes by blocks, unless it computes in the same loop.
-@pytest.mark.parametrize(
-    ("inner", "is_strided"),
-    [
-        (["%t = f32[8,9]{0,1} transpose(%p)", "ROOT %c = f32[8,9]{1,0} copy(%t)"], False),
-        (["%c = f32[9,8]{0,1} copy(%p)", "ROOT %b = f32[8,9]{1,0} bitcast(%c)"], False),
-        (["%a = f32[9,8]{1,0} add(%p, %p)", "ROOT %c = f32[9,8]{0,1} copy(%a)"], True),
-        (["%c = f32[9,8]{0,1} copy(%p)", "ROOT %x = bf16[9,8]{0,1} convert(%c)"], True),
-        (["%a = f32[9,8]{1,0} add(%p, %p)", "ROOT %b = f32[72]{0} bitcast(%a)"], False),
-    ],
-)
-def test_an_operation_is_strided_if_it_computes_across_rows(inner, is_strided):
-    inner = [line.replace("transpose(%p)", "transpose(%p), dimensions={1,0}") for line in inner]
-    others = fusion("%p = f32[9,8]{1,0} parameter(0)", *inner)
-    array = "%array = f32[9,8]{1,0} parameter(0)"
-    call = "ROOT %root = f32[9,8]{1,0} fusion(%array), kind=kLoop, calls=%inner"
-    found = program(array, call, others=others)
-    entry = found.computations[found.entry]
-    assert Costs(found.computations).is_strided(entry[-1]) == is_strided
-    alone = program(array, "ROOT %root = f32[9,8]{0,1} copy(%array)")
-    (*_, copy) = alone.computations[alone.entry]
-    assert not Costs(alone.computations).is_strided(copy)
-
-
 # The first parameter of the fusion is the table, the second the numbers of the rows.
 PARAMETERS = ("%p = f32[1000,8]{1,0} parameter(0)", "%n = s32[16,1]{1,0} parameter(1)")
 SLICED = "f32[16,8]{1,0} slice(%p)"
@@ -162,18 +138,6 @@ def test_a_call_of_one_array_whose_name_says_dot_is_no_product():
         'ROOT %root = f32[4]{0} custom-call(%a), custom_call_target="my_dot_with_itself"',
     )
     assert flops_of_root(found) == {}
-
-
-def test_exponentials_are_counted_in_fusions():
-    found = program(
-        "%x = f32[3,5]{1,0} parameter(0)",
-        "ROOT %root = f32[3,5]{1,0} fusion(%x), kind=kLoop, calls=%inner",
-        others=fusion(
-            "%p = f32[3,5]{1,0} parameter(0)", "%a = f32[3,5]{1,0} tanh(%p)",
-            "%b = f32[3,5]{1,0} exponential(%a)", "ROOT %c = f32[3,5]{1,0} add(%a, %b)",
-        ),
-    )  # fmt: skip
-    assert Costs(found.computations).transcendentals(found.computations["main"][-1]) == 2 * 15
 
 
 class Seconds:

@@ -165,7 +165,7 @@ def test_a_given_rate_is_what_the_prediction_takes():
         ({"speed": 1.0}, ValueError, "'speed'.*matmul_flops"),
         ({"matmul_flops": float("nan")}, ValueError, "nan.*FLOP/s"),
         ({"matmul_flops": float("inf")}, ValueError, "inf.*FLOP/s"),
-        ({"matmul_times": 0}, ValueError, "matmul_times=0.*more than 0"),
+        ({"matmul_flops": 0}, ValueError, "matmul_flops=0.*more than 0"),
         ({"operation_start_s": -1e-9}, ValueError, "-1e-09.*at least 0"),
         ({"matmul_flops": "1e9"}, TypeError, "'1e9'.*FLOP/s"),
         ({"matmul_flops": None}, TypeError, "None.*FLOP/s"),

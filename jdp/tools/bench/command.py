@@ -60,9 +60,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _collective(operation: str, arguments: Sequence[str]) -> int:
-    from jdp.tools import collective_case
+    from jdp.tools.bench import collectives
 
-    known = collective_case.algorithms(operation)
+    known = collectives.algorithms(operation)
     parser = argparse.ArgumentParser(
         prog=f"jdp bench {operation}",
         description=f"How fast is an {operation} of each size, by each algorithm? Sizes, out of "
@@ -199,13 +199,4 @@ def _say_rates(found: Any) -> None:
         who = f"each of {rates.num_ranks} ranks" if rates.num_ranks > 1 else "one rank by itself"
         flops = rates.matmul_flops_per_s.items()
         matmuls = ", ".join(f"{x / 1e9:.1f} GFLOP/s in {dtype}" for dtype, x in flops)
-        times = rates.slowness
-        print(
-            f"{who}: matmuls {matmuls}; memory {rates.memory_bytes_per_s / 1e9:.1f} GB/s, in a "
-            f"cache {rates.cached_bytes_per_s / 1e9:.1f}; exponentials "
-            f"{rates.transcendentals_per_s / 1e9:.2f} G/s; an operation starts in "
-            f"{rates.operation_start_s * 1e6:.2f} us. In training steps matmuls take "
-            f"{times.matmul:.2f} times as long, elementwise operations {times.elementwise:.2f}, "
-            f"strided ones {times.strided:.2f} and starts {times.start:.2f} times, within "
-            f"{times.largest_error:.0%}"
-        )
+        print(f"{who}: matmuls {matmuls}; memory {rates.memory_bytes_per_s / 1e9:.1f} GB/s")

@@ -25,7 +25,7 @@ from jdp.reduction.micro_batches import value_and_grad
 from jdp.reduction.optimizer import replicated
 from jdp.tools import known_values, models, paired_timing, results
 from jdp.tools.bench import flags, output
-from jdp.tools.collective_case import Case, Trial
+from jdp.tools.bench.collectives import Case, Trial
 from jdp.training.state import TrainState
 from jdp.training.step import train_step
 

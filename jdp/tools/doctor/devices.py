@@ -13,7 +13,7 @@ from jdp.collectives.auto import auto, choice
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.gpu import runtime as gpu_runtime
 from jdp.tools import known_values
-from jdp.tools.collective_case import AUTO, Case, Trial
+from jdp.tools.bench.collectives import AUTO, Case, Trial
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.tools.known_values import WrongResultError
 
