@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.elastic import faults_plot
 from benchmarks.harness import report
 from benchmarks.harness.report import Section
+from jdp.tools.bench.injector import strike
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path += [str(_TESTS), str(_TESTS / "faults")]
@@ -204,14 +205,15 @@ class Fate:
 
     def strike(self) -> Incident:
         """Inject a fault, and wait until the run has recovered."""
-        harness.until_ready(self._launcher)
+        self._launcher.until_ready()
         rank = next(self._victims)
         weights = {kind: it for kind, it in self._weights.items() if rank in _ranks(kind)}
         [kind] = self._rng.choices([*weights], [*weights.values()])
         self._num += 1
         print(f"{self._num}: {kind}", end=": ")
         began = self._kinds[kind](kind, rank)
-        record = harness.until_recovered(self._launcher, self._num)
+        record = self._launcher.until_recovered(self._num)
+        print(f"{record['whole_s']:.3f} s: {record}")
         generation, self._generation = self._generation, record["generation"]
         return Incident(kind, began, record, self._rest_s(generation, self._generation))
 
@@ -223,7 +225,8 @@ class Fate:
 
     # By the script itself, before a step.
     def _order(self, kind: str, rank: int) -> float:
-        begin = self._training.step() + 2
+        # Processes read orders after their leash.
+        begin = max(self._training.step(), self._training.leash or 0) + 2
         end = begin + self._stride
         step = self._rng.randrange(begin, end)
         if kind == "kill in a checkpoint":
@@ -234,31 +237,24 @@ class Fate:
 
     # From outside, at any moment.
     def _signal(self, kind: str, rank: int) -> float:
-        number = signal.SIGSTOP if kind == "SIGSTOP" else signal.SIGKILL
-        pids = self._launcher.pids(harness.generation(self._launcher), SIZE)
-        victims = [pids[rank]]
-        if kind == "SIGKILL of two":
-            victims.append(pids[rank - 1])
+        pids = self._launcher.pids(self._launcher.generation(), SIZE)
+        victims = [pids[rank]] + [pids[rank - 1]] * (kind == "SIGKILL of two")
         delay_s = self._rng.uniform(0.0, 0.15)
         self._training.order(self._training.step() + self._stride)
         time.sleep(delay_s)
-        began = time.time()
-        for pid in victims:
-            os.kill(pid, number)
-        return began
+        return strike(victims, signal.SIGSTOP if kind == "SIGSTOP" else signal.SIGKILL)
 
     def _signal_twice(self, kind: str, rank: int) -> float:
-        generation = harness.generation(self._launcher)
+        generation = self._launcher.generation()
         began = self._signal(kind, rank)
         # As soon as the members of the new generation are known.
         formed = self._launcher.until("joined", generation=generation + 1)
-        os.kill(formed[0]["pid"], signal.SIGKILL)
+        strike([formed[0]["pid"]])
         return began
 
     def _signal_without_standbys(self, kind: str, rank: int) -> float:
-        standbys = self._launcher.standbys(harness.generation(self._launcher), SIZE)
-        for pid in standbys if kind.endswith("left") else standbys[:1]:
-            os.kill(pid, signal.SIGKILL)
+        standbys = self._launcher.standbys(self._launcher.generation(), SIZE)
+        strike(standbys if kind.endswith("left") else standbys[:1])
         return self._signal(kind, rank)
 
     # Between the end of each generation and the beginning of the next.

@@ -6,13 +6,14 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lineage
 import numpy as np
 import victim
 from support.launcher import Launcher
 from victim import Fault
+
+from jdp.tools.bench.injector import write_whole
 
 VICTIM = (Path(__file__).parent / "victim.py").read_text()
 
@@ -53,6 +54,7 @@ class Training:
         changes: str = SHORT_BACKOFF,
     ) -> None:
         self.folder, self.num_steps, self._changes = folder, num_steps, changes
+        self.leash: int | None = None
         self.launchers: list[Launcher] = []
         self._num_faults, self._num_launches = 0, 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,10 +92,9 @@ class Training:
         steps = list(dict.fromkeys(step for _, _, step in faults))
         numbered = [Fault(self._num_faults + steps.index(fault[2]), *fault) for fault in faults]
         self._num_faults += len(steps)
-        # Renamed, so that no process reads half of it.
-        part = self.folder / "orders.part"
-        part.write_text(json.dumps({"leash": leash, "faults": numbered}))
-        os.rename(part, self.folder / "orders.json")
+        self.leash = leash
+        orders = json.dumps({"leash": leash, "faults": numbered})
+        write_whole(self.folder / "orders.json", orders)
         return self.folder / victim.happened(self._num_faults - 1)
 
     def step(self) -> int:
@@ -136,33 +137,6 @@ def uninterrupted(folder: Path, num_steps: int = NUM_STEPS) -> Training:
         if wrong := training.miscounted() + wrong_bits(training, training):
             raise RuntimeError(f"{wrong}\n{launcher.output}")
     return training
-
-
-def generation(launcher: Launcher) -> int:
-    """The number of the generation that was formed last."""
-    return launcher.until("formed")[-1]["generation"]
-
-
-def until_ready(launcher: Launcher, num_hosts: int = 1) -> None:
-    """Wait until a generation trains and all standbys wait."""
-    while True:
-        number = generation(launcher)
-        launcher.until_true(
-            lambda number=number: (
-                len(launcher.events("ready", generation=number)) >= num_hosts
-                or generation(launcher) > number
-            ),
-            f"standbys of generation {number}",
-        )
-        if generation(launcher) == number:
-            return
-
-
-def until_recovered(launcher: Launcher, number: int) -> dict[str, Any]:
-    """Wait for the `number`-th recovery, print how long it took, and give its record."""
-    record = launcher.until("recovered", number)[number - 1]
-    print(f"{record['whole_s']:.3f} s: {record}")
-    return record
 
 
 def wrong_bits(training: Training, oracle: Training, num_processes: int = 3) -> list[str]:

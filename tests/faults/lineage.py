@@ -1,16 +1,16 @@
 """Which rows a run has trained on, from what its processes wrote before each step."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jdp.tools.bench.injector import read_lines
+
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Give what all processes of a run wrote, but for a line that one is writing."""
-    texts = [file.read_text() for file in sorted(folder.glob("rows.*"))]
-    return [json.loads(line) for text in texts for line in text.split("\n")[:-1]]
+    return read_lines(folder.glob("rows.*"))
 
 
 def rows_by_step(entries: Iterable[dict[str, Any]]) -> dict[int, list[int]]:

@@ -3,15 +3,15 @@
 All faults happen to one run, one after the other, each when the standbys wait again.
 """
 
-import os
 import re
-import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import harness
 import pytest
 from victim import COMMIT_EVERY, SAVE_EVERY
+
+from jdp.tools.bench.injector import strike
 
 pytestmark = [
     pytest.mark.xdist_group("processes"),
@@ -89,14 +89,14 @@ def run(request, trainings):
     records = {}
     for number, (name, case) in enumerate(cases_of(request.session).items(), 1):
         print(name, end=": ")
-        harness.until_ready(launcher)
+        launcher.until_ready()
         if name == "without standbys":
-            for pid in launcher.standbys(harness.generation(launcher), 3):
-                os.kill(pid, signal.SIGKILL)
+            strike(launcher.standbys(launcher.generation(), 3))
         begin = SAVE_EVERY * number
         faults = [(kind, r, None if at is None else begin + at) for kind, r, at in case.faults]
         training.order(begin + SAVE_EVERY + 3, *faults)
-        records[name] = harness.until_recovered(launcher, number)
+        records[name] = launcher.until_recovered(number)
+        print(records[name])
     training.order(None)
     assert launcher.wait() == 0, launcher.output
     training.close()

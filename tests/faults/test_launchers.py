@@ -18,7 +18,7 @@ FLAGS = "--nproc-per-node=3", "--standbys=1"
 def test_a_killed_launcher_and_a_preempted_process_cost_no_bits(trainings, oracle):
     training = trainings(leash=50)
     launcher = training.start(*FLAGS)
-    harness.until_ready(launcher)
+    launcher.until_ready()
     training.until_step(launcher, 50)
 
     # One that is slow is no fault.
@@ -88,7 +88,7 @@ def test_a_killed_process_costs_no_bits(trainings):
     launcher = whole.start("--nproc-per-node=2", "--standbys=0")
     assert launcher.wait() == 0, launcher.output
     launcher = broken.start("--nproc-per-node=2")
-    harness.until_ready(launcher)
+    launcher.until_ready()
     broken.order(None, ("kill", 0, 7))
     assert launcher.wait() == 0, launcher.output
     assert len(launcher.events("recovered")) == 1

@@ -49,7 +49,7 @@ def test_shrinking_and_growing_give_the_same_parameters(trainings, oracle):
     for rank in range(3):
         hosts.start(rank)
     hosts.until_trained_by(3)
-    harness.until_ready(hosts.launchers[0], 3)
+    hosts.launchers[0].until_ready(3)
     hosts.kill(2)
     training.order(40)
     hosts.until_trained_by(2)
@@ -87,7 +87,7 @@ def test_a_host_whose_wire_is_cut_is_left_out_until_it_can_be_reached(trainings,
         hosts.start(0)
         hosts.start(1)
         hosts.until_trained_by(2)
-        harness.until_ready(hosts.launchers[0], 2)
+        hosts.launchers[0].until_ready(2)
         with wire_cut(within[1]):
             training.order(40)
             hosts.until_trained_by(1)

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 import jdp
 from jdp.checkpoint.snapshot import CopyOut
+from jdp.tools.bench.injector import LineLog
 
 # 10 rows do not divide by 3 ranks, and not into 64: batches are padded, and epochs end inside them.
 NUM_ROWS = 64
@@ -65,7 +66,12 @@ def main() -> None:
     jdp.init()
     orders = Orders(folder)
     orders.carry_out(None)
-    log = Log(folder)
+    log = LineLog(
+        folder / f"rows.{os.getpid()}",
+        launch=int(os.environ.get(LAUNCH, "0")),
+        generation=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        rank=jax.process_index(),
+    )
     batches = jdp.batches(rows, BATCH_SIZE, num_steps=num_steps, mask=True)
     checkpoints = folder / "checkpoints"
     with jdp.Checkpointer(checkpoints, commit_every=COMMIT_EVERY, save_every=SAVE_EVERY) as ckpt:
@@ -110,23 +116,6 @@ def rows_of(batch: dict[str, jax.Array]) -> list[int]:
         for name in ("row", "mask")
     )
     return row[mask].tolist()
-
-
-class Log:
-    """What this process does, line by line, each in one write: a death does not tear it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = os.open(
-            folder / f"rows.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666
-        )
-        self._who = {
-            "launch": int(os.environ.get(LAUNCH, "0")),
-            "generation": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-            "rank": jax.process_index(),
-        }
-
-    def write(self, **facts: Any) -> None:
-        os.write(self._file, json.dumps({**self._who, **facts}).encode() + b"\n")
 
 
 class Orders:

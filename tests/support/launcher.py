@@ -1,18 +1,17 @@
 """`jdp run` as a program, for tests: started, watched through its events, and never left behind."""
 
 import contextlib
-import json
 import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jdp.launch.host import spawn
+from jdp.tools.bench.injector import FaultyRun
 
 DEADLINE_S = 60.0
 # A script of a test's own imports JAX in each process, which takes long on a busy machine.
@@ -58,7 +57,7 @@ while not (folder / "done").exists():
 """
 
 
-class Launcher:
+class Launcher(FaultyRun):
     """One `jdp run` of SCRIPT.
 
     Args:
@@ -69,9 +68,6 @@ class Launcher:
       within: what it is started by, such as ("ip", "netns", "exec", "name").
       changes: Python that the launcher itself executes first.
       environment: further variables.
-
-    Attributes:
-      deadline_s: how long it waits for what is to happen.
     """
 
     deadline_s = DEADLINE_S
@@ -92,79 +88,31 @@ class Launcher:
         if script != SCRIPT:
             self.deadline_s = max(self.deadline_s, WITH_JAX_S)
         self.mark = secrets.token_hex(8)
-        self._logs = folder / f"logs_{self.mark}"
-        self._output = folder / f"output_{self.mark}"
-        self._events: list[dict] = []
-        self._num_read = 0
+        logs = folder / f"logs_{self.mark}"
         path = folder / "train.py"
         path.write_text(script)
         changed = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
         heartbeats = f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}"
         quick = [heartbeats, "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    *DIES_WITH_US,
-                    *within,
-                    *(sys.executable, *(["-c", changed] if changes else ["-m", "jdp"])),
-                    *("run", "--local-ranks-filter=all"),
-                    *(f"--log-dir={self._logs}", *quick, *flags),
-                    *(str(path), before, init, after),
-                ],
-                env={
-                    **{k: v for k, v in os.environ.items() if not k.startswith(("JDP_", "PET_"))},
-                    "PYTHONPATH": PACKAGES,
-                    MARK: self.mark,
-                    **environment,
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def output(self) -> str:
-        """What was written to the console so far."""
-        return self._output.read_text(errors="replace")
-
-    def events(self, event: str, **facts) -> list[dict]:
-        """The events of that name so far, with these facts."""
-        # Asked for again and again: only what is new is read.
-        path = self._logs / "events.jsonl"
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(self._num_read)
-            while (line := file.readline()).endswith(b"\n"):
-                self._events.append(json.loads(line))
-                self._num_read += len(line)
-        return [e for e in self._events if {"event": event, **facts}.items() <= e.items()]
-
-    def until(self, event: str, number: int = 1, **facts) -> list[dict]:
-        """Wait until there are so many such events, and give them."""
-        found: list[dict] = []
-
-        def are_there() -> bool:
-            found[:] = self.events(event, **facts)
-            return len(found) >= number
-
-        self.until_true(are_there, f"{number} x {event} {facts}")
-        return found
-
-    def until_true(self, condition, what: str) -> None:
-        """Wait for a condition."""
-        deadline = time.monotonic() + self.deadline_s
-        while not condition():
-            if self.process.poll() is not None and not condition():
-                raise AssertionError(
-                    f"no {what}, but an end with {self.process.returncode}:\n{self.output}"
-                )
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no {what} within {self.deadline_s} s:\n{self.output}")
-            time.sleep(0.005)
-
-    def pids(self, generation: int, size: int) -> list[int]:
-        """The pids of a generation, by rank, once it has made its first step."""
-        told = self.until("first_step", size, generation=generation)
-        return [e["pid"] for e in sorted(told, key=lambda e: e["process_id"])]
+        super().__init__(
+            [
+                *DIES_WITH_US,
+                *within,
+                *(sys.executable, *(["-c", changed] if changes else ["-m", "jdp"])),
+                *("run", "--local-ranks-filter=all"),
+                *(f"--log-dir={logs}", *quick, *flags),
+                *(str(path), before, init, after),
+            ],
+            logs,
+            folder / f"output_{self.mark}",
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith(("JDP_", "PET_"))},
+                "PYTHONPATH": PACKAGES,
+                MARK: self.mark,
+                **environment,
+            },
+            start_new_session=True,
+        )
 
     def signal(self, number: int, size: int = 2) -> None:
         """Send a signal once so many processes run."""
@@ -185,13 +133,6 @@ class Launcher:
             self.pids(*generation_and_size)
         (self.folder / "done").touch()
         return self.wait()
-
-    def wait(self) -> int:
-        """Wait for the launcher, and give its exit code."""
-        try:
-            return self.process.wait(self.deadline_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end within {self.deadline_s} s:\n{self.output}") from None
 
     def alive(self) -> list[int]:
         """The pids of all processes that run the script."""

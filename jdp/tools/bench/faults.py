@@ -2,9 +2,9 @@
 
 import argparse
 import json
+import math
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -19,6 +19,13 @@ from typing import Any, NamedTuple
 from jdp.launch.host import spawn
 from jdp.tools import results
 from jdp.tools.bench import flags
+from jdp.tools.bench.injector import (
+    FaultyRun,
+    FaultyRunError,
+    read_lines,
+    strike,
+    write_whole,
+)
 from jdp.tools.calibration import fit_alpha_beta
 from jdp.tools.known_values import WrongResultError
 from jdp.worker.build_info import version
@@ -84,7 +91,6 @@ def fault_parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str
     }
 
 
-_POLL_S = 0.01
 _PROGRAM = "jdp.tools.bench.faulty_run"
 # The most steps that a process is ahead of others.
 _MARGIN_STEPS = 5
@@ -102,11 +108,7 @@ class FaultSetting(NamedTuple):
     seed: int = 0
 
 
-class FaultyRunError(Exception):
-    """A failed or stalled run, with its last output."""
-
-
-class FaultyLaunch:
+class FaultyLaunch(FaultyRun):
     """One `jdp run` of `faulty_run`, in a new folder; the context ends it."""
 
     def __init__(self, folder: Path, state_bytes: int, setting: FaultSetting):
@@ -118,48 +120,40 @@ class FaultyLaunch:
         }
         (folder / "run.json").write_text(json.dumps(plan))
         self.folder, self._num_processes = folder, setting.num_processes
-        self._output = (folder / "output").open("wb")
+        self.deadline_s = setting.deadline_s
         command = [sys.executable, "-m", "jdp", "run"]
         command += [f"--nproc-per-node={setting.num_processes}", "--max-restarts=1000000"]
         command += [f"--log-dir={folder / 'logs'}", "-m", _PROGRAM, str(folder)]
-        self._process = subprocess.Popen(
+        super().__init__(
             spawn.ends_with_this(command),  # or it would train without end
+            folder / "logs",
+            folder / "output",
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
         )
 
     def __enter__(self) -> "FaultyLaunch":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
+        if self.process.poll() is None:
+            self.process.terminate()
             try:
-                self._process.wait(30)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # its processes end with it
-                self._process.wait()
-        self._output.close()
+                self.process.kill()  # its processes end with it
+                self.process.wait()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the launcher has ended."""
-        return self._process.poll() is not None
-
-    def events(self, event: str) -> list[dict[str, Any]]:
-        """Return the events so far with a name."""
-        path = self.folder / "logs" / "events.jsonl"
-        found = read_lines(path) if path.exists() else []
-        return [it for it in found if it["event"] == event]
+    def steps(self) -> list[dict[str, Any]]:
+        """Return process 0's steps in all generations, by start."""
+        found = [it for it in read_lines(self.folder.glob("steps.*")) if it["rank"] == 0]
+        return sorted(found, key=lambda it: it["begin"])
 
     def first_steps(self) -> dict[int, list[dict[str, Any]]]:
         """Return generation -> the first steps of its processes."""
         found: dict[int, list[dict[str, Any]]] = {}
         for path in self.folder.glob("steps.*"):
-            steps = read_lines(path)
-            if steps:
+            if steps := read_lines([path]):
                 found.setdefault(steps[0]["generation"], []).append(steps[0])
         return found
 
@@ -170,34 +164,14 @@ class FaultyLaunch:
         found = {it["process_id"]: it["pid"] for it in told if it["generation"] == newest}
         return found if len(found) == self._num_processes else {}
 
-    def until(self, is_there: Callable[[], Any], what: str, deadline_s: float) -> Any:
-        """Wait for a condition, and return its value."""
-        end = time.monotonic() + deadline_s
-        while not (value := is_there()):
-            if self.is_over and not is_there():
-                raise FaultyRunError(f"the run ended without {what}.\n{self._tail()}")
-            if time.monotonic() > end:
-                raise FaultyRunError(f"no {what} within {deadline_s:.0f} s.\n{self._tail()}")
-            time.sleep(_POLL_S)
-        return value
-
     def stop(self) -> None:
         """End the run after a step that no process has begun."""
-        newest = max(it["step"] for it in read_steps(self.folder))
-        part = self.folder / "stop.part"
-        part.write_text(str(newest + _MARGIN_STEPS))
-        part.rename(self.folder / "stop")
-
-    def wait(self, deadline_s: float) -> None:
-        """Wait for the end of the run."""
-        self.until(lambda: self.is_over, "end of the run", deadline_s)
-        if self._process.returncode:
+        newest = max(it["step"] for it in self.steps())
+        write_whole(self.folder / "stop", str(newest + _MARGIN_STEPS))
+        if self.wait():
             raise FaultyRunError(
-                f"the run ended with exit code {self._process.returncode}.\n{self._tail()}"
+                f"the run ended with exit code {self.process.returncode}.\n{self._tail()}"
             )
-
-    def _tail(self) -> str:
-        return (self.folder / "output").read_text(errors="replace")[-3000:]
 
 
 def require_exact(folder: Path, num_processes: int) -> None:
@@ -216,17 +190,6 @@ def require_exact(folder: Path, num_processes: int) -> None:
         )
 
 
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return process 0's steps in all generations, by start."""
-    found = [it for path in folder.glob("steps.*") for it in read_lines(path) if it["rank"] == 0]
-    return sorted(found, key=lambda it: it["begin"])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return a JSON file's lines, without an incomplete one."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
 def measure(
     folder: Path, state_bytes: int, setting: FaultSetting, say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -234,9 +197,8 @@ def measure(
     with FaultyLaunch(folder / "run", state_bytes, setting) as run:
         faults = _strike(run, setting, say)
         run.stop()
-        run.wait(setting.deadline_s)
         require_exact(run.folder, setting.num_processes)
-        row = fault_summary(read_steps(run.folder), run.first_steps(), faults)
+        row = fault_summary(run.steps(), run.first_steps(), faults)
     return {
         "state_bytes": state_bytes,
         "processes": setting.num_processes,
@@ -249,25 +211,19 @@ def measure(
 def _strike(run: FaultyLaunch, setting: FaultSetting, say: Callable[[str], None]) -> list[Fault]:
     """Kill random processes until `num_faults` have recovered."""
     chosen, faults = random.Random(setting.seed), []
-    pids = run.until(run.running, "first step", setting.deadline_s)
+    pids = run.until_true(run.running, "first step")
     while True:
         due = time.monotonic() + chosen.expovariate(1 / setting.mtbf_s)
         if faults:
-            at = faults[-1].at
-            due -= time.time() - at
-        run.until(lambda due=due: time.monotonic() >= due, "time", float("inf"))
+            due -= time.time() - faults[-1].at
+        run.until_true(lambda due=due: time.monotonic() >= due, "next fault", math.inf)
         if len(faults) == setting.num_faults:
             return faults
-        number, at = len(faults) + 1, time.time()
-        os.kill(pids[chosen.choice(sorted(pids))], signal.SIGKILL)
-        [record] = run.until(
-            lambda number=number: run.events("recovered")[number - 1 : number],
-            "recovery",
-            setting.deadline_s,
-        )
+        at = strike([pids[chosen.choice(sorted(pids))]])
+        record = run.until_recovered(len(faults) + 1)
         faults.append(Fault(at, record))
-        say(f"fault {number} of {setting.num_faults}: {record['at'] - at:.3f} s")
-        pids = run.until(run.running, "step of all processes", setting.deadline_s)
+        say(f"fault {len(faults)} of {setting.num_faults}: {record['at'] - at:.3f} s")
+        pids = run.until_true(run.running, "step of all processes")
 
 
 _DESCRIPTION = """\

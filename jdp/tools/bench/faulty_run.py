@@ -26,6 +26,7 @@ from jdp.data.sampler import Sampler
 from jdp.distributed.mesh import init
 from jdp.reduction.micro_batches import value_and_grad
 from jdp.reduction.optimizer import replicated
+from jdp.tools.bench.injector import LineLog, write_whole
 from jdp.training.state import TrainState
 from jdp.training.step import train_step
 from jdp.worker.launcher_client import current
@@ -98,18 +99,6 @@ def step(state: TrainState, batch: Any) -> Any:
     return state.apply_gradients(grads), {"loss": loss}
 
 
-class StepLog:
-    """One write for each line, so that no death tears a line."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / f"steps.{os.getpid()}"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def write(self, **facts: Any) -> None:
-        """Write one line."""
-        os.write(self._file, json.dumps(facts).encode() + b"\n")
-
-
 def main() -> None:
     """Train, and compare the final state."""
     folder = Path(sys.argv[1])
@@ -124,7 +113,7 @@ def main() -> None:
     jax.monitoring.register_event_duration_secs_listener(record)
     launcher = current()
     generation = launcher.assignment.generation if launcher and launcher.assignment else 0
-    log = StepLog(folder)
+    log = LineLog(folder / f"steps.{os.getpid()}", rank=jax.process_index(), generation=generation)
     state = TrainState.create({"w": start}, replicated(optax.sgd(1.0)))
     data_of_run = batches(rows, BATCH_SIZE, num_steps=MOST_STEPS)
     checkpoints = folder / "checkpoints"
@@ -137,8 +126,6 @@ def main() -> None:
             jax.block_until_ready((state, metrics))
             time.sleep(max(0.0, plan.step_s - (time.time() - begin)))
             log.write(
-                rank=jax.process_index(),
-                generation=generation,
                 step=kept.steps + 1,
                 begin=begin,
                 end=time.time(),
@@ -162,9 +149,8 @@ def _compare(folder: Path, right: np.ndarray, found: np.ndarray) -> None:
     wrong = int(np.count_nonzero(found.view(np.uint32) != right.view(np.uint32)))
     digest = hashlib.sha256(np.ascontiguousarray(found).tobytes()).hexdigest()[:16]
     rank = jax.process_index()
-    part = folder / f"part.{rank}"
-    part.write_text(json.dumps({"rank": rank, "wrong": wrong, "digest": digest}))
-    part.rename(folder / f"final.{rank}.json")
+    told = json.dumps({"rank": rank, "wrong": wrong, "digest": digest})
+    write_whole(folder / f"final.{rank}.json", told)
 
 
 if __name__ == "__main__":
