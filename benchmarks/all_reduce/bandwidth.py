@@ -1,14 +1,15 @@
 """Compares the speed of an all-reduce with a memory copy."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import report
 from benchmarks.harness.report import Section
-from benchmarks.harness.rounds import Word
 from benchmarks.harness.team import Team
-from benchmarks.harness.timing import Clock
+from benchmarks.harness.timing import Clock, Word
 
 # Loads and stores of all `n` ranks together, in vectors, for each algorithm.
 FORMULAS = {
@@ -55,7 +56,7 @@ def rows(
     """Compare all contestants of one size with "memcpy": one of `num_bytes` by each rank at once.
 
     Args:
-      found: result of `rounds.alternate`, including "memcpy".
+      found: result of `timing.alternate`, including "memcpy".
       where: key of FORMULAS.
       what: the data that is reduced, in a word.
       num_ranks: number of ranks, and of concurrent copies.
@@ -107,3 +108,34 @@ def section(title: str, text: str, rows: Sequence[dict[str, Any]]) -> Section:
             "met": "{met}",
         },
     )
+
+
+def draw(path: Path, sections: Sequence[Section]) -> None:
+    """Plot time against bytes, from the tables of `section`, which contain all contestants.
+
+    Args:
+      path: path of the picture; the suffix selects the format.
+      sections: the sections of the benchmark.
+    """
+    lines: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
+    for row in (row for section in sections for row in section.rows):
+        if "least" in row and row["what"] == "vector":
+            panel = lines.setdefault((row["section"].split(",")[0], row["ranks"]), {})
+            panel.setdefault(row["contestant"], []).append((row["bytes"], row["us"]))
+    if not lines:
+        print("no plot: no part of this run has times by size")
+        return
+
+    def panels(figure: Any) -> None:
+        colors: dict[str, int] = {}
+        found = figure.subplots(1, len(lines), squeeze=False)[0]
+        for panel, ((where, ranks), contestants) in zip(found, lines.items(), strict=True):
+            for name, points in contestants.items():
+                color = f"C{colors.setdefault(name, len(colors))}"
+                panel.loglog(*zip(*points, strict=True), marker=".", label=name, color=color)
+            panel.set(title=f"{where}, {ranks} ranks", xlabel="bytes of a vector", ylabel="us")
+            panel.grid(alpha=0.3)
+            where_legend = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+            panel.legend(**where_legend, ncols=3, fontsize="small")
+
+    report.picture(path, (4.5 * len(lines), 5), panels)

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Iterator
 
 import jdp
-from benchmarks.all_reduce import one_process, peers, plot, several_processes, training_step
+from benchmarks.all_reduce import bandwidth, one_process, peers, several_processes, training_step
 from benchmarks.all_reduce.peers import Peers
-from benchmarks.harness import parts, report
+from benchmarks.harness import report
 from benchmarks.harness.report import Section
 from jdp.collectives.cpu import runtime as cpu_runtime
 
@@ -39,16 +39,14 @@ def main() -> None:
     at = peers.find(options.torch_python, options.mpi_python)
     load = os.getloadavg()[0]
     quick = options.quick
-    sections = [s for part in options.only for s in parts.timed(PARTS[part](at, quick))]
+    sections = [s for part in options.only for s in report.timed(PARTS[part](at, quick))]
     before = f"The machine's load before the first measurement was {load:.1f}. "
     sections[0] = sections[0]._replace(text=before + sections[0].text)
     # The page must not contain the peers' paths on this machine.
     _hide(options.torch_python, options.mpi_python)
-    folder = report.SCRATCH if quick else report.RESULTS
-    what = parts.name("all_reduce", options.only, PARTS)
-    page = report.write(folder, what, report.hardware(), sections)
-    print("wrote", page)
-    print(plot.draw(page.with_suffix(".svg"), sections))
+    what = report.name_of("all_reduce", options.only, PARTS)
+    page = report.publish(what, sections, quick=quick, shows=False)
+    bandwidth.draw(page.with_suffix(".svg"), sections)
 
 
 def _one_process(at: Peers, quick: bool) -> Iterator[Section]:
@@ -81,13 +79,13 @@ def _hide(*paths: str | None) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = parts.parser(__doc__, PARTS)
+    parser = report.parser(__doc__, PARTS)
     parser.add_argument("--torch-python", help="a Python that has torch")
     parser.add_argument("--mpi-python", help="a Python that has mpi4py")
     parser.add_argument(
         "--timeout-s", type=float, default=1800, help="stop after this many seconds"
     )
-    return parts.parsed(parser, PARTS)
+    return report.parsed(parser, PARTS)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 import jdp
 from benchmarks.all_reduce import bandwidth, loops, peers
-from benchmarks.harness import exact, rounds, timing
+from benchmarks.harness import exact, timing
 from benchmarks.harness.report import Section
 
 NUM_CALLS = 10
@@ -52,7 +52,7 @@ def _rows(mesh: Any, sizes: Sequence[int], copies: Any, *, budget_s: float, min_
     clocks = {name: exact.checked(loop, clock) for name, loop in made.items()}
     if copies:
         clocks["memcpy"] = bandwidth.memcpy_clock(copies, num_bytes)
-    found = rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
+    found = timing.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
     what = "vector" if len(sizes) == 1 else "tree"
     how = "loop" if copies else "one call"
     setup = {
@@ -65,7 +65,7 @@ def _rows(mesh: Any, sizes: Sequence[int], copies: Any, *, budget_s: float, min_
     setup["none_us"] = float(np.median(found["none"])) * 1e6
     setup["ring_us"] = float(np.median(found["ring"])) * 1e6
     goal = GOAL if what == "tree" and copies else None
-    against = [{**setup, **rounds.against(found, "direct", "psum", goal)}]
+    against = [{**setup, **timing.against(found, "direct", "psum", goal)}]
     if not copies:
         return against, []
     names = ["direct", "ring", "psum", "none"]
@@ -95,7 +95,7 @@ def _against(rows: list[dict[str, Any]]) -> Section:
             "bytes": "{bytes}",
             "none, us": "{none_us:.1f}",
             "ring, us": "{ring_us:.1f}",
-            **rounds.AGAINST_COLUMNS,
+            **timing.AGAINST_COLUMNS,
         },
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.all_reduce import bandwidth, peers
 from benchmarks.all_reduce.peers import MPI, TORCH, Peers
-from benchmarks.harness import exact, rounds
+from benchmarks.harness import exact, timing
 from benchmarks.harness.report import Section
 from benchmarks.harness.team import Team
 
@@ -69,7 +69,7 @@ def _time(
             team.ask("prepare", num_bytes)
             clocks[name] = team.slowest("run", num_calls)
     clocks["memcpy"] = bandwidth.memcpy_clock(teams["memcpy"], num_bytes)
-    return rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
+    return timing.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
 
 
 # Enough to make the common start of the processes negligible.
@@ -94,7 +94,7 @@ def _against(
     setup = {"section": "processes", "processes": NUM_PROCESSES, "devices": num_devices}
     setup |= {"bytes": num_bytes, "ring_us": float(np.median(found["ring"])) * 1e6}
     return [
-        {**setup, **rounds.against(found, jdp, rival, _goal(rival, num_bytes))}
+        {**setup, **timing.against(found, jdp, rival, _goal(rival, num_bytes))}
         for rival in rivals
         for jdp in ["direct, calls" if rival.endswith("calls") else "direct"]
     ]
@@ -132,7 +132,7 @@ def _against_section(rows: list[dict[str, Any]], at: Peers, versions: str) -> Se
             "devices a process": "{devices}",
             "bytes": "{bytes}",
             "ring, us": "{ring_us:.1f}",
-            **rounds.AGAINST_COLUMNS,
+            **timing.AGAINST_COLUMNS,
         },
     )
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.all_reduce import peers
 from benchmarks.all_reduce.peers import TORCH, Peers
-from benchmarks.harness import exact, rounds, timing
+from benchmarks.harness import exact, timing
 from benchmarks.harness.report import Section
-from benchmarks.harness.rounds import Word
+from benchmarks.harness.timing import Word
 
 NUM_PROCESSES, NUM_LAYERS, NUM_ROWS, NUM_STEPS = 2, 4, 32, 3
 WIDTHS = (660, 2500)  # 7 MB and 100 MB of parameters
@@ -50,7 +50,7 @@ def measure(
                 torch_team.ask("prepare_step", *problem, NUM_STEPS)
                 clocks[DDP] = torch_team.slowest("run_step", "all", NUM_STEPS)
                 clocks["no_sync"] = torch_team.slowest("run_step", "none", NUM_STEPS)
-            found = rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
+            found = timing.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
             rows += [_row(found, name, width) for name in (*STEPS, DDP)]
     return _section(rows)
 

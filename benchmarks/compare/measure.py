@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.compare import teams
+from benchmarks.all_reduce import peers
 from benchmarks.compare.contestants import BASELINE, CONTESTANTS, JAX, TORCH, taking_part
-from benchmarks.harness import rounds
-from benchmarks.harness.team import Team
+from benchmarks.harness import timing
+from benchmarks.harness.team import Team, free_port
 
 PROCESSES = "2 processes"
 # Compiling may take long on a loaded machine.
@@ -58,19 +60,49 @@ def all_teams(
     with contextlib.ExitStack() as stack:
         found: Teams = {}
         if numbers:
-            one = teams.jax_team(folder, is_tiny=is_tiny, num_processes=1, num_devices=max(numbers))
+            one = jax_team(folder, is_tiny=is_tiny, num_processes=1, num_devices=max(numbers))
             stack.enter_context(one)
             found = {(JAX, str(number)): one for number in numbers}
         if PROCESSES in ranks:
-            two = teams.jax_team(folder, is_tiny=is_tiny, num_processes=2, num_devices=1)
+            two = jax_team(folder, is_tiny=is_tiny, num_processes=2, num_devices=1)
             found[JAX, PROCESSES] = stack.enter_context(two)
         for where in ranks if torch_python else ():
             # Its 2 ranks are 2 processes.
             if not (where == "2" and PROCESSES in ranks):
                 assert torch_python
-                made = teams.torch_team(torch_python, folder, num_processes=num_ranks(where))
+                made = torch_team(torch_python, folder, num_processes=num_ranks(where))
                 found[TORCH, where] = stack.enter_context(made)
         yield found
+
+
+def jax_team(folder: Path, *, is_tiny: bool, num_processes: int, num_devices: int) -> Team:
+    """Start processes of `rank_jax.py` with `num_devices` CPU devices each."""
+    environment = {
+        **peers.ENVIRONMENT,
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "0",
+        "XLA_FLAGS": "",  # a number of devices there would take precedence
+    }
+    arguments = [str(folder), "tiny" if is_tiny else "real"]
+    return _team(sys.executable, "rank_jax", arguments, num_processes, environment)
+
+
+def torch_team(python: str, folder: Path, *, num_processes: int) -> Team:
+    """Start processes of `rank_torch.py`, which share the cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // num_processes))
+    environment = {**peers.ENVIRONMENT, "OMP_NUM_THREADS": threads}
+    return _team(python, "rank_torch", [str(folder), threads], num_processes, environment)
+
+
+def _team(
+    python: str, module: str, arguments: list[str], num_processes: int, environment: dict[str, str]
+) -> Team:
+    program, port = [python, "-m", f"benchmarks.compare.{module}", *arguments], free_port()
+    commands = [
+        [*program, str(index), str(port), str(num_processes)] for index in range(num_processes)
+    ]
+    return Team(commands, num_processes, environment)
 
 
 def num_ranks(ranks: str) -> int:
@@ -117,7 +149,7 @@ def measure(
         if run not in errors
     }
     budget_s = end - time.perf_counter()
-    found = rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
+    found = timing.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
     seconds = {run: found[_key(run)] for _, run in runs if run not in errors}
     return Measured(seconds, facts, errors)
 
@@ -163,14 +195,14 @@ def rows_of(found: Measured, model: str, k: int, num_rows: int, lines: Mapping[s
         alone = found.seconds.get(Run(BASELINE[CONTESTANTS[run.name].framework], run.ranks))
         own = found.seconds.get(Run(run.name, "1"))
         ours = found.seconds.get(Run("jdp.replicated", run.ranks))
-        low, high = rounds.interval(num_rows / seconds)
+        low, high = timing.interval(num_rows / seconds)
         row = {"model": model, "micro_batches": k, "ranks": run.ranks, "contestant": run.name}
         row |= {"rows_per_s": float(np.median(num_rows / seconds)), "low": low, "high": high}
         row |= _ratio("over_jdp", seconds, ours) | _ratio("scaling", own, seconds)
         row |= {"sync_ms": None, "sync_low": None, "sync_high": None}
         if alone is not None:
             row["sync_ms"] = float(np.median(seconds - alone)) * 1e3
-            row["sync_low"], row["sync_high"] = (1e3 * x for x in rounds.interval(seconds - alone))
+            row["sync_low"], row["sync_high"] = (1e3 * x for x in timing.interval(seconds - alone))
         row |= {**found.facts[run], "lines": lines[run.name], "rounds": len(seconds)}
         rows.append(row)
     return rows
@@ -179,5 +211,5 @@ def rows_of(found: Measured, model: str, k: int, num_rows: int, lines: Mapping[s
 def _ratio(name: str, first: Any, second: Any) -> dict[str, float | None]:
     if first is None or second is None:
         return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
-    low, high = rounds.interval(first / second)
+    low, high = timing.interval(first / second)
     return {name: float(np.median(first / second)), f"{name}_low": low, f"{name}_high": high}

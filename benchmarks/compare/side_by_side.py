@@ -54,8 +54,7 @@ def main() -> None:
                 print(sections[-1].text + "\n\n" + report.table(sections[-1]), flush=True)
     sections[0] = sections[0]._replace(text=_explained(versions, load) + sections[0].text)
     sys.argv = ["PYTHON" if word == options.torch_python else word for word in sys.argv]
-    where = report.SCRATCH if options.quick else report.RESULTS
-    print("\nwrote", report.write(where, "compare", report.hardware(), sections))
+    report.publish("compare", sections, quick=options.quick, shows=False)
     rows = [row for section in sections for row in section.rows]
     print(f"\nFor docs/results.md:\n\n{tables.readme(rows)}\n\nWhere jdp loses:")
     print("\n".join(tables.losses(rows)) or "nowhere beyond the intervals")
@@ -114,10 +113,7 @@ def _write_tasks(folder: Path, options: Any) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny, not for results")
+    parser = report.parser(__doc__)
     parser.add_argument(
         "--models", nargs="*", choices=list(MICRO_BATCHES), default=list(MICRO_BATCHES)
     )

@@ -7,7 +7,6 @@ On a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true, since the bits of two r
 Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -51,10 +50,7 @@ MODELS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny rounds, not for results")
+    parser = report.parser(__doc__)
     parser.add_argument("--model", type=int, help="measure only this model, in this process")
     parser.add_argument("--budget-s", type=float, default=15.0, help="seconds for each measurement")
     parser.add_argument(
@@ -78,10 +74,7 @@ def main() -> None:
         else step_cost(num_processes=5, budget_s=args.budget_s, min_rounds=args.min_rounds),
         restore_time(mesh, rounds=2 if args.quick else 11),
     ]
-    for section in sections:
-        print(f"\n{section.title}\n\n{report.table(section)}")
-    folder = report.SCRATCH if args.quick else report.RESULTS
-    print("wrote", report.write(folder, "commit_cost", report.hardware(), sections))
+    report.publish("commit_cost", sections, quick=args.quick)
 
 
 def launched() -> None:

@@ -9,7 +9,6 @@ epoch, over all processes. Prints its tables and writes them to benchmarks/resul
 quick run to out/benchmarks/.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -23,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.elastic import faults_plot
 from benchmarks.harness import report
 from benchmarks.harness.report import Section
+from jdp.tools.bench.faults import bars_of_parts
 from jdp.tools.bench.injector import strike
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -103,14 +102,9 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, quick="faster and shorter, to see that it works")
     parser.add_argument("--faults", type=int, default=100, help="number of faults")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
-    parser.add_argument(
-        "--quick", action="store_true", help="faster and shorter, to see that it works"
-    )
     args = parser.parse_args()
     pace = QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory() as name:
@@ -118,14 +112,10 @@ def main() -> None:
         oracle = harness.uninterrupted(folder / "oracle", pace.num_steps(args.faults))
         outcome = chaos(folder / "chaos", oracle, args.faults, args.seed, pace)
     sections = [run_section(outcome), kinds_section(outcome)]
-    for section in sections:
-        print(f"\n{section.title}\n\n{report.table(section)}")
     if wrong := outcome.wrong_bits + outcome.miscounted:
         sys.exit(f"The result is wrong in {len(wrong)} places: {'; '.join(wrong[:9])}")
-    folder = report.SCRATCH if args.quick else report.RESULTS
-    page = report.write(folder, "faults", report.hardware(), sections)
-    print("wrote", page)
-    print(faults_plot.draw(page.with_suffix(".svg"), sections[1]))
+    page = report.publish("faults", sections, quick=args.quick)
+    draw(page.with_suffix(".svg"), sections[1].rows)
 
 
 def chaos(folder: Path, oracle: Training, num_faults: int, seed: int, pace: Pace) -> Outcome:
@@ -367,6 +357,27 @@ def _kind_row(kind: str, incidents: list[Incident]) -> dict[str, Any]:
         "compiled_s": median(lambda it: it.record["compile_s"]),
         "rested_s": median(lambda it: it.rest_s),
     }
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Plot the recovery time of each kind of fault, and its parts in sequence."""
+    rows = sorted(rows, key=lambda row: row["median_s"], reverse=True)
+    parts = ("detected", "ended", "formed", "restored", "compiled", "stepped")
+    widths = {part: [row[f"{part}_s"] for row in rows] for part in parts}
+    widths["stepped"] = [row["stepped_s"] - row["compiled_s"] for row in rows]
+
+    def panel(figure: Any) -> None:
+        panel = figure.subplots()
+        names = [f"{row['kind']} ({row['times']})" for row in rows]
+        bars_of_parts(panel, names, widths, alpha=0.75)
+        for i, row in enumerate(rows):
+            panel.plot(row["seconds"], [i] * len(row["seconds"]), "k.", markersize=4)
+        panel.set(xlabel="seconds from the fault to a step of all processes; a dot is one fault")
+        panel.grid(axis="x", alpha=0.3)
+        where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+        panel.legend(ncols=len(parts), fontsize="small", **where)
+
+    report.picture(path, (9, 1.2 + 0.35 * len(rows)), panel)
 
 
 if __name__ == "__main__":

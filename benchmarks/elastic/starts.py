@@ -7,7 +7,6 @@ The script imports jax, optax and jdp, and calls `jdp.init()`. Prints its table 
 benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -39,15 +38,9 @@ class Taken(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one round of few processes")
-    quick = parser.parse_args().quick
+    quick = report.parser(__doc__, quick="one round of few processes").parse_args().quick
     section = measure(sizes=[1, 2] if quick else [1, 2, 4, 8], rounds=1 if quick else 5)
-    print(report.table(section))
-    folder = report.SCRATCH if quick else report.RESULTS
-    print("wrote", report.write(folder, "starts", report.hardware(), [section]))
+    report.publish("starts", [section], quick=quick)
 
 
 def measure(*, sizes: list[int], rounds: int) -> Section:

@@ -7,7 +7,6 @@ from those of published programs means that something else was timed: a clock th
 copies, or the start of kernels. `--quick` measures memory alone, also on CPUs, without peaks.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,20 +26,20 @@ _NAN = float("nan")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The rates of jdp bench --calibrate, one GPU.")
-    parser.add_argument("--quick", action="store_true", help="memory alone, also on CPUs")
-    options = parser.parse_args()
+    options = report.parser(
+        "The rates of jdp bench --calibrate, one GPU.", quick="memory alone, also on CPUs"
+    ).parse_args()
     is_gpu = jax.default_backend() == "gpu"
     if not is_gpu and not options.quick:
         sys.exit(f"benchmarks.gpu.calibrated needs a GPU; JAX found {jax.default_backend()}.")
-    hardware = gpu() if is_gpu else report.hardware()
+    hardware = gpu() if is_gpu else report.this_machine()
     mesh = jdp.init(devices=jax.devices()[:1])
     rows = []
     for row in measured(mesh, _peaks(jax.devices()[0].device_kind), options.quick):
         rows.append({**row, "gpu": hardware})
         print(report.table(_section(rows[-1:])), flush=True)
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    print("wrote", report.write(folder, "calibrated", hardware.split(",")[0], [_section(rows)]))
+    name = hardware.split(",")[0]
+    report.publish("calibrated", [_section(rows)], quick=options.quick, hardware=name, shows=False)
 
 
 def measured(mesh: Mesh, peaks: Mapping[str, float], is_quick: bool) -> Iterator[dict[str, Any]]:

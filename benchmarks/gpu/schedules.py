@@ -126,9 +126,8 @@ def main() -> None:
     rows.sort(key=lambda row: order[row["model"], row["optimizer"], row["method"]])
     sections = [_section(model, rows) for model in programs.MODELS]
     sections = [section for section in sections if section.rows]
-    print(*map(report.table, sections), sep="\n\n")
-    folder = report.SCRATCH if options.only else report.RESULTS
-    print("wrote", report.write(folder, "schedules", "8xh200-compiled", sections))
+    quick = bool(options.only)
+    report.publish("schedules", sections, quick=quick, hardware="8xh200-compiled")
 
 
 def _rows(only: str, described: str | None) -> Iterator[dict[str, Any]]:

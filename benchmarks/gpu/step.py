@@ -5,7 +5,6 @@ dozens of kernels of its own compiler. It takes those of cuBLAS here, in all thr
 printed when it is measured; `--quick` takes small models, also on CPUs.
 """
 
-import argparse
 import functools
 import os
 import sys
@@ -54,20 +53,22 @@ _WAYS: dict[str, Any] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The decorated step beside plain jit, one GPU.")
-    parser.add_argument("--quick", action="store_true", help="small models, also on CPUs")
-    options = parser.parse_args()
+    options = report.parser(
+        "The decorated step beside plain jit, one GPU.", quick="small models, also on CPUs"
+    ).parse_args()
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
     if jax.default_backend() != "gpu" and not options.quick:
         sys.exit(f"benchmarks.gpu.step needs a GPU; JAX found {jax.default_backend()}.")
-    hardware = gpu() if jax.default_backend() == "gpu" else report.hardware()
+    hardware = gpu() if jax.default_backend() == "gpu" else report.this_machine()
     rows = []
     for row in measured(_problems(options.quick), budget_s=0.5 if options.quick else 4):
         rows.append({**row, "gpu": hardware})
         print(report.table(_section(rows[-1:])), flush=True)
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    print("wrote", report.write(folder, "step_one_gpu", hardware.split(",")[0], [_section(rows)]))
+    name = hardware.split(",")[0]
+    report.publish(
+        "step_one_gpu", [_section(rows)], quick=options.quick, hardware=name, shows=False
+    )
 
 
 def _problems(is_quick: bool) -> list[Problem]:

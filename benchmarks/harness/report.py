@@ -1,5 +1,6 @@
-"""Writes measurements with machine, versions and commit: JSON lines and a table in Markdown."""
+"""Options of a benchmark, and its results: JSON lines and tables with machine and commit."""
 
+import argparse
 import datetime
 import json
 import os
@@ -8,7 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +59,47 @@ def environment() -> dict[str, Any]:
     }
 
 
+def publish(
+    what: str,
+    sections: Sequence[Section],
+    *,
+    quick: bool = False,
+    hardware: str | None = None,
+    shows: bool = True,
+) -> Path:
+    """Print tables, and write their page and rows: those of a quick run are not committed.
+
+    Returns:
+      The path of the Markdown page.
+    """
+    for section in sections if shows else ():
+        print(f"\n{section.title}\n\n{table(section)}")
+    page = write(SCRATCH if quick else RESULTS, what, hardware or this_machine(), sections)
+    print("wrote", page)
+    return page
+
+
+def picture(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Write a picture, if matplotlib is installed.
+
+    Args:
+      path: path of the picture; the suffix selects the format.
+      size: inches.
+      draw: draws into a matplotlib figure.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+        figure.savefig(path)
+    print("wrote", path)
+
+
 def write(folder: Path, what: str, hardware: str, sections: Sequence[Section]) -> Path:
     """Write `<yyyy-mm>_<hardware>_<what>.jsonl` and `.md`.
 
@@ -73,7 +116,7 @@ def write(folder: Path, what: str, hardware: str, sections: Sequence[Section]) -
     return path.with_suffix(".md")
 
 
-def hardware() -> str:
+def this_machine() -> str:
     """Return a short name of this machine, for a file name."""
     return f"{os.cpu_count()}-core-{_cpu()}"
 
@@ -83,6 +126,42 @@ def table(section: Section) -> str:
     rows = [[form.format(**row) for form in section.columns.values()] for row in section.rows]
     rows = [list(section.columns), ["---"] * len(section.columns), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def parser(
+    description: str | None, parts: Iterable[str] = (), *, quick: str = "tiny, not for results"
+) -> argparse.ArgumentParser:
+    """Return a parser with `--quick`, and `--only` if the benchmark has parts."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--quick", action="store_true", help=quick)
+    if only := ",".join(parts):
+        made.add_argument("--only", default=only, help="parts to run, separated by commas")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, parts: Iterable[str]) -> argparse.Namespace:
+    """Return the options, with `only` as a list in the order of the parts."""
+    options, known = made.parse_args(), list(parts)
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(known):
+        made.error(f"--only knows {', '.join(known)}, not {', '.join(sorted(unknown))}")
+    options.only = [part for part in known if part in wanted]
+    return options
+
+
+def name_of(what: str, only: list[str], parts: Iterable[str]) -> str:
+    """Return the name of a page with these parts: `what` if all parts are in it."""
+    return what if only == list(parts) else "_".join([what, *only])
+
+
+def timed(sections: Iterator[Section]) -> Iterator[Section]:
+    """Print each table when it is measured, with the seconds since the first began."""
+    start = time.perf_counter()
+    for section in sections:
+        print(f"\n{section.title} ({time.perf_counter() - start:.0f} s)\n\n{table(section)}")
+        yield section
 
 
 def _page(what: str, where: dict[str, Any], sections: Sequence[Section]) -> str:

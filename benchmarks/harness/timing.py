@@ -1,13 +1,14 @@
-"""The one timing loop: two contestants in alternating pairs, both orders, with an interval."""
+"""Times contestants in alternating rounds, and compares them with each other and a goal."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jdp.tools.paired_timing import Clock as Clock
+from jdp.tools.paired_timing import alternate as alternate
 from jdp.tools.paired_timing import interval as interval
 
 
@@ -40,10 +41,7 @@ def compare(
     max_rounds: int = 500,
     warm_up: int = 1,
 ) -> Comparison:
-    """Time two contestants against each other on a machine that is not quiet.
-
-    Rounds of first, second, second, first alternate with rounds in the opposite order, so that a
-    slow drift and effects of the order affect both equally. Each round gives one ratio.
+    """Time two contestants by `alternate`; each round gives one ratio.
 
     Args:
       first: clock of the first contestant.
@@ -53,28 +51,11 @@ def compare(
       max_rounds: maximum number of rounds.
       warm_up: runs of each contestant before the first round.
     """
-    for _ in range(warm_up):
-        first(), second()
-    rounds: list[tuple[float, float]] = []  # seconds of one run, the mean of the round's two
-    end = time.perf_counter() + budget_s
-    while len(rounds) < max_rounds and (len(rounds) < min_rounds or time.perf_counter() < end):
-        if len(rounds) % 2 == 0:
-            outer, inner = _round(first, second)
-            rounds.append((outer, inner))
-        else:
-            outer, inner = _round(second, first)
-            rounds.append((inner, outer))
-    seconds = np.array(rounds)
-    ratios = seconds[:, 0] / seconds[:, 1]
-    first_s, second_s = np.median(seconds, axis=0)
-    return Comparison(
-        float(first_s), float(second_s), float(np.median(ratios)), *interval(ratios), len(rounds)
-    )
-
-
-def _round(outer: Clock, inner: Clock) -> tuple[float, float]:
-    a, b, c, d = outer(), inner(), inner(), outer()
-    return (a + d) / 2, (b + c) / 2
+    limits = {"budget_s": budget_s, "min_rounds": min_rounds, "max_rounds": max_rounds}
+    found = alternate({"first": first, "second": second}, **limits, warm_up=warm_up)
+    first_s, second_s = (float(np.median(seconds)) for seconds in found.values())
+    ratios = found["first"] / found["second"]
+    return Comparison(first_s, second_s, float(np.median(ratios)), *interval(ratios), len(ratios))
 
 
 def until_ready(fn: Callable[[], Any]) -> float:
@@ -91,3 +72,45 @@ def until_returned(fn: Callable[[], Any]) -> float:
     elapsed = time.perf_counter() - start
     jax.block_until_ready(result)
     return elapsed
+
+
+class Word(str):
+    """A word in place of a number in a row; any number format prints it."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+def against(
+    found: Mapping[str, np.ndarray], jdp: str, rival: str, goal: float | None
+) -> dict[str, Any]:
+    """Return the cells of a row for a rival: its time as a multiple of jdp's.
+
+    Args:
+      found: result of `alternate`; missing rivals are absent.
+      jdp: name of jdp's contestant.
+      rival: name of the rival.
+      goal: the ratio to reach, or None.
+    """
+    row: dict[str, Any] = {"rival": rival, "jdp_us": float(np.median(found[jdp])) * 1e6}
+    row["goal"] = Word("-") if goal is None else goal
+    if rival not in found:
+        row |= dict.fromkeys(("rival_us", "ratio", "interval", "met"), Word("missing"))
+        return row | {"rounds": len(found[jdp])}
+    ratios = found[rival] / found[jdp]
+    ratio, (low, high) = float(np.median(ratios)), interval(ratios)
+    met = Word("-") if goal is None else "yes" if ratio >= goal else "no"
+    row |= {"rival_us": float(np.median(found[rival])) * 1e6, "ratio": ratio, "met": met}
+    return row | {"interval": f"{low:.2f} to {high:.2f}", "rounds": len(ratios)}
+
+
+AGAINST_COLUMNS = {
+    "rival": "{rival}",
+    "jdp, us": "{jdp_us:.1f}",
+    "rival, us": "{rival_us:.1f}",
+    "rival / jdp": "{ratio:.2f}",
+    "95 % interval": "{interval}",
+    "rounds": "{rounds}",
+    "goal": "{goal:.3g}",
+    "met": "{met}",
+}

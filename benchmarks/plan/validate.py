@@ -6,8 +6,6 @@
 Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
 """
 
-import argparse
-
 import jax
 
 from benchmarks.harness import report
@@ -16,19 +14,14 @@ from benchmarks.plan import here, published
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+    options = report.parser(__doc__).parse_args()
     jax.config.update("jax_num_cpu_devices", max(here.RANKS))
     sections = [
         _published(),
         _here(num_rounds=3 if options.quick else 40),
         _faults(num_faults=2 if options.quick else 20),
     ]
-    for section in sections:
-        print(f"{section.title}\n\n{section.text}\n\n{report.table(section)}\n", flush=True)
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    print(report.write(folder, "plan", report.hardware(), sections))
+    report.publish("plan", sections, quick=options.quick)
 
 
 def _published() -> Section:

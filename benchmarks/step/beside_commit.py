@@ -75,17 +75,12 @@ def main() -> None:
         for which in (0, 1) if number % 2 == 0 else (1, 0):
             rounds[which].append(_in_a_process(checkouts[which], options.quick))
     section = _section(rounds[0], rounds[1], _commit(checkouts[1]))
-    print(report.table(section))
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    print("wrote", report.write(folder, "beside_commit", report.hardware(), [section]))
+    report.publish("beside_commit", [section], quick=options.quick)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("other", type=Path, help="a checkout of jdp, built")
-    parser.add_argument("--quick", action="store_true", help="tiny, not for results")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import jdp
 from benchmarks.gpu import topology
-from benchmarks.harness import models, parts, report
+from benchmarks.harness import models, report
 from benchmarks.harness.report import Section
 from benchmarks.step import call_cost, op_counts, run_time, trace_cost
 
@@ -21,17 +21,22 @@ from benchmarks.step import call_cost, op_counts, run_time, trace_cost
 def main() -> None:
     options = _options()
     jdp.init(cpu_ranks=4)
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    sections = [s for part in options.only for s in parts.timed(PARTS[part](options.quick))]
-    what = parts.name("step_overhead", options.only, PARTS)
-    print("wrote", report.write(folder, what, report.hardware(), sections))
+    sections = [s for part in options.only for s in report.timed(PARTS[part](options.quick))]
+    what = report.name_of("step_overhead", options.only, PARTS)
+    report.publish(what, sections, quick=options.quick, shows=False)
     if options.gpu_topology:
         try:
-            sections = list(parts.timed(_gpu_counts()))
+            sections = list(report.timed(_gpu_counts()))
         except topology.UnavailableError as reason:
             print(f"8 x H200: skipped, {reason}")
         else:
-            print("wrote", report.write(folder, "step_counts", "8xh200-compiled", sections))
+            report.publish(
+                "step_counts",
+                sections,
+                quick=options.quick,
+                hardware="8xh200-compiled",
+                shows=False,
+            )
 
 
 def _steps(quick: bool) -> Iterator[Section]:
@@ -70,9 +75,9 @@ PARTS = {"step": _steps, "counts": _counts, "call": _calls, "trace": _traces}
 
 
 def _options() -> argparse.Namespace:
-    parser = parts.parser(__doc__, PARTS)
+    parser = report.parser(__doc__, PARTS)
     parser.add_argument("--gpu-topology", action="store_true", help="also compile for 8 x H200")
-    return parts.parsed(parser, PARTS)
+    return report.parsed(parser, PARTS)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 Prints its table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
-import argparse
 import tempfile
 import time
 from typing import Any
@@ -23,14 +22,10 @@ NUM_STEPS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    quick = report.parser(__doc__).parse_args().quick
     jdp.init(cpu_ranks=2)
     section = measure(num_rounds=3 if quick else 20)
-    folder = report.SCRATCH if quick else report.RESULTS
-    print(report.table(section))
-    print("wrote", report.write(folder, "profile_cost", report.hardware(), [section]))
+    report.publish("profile_cost", [section], quick=quick)
 
 
 def measure(*, num_rounds: int) -> Section:

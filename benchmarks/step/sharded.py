@@ -21,7 +21,7 @@ import numpy as np
 
 import jdp
 from benchmarks.all_reduce import peers
-from benchmarks.harness import exact, report, rounds, timing
+from benchmarks.harness import exact, report, timing
 from benchmarks.harness.report import Section
 from benchmarks.harness.timing import Clock
 from benchmarks.step import sharded_contestants
@@ -53,9 +53,7 @@ def main() -> None:
         for _ in range(1 if options.quick else NUM_REPEATS)
     ]
     section = _section([_row(runs) for runs in zip(*found, strict=True)])
-    print(f"{section.title}\n\n{report.table(section)}")
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    print("wrote", report.write(folder, "sharded", report.hardware(), [section]))
+    report.publish("sharded", [section], quick=options.quick)
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -92,14 +90,14 @@ def _in_one_process(
         timed = exact.checked(made, timing.until_ready)
         return lambda: timed() / NUM_STEPS
 
-    return rounds.alternate({x: clock(x) for x in LABELS}, budget_s=budget_s, warm_up=2)
+    return timing.alternate({x: clock(x) for x in LABELS}, budget_s=budget_s, warm_up=2)
 
 
 def _in_processes(_: str, model: str, optimizer: str, budget_s: float) -> Mapping[str, np.ndarray]:
     with peers.jax_team(2, 1) as team:
         team.ask("prepare_sharded", model, optimizer)
         clocks = {label: team.slowest("run_step", label, NUM_STEPS) for label in LABELS}
-        return rounds.alternate(clocks, budget_s=budget_s, warm_up=2)
+        return timing.alternate(clocks, budget_s=budget_s, warm_up=2)
 
 
 def _row(runs: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -153,11 +151,8 @@ def _section(rows: list[dict[str, Any]]) -> Section:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     ranks = [*RANKS, TWO_PROCESSES]
-    parser.add_argument("--quick", action="store_true", help="tiny, not for results")
     parser.add_argument("--model", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--optimizer", nargs="*", choices=list(OPTIMIZERS), default=[*OPTIMIZERS])
     parser.add_argument("--ranks", nargs="*", choices=ranks, default=ranks)

@@ -65,7 +65,8 @@ def main() -> None:
         del made
     report.SCRATCH.mkdir(parents=True, exist_ok=True)
     (report.SCRATCH / "one_gpu_kernels.json").write_text(json.dumps(kernels, indent=1))
-    print("wrote", report.write(report.RESULTS, "one_gpu", gpu().split(",")[0], [_section(rows)]))
+    hardware = gpu().split(",")[0]
+    report.publish("one_gpu", [_section(rows)], hardware=hardware, shows=False)
 
 
 def _problem(problem: models.Problem) -> Made:

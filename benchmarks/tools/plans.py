@@ -8,7 +8,6 @@ then times the plans, all in alternating rounds. Prints its table and writes it 
 benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from benchmarks.harness import exact, models, report, rounds, timing
+from benchmarks.harness import exact, models, report, timing
 from benchmarks.harness.models import Problem
 from benchmarks.harness.oracle import Oracle, Training
 from benchmarks.harness.report import Section
@@ -76,17 +75,14 @@ PLANS = [plan for model in ("mlp", "transformer") for plan in plans_of(model)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds, not for results")
+    parser = report.parser(__doc__, quick="few rounds, not for results")
     parser.add_argument("--calibrated", action="store_true", help="use the rates of an earlier run")
     options = parser.parse_args()
     calibrating_s = 0.0 if options.calibrated else _calibrate()
     jdp.init(cpu_ranks=MAX_RANKS)
     made = {str(plan): _made(plan) for plan in PLANS}
     predictions = {name: predict() for name, (_, predict) in made.items()}
-    found = rounds.alternate(
+    found = timing.alternate(
         {name: clock for name, (clock, _) in made.items()},
         budget_s=10.0 if options.quick else BUDGET_S,
         min_rounds=2 if options.quick else 5,
@@ -94,9 +90,8 @@ def main() -> None:
     )
     rows = [_row(name, predictions[name], seconds) for name, seconds in found.items()]
     section = _section(rows, calibrating_s)
-    print(f"{section.title}\n\n{section.text}\n\n{report.table(section)}")
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    print("wrote", report.write(folder, "explained_plans", report.hardware(), [section]))
+    print(section.text)
+    report.publish("explained_plans", [section], quick=options.quick)
 
 
 def _calibrate() -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.all_reduce import peers
-from benchmarks.compare import changed_lines, measure, rank_jax, tables, task, teams
+from benchmarks.compare import changed_lines, measure, rank_jax, tables, task
 from benchmarks.compare.checked import ExpectedRun
 from benchmarks.compare.contestants import CONTESTANTS, JAX, TORCH, taking_part
 from benchmarks.compare.measure import Measured, Run
@@ -50,7 +50,7 @@ def test_every_torch_program_ends_with_the_parameters_of_one_device(folder, num_
     python = peers.find(None, None).torch
     if python is None:
         pytest.skip(f"PyTorch is not installed: {peers.INSTALL_TORCH}")
-    with teams.torch_team(python, folder, num_processes=num_ranks) as team:
+    with measure.torch_team(python, folder, num_processes=num_ranks) as team:
         models = {1: ["mlp"], 2: ["conv"], 3: ["mlp", "conv", "transformer"]}[num_ranks]
         for model in models:
             k = 4 if num_ranks == 3 else 1

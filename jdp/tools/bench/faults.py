@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jdp.launch.host import spawn
 from jdp.tools import results
@@ -352,13 +354,20 @@ def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
 
     figure = Figure(figsize=(9, 1.5 + len(rows)), layout="constrained")
     panel = figure.subplots()
-    left = [0.0] * len(rows)
-    for part in PARTS:
-        widths = [row[f"{part}_s"] or 0.0 for row in rows]
-        panel.barh(range(len(rows)), widths, left=left, label=part)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
     names = [f"{row['state_bytes'] / 1e6:.0f} MB, ETTR {row['ettr']:.1%}" for row in rows]
-    panel.set_yticks(range(len(rows)), names)
+    widths = {part: [row[f"{part}_s"] or 0.0 for row in rows] for part in PARTS}
+    bars_of_parts(panel, names, widths)
     panel.set(xlabel="seconds from a SIGKILL to a step of all processes (medians)")
     panel.legend(ncols=3)
     results.write_picture(figure, path)
+
+
+def bars_of_parts(
+    panel: Any, names: Sequence[str], widths: Mapping[str, Sequence[float]], **options: Any
+) -> None:
+    """Draw a bar for each name, of parts in sequence."""
+    left = np.zeros(len(names))
+    for part, seconds in widths.items():
+        panel.barh(range(len(names)), seconds, left=left, label=part, **options)
+        left += seconds
+    panel.set_yticks(range(len(names)), names)
