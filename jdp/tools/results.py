@@ -40,10 +40,6 @@ def add_png(
 def require_writable(flag: str, path: str | None) -> None:
     """Raise a ValueError if a file cannot be written.
 
-    Args:
-      flag: such as `--json`, for the error.
-      path: None or `STDOUT`, too.
-
     >>> require_writable("--json", "missing/plan.json")
     Traceback (most recent call last):
     ValueError: --json=missing/plan.json cannot be written, because the folder missing does not \

@@ -21,7 +21,6 @@ _WIDTH = {"cpu": 1024}
 _WIDTH_ELSEWHERE = 8192
 # Devices other than CPUs begin one while the host starts the next.
 _NUM_MATMULS_ELSEWHERE = 8
-# Enough to make the program's start a small part.
 _NUM_TIMES = 64
 # More than fits into caches (50 MiB and more on GPUs).
 _ELEMENTS, _ELEMENTS_ELSEWHERE = 2**24, 2**27

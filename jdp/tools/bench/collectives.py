@@ -1,7 +1,4 @@
-"""Times of collectives by size and algorithm, with checked results.
-
-Several consecutive calls make a program's start a small part. Each has its own input and result.
-"""
+"""Times of collectives by size and algorithm, with checked results."""
 
 import functools
 import time
@@ -223,9 +220,6 @@ def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) 
 
 def bus_factor(operation: str, num_ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth, as nccl-tests does.
-
-    Each rank must send at least so many bytes for each byte of the array, so bus bandwidths compare
-    with the link's.
 
     >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)
     (1.5, 0.75)

@@ -19,12 +19,7 @@ class FaultyRunError(AssertionError):
 
 
 class FaultyRun:
-    """A launcher, with its events and processes.
-
-    Attributes:
-      deadline_s: the longest wait for an event or the end.
-      process: the launcher's process.
-    """
+    """A launcher, with its events and processes."""
 
     deadline_s = 120.0
 

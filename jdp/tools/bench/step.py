@@ -94,7 +94,6 @@ class _Contestant:
         part = slice(own[0] * setting.rows, (own[-1] + 1) * setting.rows)
         batch = jax.tree.map(operator.itemgetter(part), batch)
         self._batch = Layout.of_batch(batch, batch_sharding(mesh, "data")).place(batch)
-        # Processes leave a sum of one element at nearly the same time.
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
