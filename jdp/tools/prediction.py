@@ -41,7 +41,6 @@ class Likely:
         def rate(name: str) -> float:
             return getattr(rates[name], which)
 
-        # The shorter start is the better one.
         other = {"low": "high", "high": "low"}.get(which, which)
         self._matmul, self._matmul_f32 = rate("matmul_flops"), rate("matmul_flops_f32")
         self._memory, self._link = rate("memory_bytes_per_s"), rate("link_bytes_per_s")
@@ -66,7 +65,6 @@ class Likely:
         n = len(groups[0]) if groups else self._num_ranks
         if n == 1:
             return self._start_s
-        # The laws are those of all ranks.
         measured = "xla" if algorithm in (_ONE_SHOT, _TWO_SHOT) else algorithm
         if n == self._num_ranks and (law := self._laws.get((kind, measured))):
             # Measured times differ from the law: between two sizes it is a line through both.

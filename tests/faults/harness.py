@@ -40,8 +40,6 @@ class Training:
     """One training run, in the folder that its processes share, by one launcher or several.
 
     Args:
-      folder: that it owns.
-      num_steps: of the whole run.
       leash: how far it may go without further orders; None: to the end.
       changes: Python that its launchers execute first.
     """

@@ -64,7 +64,7 @@ class Trial:
     """A program of independent collectives on a mesh with one axis.
 
     All processes must make the same trials in the same order. With `in_place`, results overwrite
-    the inputs, as in a compiled step. A ValueError says that an algorithm cannot run here.
+    the inputs, as in a compiled step.
     """
 
     def __init__(self, cases: Sequence[Case], mesh: Mesh, *, in_place: bool = False):
