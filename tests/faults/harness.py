@@ -32,10 +32,6 @@ remote_host.MAX_BACKOFF_S /= 10
 """
 
 
-class PatientLauncher(Launcher):
-    deadline_s = 60.0
-
-
 class Training:
     """One training run, in the folder that its processes share, by one launcher or several.
 
@@ -62,7 +58,7 @@ class Training:
         """Start a launcher; `within` is what it is started by."""
         own = self.folder / f"launcher_{secrets.token_hex(4)}"
         own.mkdir()
-        launcher = PatientLauncher(
+        launcher = Launcher(
             own,
             *("--max-restarts=1000", f"--timeout-s={TIMEOUT_S:g}", *flags),
             script=VICTIM,
@@ -82,11 +78,7 @@ class Training:
         return self.start("--resume", *flags)
 
     def order(self, leash: int | None, *faults: tuple[str, int, int | None]) -> Path:
-        """Let the run go on to step `leash`, and have faults on the way: (kind, rank, step).
-
-        Returns:
-          What exists when the last of them has happened.
-        """
+        """Let the run reach `leash` with faults (kind, rank, step); give the mark of the last."""
         steps = list(dict.fromkeys(step for _, _, step in faults))
         numbered = [Fault(self._num_faults + steps.index(fault[2]), *fault) for fault in faults]
         self._num_faults += len(steps)

@@ -29,21 +29,19 @@ def test_equal_bits_in_every_process_are_right(ended, oracle):
     assert not harness.wrong_bits(ended("run", dict.fromkeys(range(3), LEAVES)), oracle)
 
 
-def test_another_sign_of_a_zero_in_the_last_process_is_named(ended, oracle):
-    other = {**LEAVES, ".params['w']": np.array([0, -0.0, 0], np.float32)}
-    found = harness.wrong_bits(ended("run", {0: LEAVES, 1: LEAVES, 2: other}), oracle)
-    assert found == ["process 2: .params['w'] has other bits"]
+SIGN = {**LEAVES, ".params['w']": np.array([0, -0.0, 0], np.float32)}
 
 
-def test_a_leaf_beside_the_parameters_counts(ended, oracle):
-    other = {**LEAVES, ".step": np.int32(8)}
-    found = harness.wrong_bits(ended("run", {0: LEAVES, 1: other}), oracle, num_processes=2)
-    assert found == ["process 1: .step has other bits"]
-
-
-def test_a_process_that_leaves_nothing_is_named(ended, oracle):
-    found = harness.wrong_bits(ended("run", {0: LEAVES, 2: LEAVES}), oracle)
-    assert found == ["process 1 left no state"]
+@pytest.mark.parametrize(
+    ("finals", "named"),
+    [
+        ([LEAVES, LEAVES, SIGN], "process 2: .params['w'] has other bits"),
+        ([LEAVES, LEAVES | {".step": np.int32(8)}, LEAVES], "process 1: .step has other bits"),
+        ([LEAVES, LEAVES], "process 2 left no state"),
+    ],
+)
+def test_other_bits_of_any_leaf_and_a_missing_state_are_named(finals, named, ended, oracle):
+    assert harness.wrong_bits(ended("run", dict(enumerate(finals))), oracle) == [named]
 
 
 def test_a_difference_in_the_last_process_is_not_close(ended, oracle):

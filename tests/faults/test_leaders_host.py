@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from support.launcher import Launcher
+from support.launcher import PatientLauncher
 from support.namespaces import several_hosts, why_no_namespaces
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
@@ -52,15 +52,11 @@ np.save(folder / "final.npy", state.params["w"])
 """
 
 
-class Host(Launcher):
-    deadline_s = 240.0
-
-
 def start(folder, rank, within, kind):
     own = folder / f"host{rank}"
     own.mkdir()
     endpoints = ",".join(f"10.83.0.{i + 1}:{PORT}" for i in range(3))
-    return Host(
+    return PatientLauncher(
         own,
         *("--nnodes=1:3", f"--rdzv-endpoint={endpoints}", f"--node-rank={rank}"),
         *("--standbys=0", "--heartbeat-timeout-s=2"),

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.launcher import Launcher, free_port
+from support.launcher import PatientLauncher, free_port
 from support.namespaces import several_hosts, why_no_namespaces
 from support.sharded_state import differences, state_at
 
@@ -41,14 +41,10 @@ with jdp.Checkpointer(folder / "run", commit_every=1) as ckpt:
 """
 
 
-class Host(Launcher):
-    deadline_s = 240.0
-
-
 def start(folder, name, *flags, **more):
     own = folder / name
     own.mkdir()
-    return Host(
+    return PatientLauncher(
         own,
         *("--standbys=0", "--timeout-s=120", "--heartbeat-timeout-s=5", *flags),
         script=SCRIPT,

@@ -153,6 +153,10 @@ class Launcher(FaultyRun):
             time.sleep(0.01)
 
 
+class PatientLauncher(Launcher):
+    deadline_s = 240.0
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

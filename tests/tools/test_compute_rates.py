@@ -1,25 +1,18 @@
 """The rates of `jdp bench --calibrate` are work over seconds, with checked results."""
 
-import jax
 import pytest
 
-import jdp
 from jdp.tools.bench import calibrate
 from jdp.tools.calibration import ComputeRates
 from jdp.tools.known_values import WrongResultError
 
 
-@pytest.fixture
-def mesh():
-    return jdp.init(devices=jax.devices()[:1])
-
-
-def test_each_rate_is_its_work_over_its_seconds(mesh, monkeypatch):
+def test_each_rate_is_its_work_over_its_seconds(make_mesh, monkeypatch):
     monkeypatch.setattr(calibrate, "_seconds", lambda *args: 1.0)
     monkeypatch.setitem(calibrate._WIDTH, "cpu", 4)
     monkeypatch.setattr(calibrate, "_ELEMENTS", 256)
     flops = dict.fromkeys(("float32", "bfloat16"), 2 * 4**3)
-    assert calibrate.compute_rates(mesh, 3) == ComputeRates(3, flops, 2 * 4 * 256)
+    assert calibrate.compute_rates(make_mesh(1), 3) == ComputeRates(3, flops, 2 * 4 * 256)
 
 
 def test_a_program_whose_result_is_wrong_has_no_rate(make_mesh, monkeypatch):
