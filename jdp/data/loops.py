@@ -127,7 +127,7 @@ _iterated: "weakref.WeakSet[Batches]" = weakref.WeakSet()
 
 def is_handing_out() -> bool:
     """Whether a loop over `jdp.batches` runs."""
-    return any(each.is_handing_out() for each in tuple(_iterated))
+    return any(each._loop() is not None for each in tuple(_iterated))
 
 
 # Two equal loops may be intended, as a comparison.
@@ -307,10 +307,6 @@ class Batches:
         self._current = weakref.ref(loop)
         _iterated.add(self)
         return loop
-
-    def is_handing_out(self) -> bool:
-        """Whether a loop over these batches runs."""
-        return self._loop() is not None
 
     def close(self) -> None:
         """End the running loop over these batches and its thread; the position stays."""

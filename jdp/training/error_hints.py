@@ -138,6 +138,11 @@ def add_hint(
             f"`{spec.argument(1)}` is a dict of arrays, also if it was a table: {names}. Select "
             f"one by name: {spec.argument(1)}[{next(iter(batch), 'x')!r}]."
         )
+    elif "Too few leaves for PyTreeDef" in text:  # JAX 0.12 fails to name the output
+        hint = (
+            "an output of jax.shard_map may differ along an axis that its out_specs do not name. "
+            "Sum it over that axis, jax.lax.psum, or name the axis."
+        )
     elif "requires real- or complex-valued inputs" in text:
         hint = _of_integers(spec, state)
     _add(error, spec, hint)

@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +252,21 @@ def test_the_plan_names_each_gradient_with_the_bytes_of_its_shard():
     want = {"embedding": 192, "up": 128, "down": 128, "head": 160}
     assert num_bytes == {f"grads[{name!r}]": size for name, size in want.items()}
     assert all(each.line.startswith("test_further_axes.py:") for each in plan)
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_forgotten_sum_over_the_model_axis_is_refused(is_typed):
+    def forgets(up, bias, down, x):
+        specs = SPECS["up"], SPECS["bias"], SPECS["down"], P()
+        return jax.shard_map(
+            block, axis_names={"model"}, in_specs=specs, out_specs=P(), check_vma=is_typed
+        )(up, bias, down, x)
+
+    state = jdp.TrainState.create(on_mesh({"model": 4}), jdp.replicated(optax.sgd(0.1)))
+    with pytest.raises(ValueError) as error:
+        step_of(forgets)(state, batch())
+    text = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert re.search("out_specs" if is_typed else "along the mesh axis 'model'.*JDP101", text)
 
 
 def test_a_step_is_explained_for_other_devices_with_the_same_further_axes():
