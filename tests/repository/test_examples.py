@@ -95,6 +95,13 @@ def test_models_that_are_split_equal_one_device(tmp_path, example, flags, says):
     assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
 
 
+def test_three_axes_go_on_without_two_of_them_and_back(tmp_path):
+    output = run("three_axes.py", "--steps=3", folder=tmp_path)
+    assert re.findall(r"from step (\d)", output) == ["0", "3", "6", "0"]
+    assert "'up' is P('pipe', 'data', 'model')" in output
+    assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
+
+
 def test_crowded_experts_drop_tokens(tmp_path):
     output = run("mixture_of_experts.py", "--steps=3", "--capacity=1", folder=tmp_path)
     assert 0 < float(re.search(r"dropped ([\d.]+)", output)[1]) < 0.5
