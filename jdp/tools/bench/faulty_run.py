@@ -6,6 +6,7 @@ gradients, where each row counts as often as it was read. Each process writes it
 FOLDER/steps.PID, and the final number of wrong elements to FOLDER/final.RANK.json.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -114,11 +115,11 @@ def main() -> None:
     launcher = current()
     generation = launcher.assignment.generation if launcher and launcher.assignment else 0
     log = LineLog(folder / f"steps.{os.getpid()}", rank=jax.process_index(), generation=generation)
-    state = TrainState.create({"w": start}, replicated(optax.sgd(1.0)))
+    new_state = functools.partial(TrainState.create, {"w": start}, replicated(optax.sgd(1.0)))
     data_of_run = batches(rows, BATCH_SIZE, num_steps=MOST_STEPS)
     checkpoints = folder / "checkpoints"
     with Checkpointer(checkpoints, commit_every=plan.commit_every, save_every=10**9) as kept:
-        state = kept.restore(state, data_of_run)
+        state = kept.restore(new_state, data_of_run)
         spent.clear()
         for batch in data_of_run:
             begin = time.time()
