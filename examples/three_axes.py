@@ -133,9 +133,9 @@ def main():
     alone = {"axes": {"pipe": 1, "model": 1}}
     with tempfile.TemporaryDirectory() as folder:
         # There, to data parallelism alone, and back.
-        for i, mesh in enumerate((three, alone, three), 1):
-            run = {"stage": args.stage, "resume": i > 1, **mesh}
-            state = train(folder, i * args.steps, **run)
+        train(folder, args.steps, stage=args.stage, resume=False, **three)
+        train(folder, 2 * args.steps, stage=args.stage, resume=True, **alone)
+        state = train(folder, 3 * args.steps, stage=args.stage, resume=True, **three)
     with tempfile.TemporaryDirectory() as folder:
         mesh = {"devices": jax.devices()[:1], **alone}
         single = train(folder, 3 * args.steps, stage=1, resume=False, **mesh)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jdp.tools import hlo_matching
@@ -97,7 +98,7 @@ def explain_call(
     _require_one_host(transfers, where.num_hosts)
     matches = hlo_matching.match(program, transfers, found.traced.collectives)
     buckets = [
-        _bucket(transfer, match, simulated.step_s)
+        _bucket(transfer, match, simulated.step_s, where.mesh)
         for transfer, match in zip(transfers, matches, strict=True)
     ]
     memory = memory_of(found.compiled, program, state_parts(found.args[0]), where.memory_bytes())
@@ -124,7 +125,7 @@ def _require_one_host(transfers: Sequence[SentArrays], num_hosts: int) -> None:
         )
 
 
-def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
+def _bucket(transfer: SentArrays, match: Match, step_s: float, mesh: Mesh) -> Bucket:
     hidden_bytes = transfer.hidden_runs * transfer.num_bytes
     total_s = step_s or 1.0
     return Bucket(
@@ -145,7 +146,16 @@ def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
         num_merged=match.num_planned,
         line=match.line,
         is_of_author=match.is_of_author,
+        axes=_axes(transfer, mesh),
     )
+
+
+def _axes(transfer: SentArrays, mesh: Mesh) -> tuple[str, ...]:
+    found = set()
+    for group in transfer.groups:
+        places = np.unravel_index(group, mesh.devices.shape)
+        found |= {x for x, own in zip(mesh.axis_names, places, strict=True) if np.ptp(own)}
+    return tuple(name for name in mesh.axis_names if name in found)
 
 
 def leaf_name(leaf: SentLeaf, kind: str) -> str:

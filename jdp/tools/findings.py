@@ -323,7 +323,13 @@ def _callback(facts: Facts) -> list[Finding]:
 
 
 def _not_of_jdp(facts: Facts) -> list[Finding]:
-    own = [bucket for bucket in facts.buckets if bucket.is_of_author]
+    # Those along further axes belong to the model.
+    data = {*facts.step.spec.axis_name}
+    own = [
+        bucket
+        for bucket in facts.buckets
+        if bucket.is_of_author and not (bucket.axes and data.isdisjoint(bucket.axes))
+    ]
     if not own:
         return []
     lines = [line for line in dict.fromkeys(bucket.line for bucket in own) if line]

@@ -45,6 +45,7 @@ class Bucket:
       num_merged: planned buckets that XLA merged into it; 0 if unknown.
       line: the author's line.
       is_of_author: whether the author's code requested it, or XLA made it for the author's line.
+      axes: mesh axes along which devices exchange; empty if unknown.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Bucket:
     num_merged: int
     line: str
     is_of_author: bool
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,13 @@ class StepReport:
         if not self.buckets:
             return "no collectives"
         lines = ["collectives, in the order in which they begin (times are predicted)"]
+        axes = {each for bucket in self.buckets for each in bucket.axes}
         for i, bucket in enumerate(self.buckets):
             runs = f"{bucket.runs} x " if bucket.runs > 1 else ""
+            along = f" along {', '.join(bucket.axes)}" if len(axes) > 1 and bucket.axes else ""
+            size = f"{runs}{of_bytes(bucket.num_bytes)} {bucket.dtype}"
             lines.append(
-                f"  {i}: {bucket.kind} ({bucket.algorithm}), {runs}{of_bytes(bucket.num_bytes)} "
-                f"{bucket.dtype}: {_named(bucket.leaves)}"
+                f"  {i}: {bucket.kind}{along} ({bucket.algorithm}), {size}: {_named(bucket.leaves)}"
             )
             meanwhile = sorted(bucket.meanwhile.items(), key=lambda item: -item[1])
             beside = ", ".join(f"{name} {of_s(s)}" for name, s in meanwhile[:3]) or "nothing"

@@ -274,6 +274,12 @@ def test_a_step_is_explained_for_other_devices_with_the_same_further_axes():
     compiled = compile_step(step_of(by_hand), (state, batch()), {}, "cpu:4")
     assert dict(compiled.where.mesh.shape) == {"data": 2, "model": 2}
     assert compiled.args[0].params["up"].sharding.spec == P("data", "model")
+    report = jdp.explain(step_of(by_hand), state, batch())
+    axes = {(each.kind, each.axes) for each in report.buckets if not each.is_of_author}
+    assert axes >= {("all-gather", ("data",)), ("reduce-scatter", ("data",))}
+    assert any(each.axes == ("model",) for each in report.buckets)
+    assert "reduce-scatter along data (xla)" in str(report)
+    assert "foreign-collective" not in {each.kind for each in report.findings}
     with pytest.raises(ValueError, match="further axes {'model': 2}, whose sizes do not divide 3"):
         compile_step(step_of(by_hand), (state, batch()), {}, "cpu:3")
 
