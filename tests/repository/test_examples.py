@@ -95,6 +95,20 @@ def test_models_that_are_split_equal_one_device(tmp_path, example, flags, says):
     assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
 
 
+@pytest.mark.parametrize("num_actors", [0, 1])
+def test_a_learner_counts_the_rows_of_its_actors_and_replaces_a_killed_one(tmp_path, num_actors):
+    command = [sys.executable, ROOT / "examples" / "actors.py", "--steps=120"]
+    command += [f"--actors={num_actors}", f"--directory={tmp_path}"]
+    pipes = {"stdout": subprocess.PIPE, "text": True, "env": environment()}
+    with subprocess.Popen(command, **pipes) as learner:
+        for _ in range(num_actors):
+            first = re.search(r"new actors \[(\d+)\]", learner.stdout.readline())
+            os.kill(int(first[1]), signal.SIGKILL)
+        output = learner.communicate(timeout=DEADLINE_S)[0]
+    assert output.count("has the new actors") == num_actors
+    assert "61,440 rows in 120 steps" in output
+
+
 def test_three_axes_go_on_without_two_of_them_and_back(tmp_path):
     output = run("three_axes.py", "--steps=3", folder=tmp_path)
     assert re.findall(r"from step (\d)", output) == ["0", "3", "6", "0"]
