@@ -87,7 +87,7 @@ def array(leaf: Any, name: str) -> np.ndarray:
 
     >>> array(np.ma.masked_equal([1, 2], 2), "`batch['x']`")
     Traceback (most recent call last):
-    TypeError: `batch['x']` is a masked array, 1 of whose values are masked ...
+    TypeError: `batch['x']` is a masked array, and its 1 masked values would count ...
     """
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise TypeError(

@@ -292,7 +292,7 @@ def require_file(name: str) -> None:
 
     >>> require_file("no_such.py")
     Traceback (most recent call last):
-    ValueError: there is no file 'no_such.py' in ... a module: jdp run -m package.train
+    ValueError: ... has no file 'no_such.py'. ... a module: jdp run -m package.train
     """
     if not Path(name).exists():
         raise ValueError(

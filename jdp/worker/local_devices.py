@@ -60,7 +60,7 @@ def require_few_cpu_ranks(name: str, num: int) -> None:
 
     >>> require_few_cpu_ranks("--cpu-ranks", 10**6)
     Traceback (most recent call last):
-    ValueError: --cpu-ranks is 1000000, and a process has at most 1024 virtual CPU devices: XLA \
+    ValueError: --cpu-ranks is 1000000, but a process has at most 1024 virtual CPU devices. XLA \
 starts threads for each and would abort. Write a smaller number; jdp plan predicts larger runs.
     """
     if num > MAX_CPU_RANKS:

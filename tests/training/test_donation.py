@@ -178,7 +178,7 @@ HINTS = {
     "pickle.dumps(now)": "jdp.Checkpointer",
     "raise RuntimeError('Gloo context initialization failed: timeout')": "outside `if jax.",
     "raise RuntimeError('a value that spans non-addressable devices')": "process_allgather",
-    "jax.lax.psum(1.0, 'data')": "outside of a step",
+    "jax.lax.psum(1.0, 'data')": "outside a step",
     "{}['w']": None,
 }
 SCRIPT = """

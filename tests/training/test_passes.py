@@ -32,7 +32,8 @@ def probed(num_ranks, weight=None, late=None):
     batch = jnp.ones((8, 3)), jnp.ones(8)
     spec = StepSpec(fit, ("data",), weight, donate=False, returns_state=True)
     made = RankProgram(spec, mesh, checksum_spec=None, series="", floats=frozenset())
-    return made, passes.probe(made, Choices(), (state, batch, np.float32(1)), batch)
+    args = state, batch, np.float32(1)
+    return made, passes.probe(made, Choices(), args, args)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -85,7 +85,7 @@ def test_one_process_that_hangs_in_what_is_jdps_is_told_and_ended(kind, phase, s
         code, text = run.wait()
     assert code == 124
     assert len(re.findall(rf"process 0 \(pid \d+\): {phase}", text)) == 2
-    assert re.search(r"^jdp: .* 1\.5 s .*\.$", text, re.MULTILINE)
+    assert re.search(r"^jdp: .* 1\.5 s.*\.$", text, re.MULTILINE)
     assert f"in {stack}" in text
 
 
