@@ -52,7 +52,9 @@ def route(gate, x, capacity):
 
 def experts_on_device(params, x, capacity_factor):
     """The results of tokens [tokens, width] of this device, and the load of this "expert" group."""
-    capacity = int(capacity_factor * BEST * len(x) / EXPERTS) or len(x)  # 0: room for all of them
+    capacity = max(1, int(capacity_factor * BEST * len(x) / EXPERTS))
+    if not capacity_factor:
+        capacity = len(x)  # room for all of them
     slots, weights, load = route(params["gate"], x, capacity)
     room = jnp.zeros((EXPERTS * capacity + 1, WIDTH))  # the last place is for dropped tokens
     sent = room.at[slots].set(x[:, None])[:-1].reshape(EXPERTS, capacity, WIDTH)

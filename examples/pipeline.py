@@ -53,7 +53,10 @@ def gpipe(weights, micro_batches):
     num_micro, num_chunks = len(micro_batches), len(weights["up"])
     num, i = lax.axis_size("pipe"), lax.axis_index("pipe")
     ring = [(k, (k + 1) % num) for k in range(num)]
-    computed = jax.checkpoint(chunk)  # the backward pass keeps the inputs of chunks alone
+
+    @jax.checkpoint  # the backward pass keeps the inputs of chunks alone
+    def computed(weights, c, x):
+        return chunk(jax.tree.map(lambda x: x[c], weights), x)
 
     def tick(carry, t):
         arrived, waiting = carry
@@ -62,7 +65,7 @@ def gpipe(weights, micro_batches):
         unit = jnp.clip(t - i, 0, num_chunks * num_micro - 1)
         c, m = unit // num_micro, unit % num_micro
         x = jnp.where(i > 0, arrived, jnp.where(c > 0, waiting[m], micro_batches[m]))
-        y = computed(jax.tree.map(lambda x: x[c], weights), x)
+        y = computed(weights, c, x)
         return (lax.ppermute(y, "pipe", ring), waiting), y
 
     first = jnp.zeros_like(micro_batches[0]), jnp.zeros_like(micro_batches)
@@ -85,8 +88,9 @@ def one_forward_one_backward(weights, head, micro_batches, labels):
     """Return the loss and its gradients in `weights` and `head`.
 
     Device i computes micro-batch m forward in tick m + i, and backward in tick m + 2 (n - 1) - i.
-    So it holds the inputs of at most 2 n - 1 micro-batches, where GPipe holds all of them. In the
-    first and last ticks no device has two things to do, so they take less time.
+    So it holds the inputs of at most 2 n - 1 micro-batches, where GPipe holds all of them. (With a
+    tick for each direction, as in the paper, it would hold n.) In the first and last ticks no
+    device has two things to do, so they take less time.
     """
     weights = jax.tree.map(lambda x: x[0, 0], weights)
     num_micro = len(micro_batches)
@@ -167,7 +171,7 @@ def new_params(num_pipe, num_chunks):
     draw = np.random.default_rng(0).normal
 
     def stacked(*shape):
-        x = draw(size=(LAYERS, *shape)).astype("f") / np.sqrt(shape[0])
+        x = (draw(size=(LAYERS, *shape)) / np.sqrt(shape[0])).astype("f")
         return x.reshape(num_chunks, num_pipe, -1, *shape).swapaxes(0, 1)
 
     layers = {"up": stacked(WIDTH, HIDDEN), "down": stacked(HIDDEN, WIDTH)}
@@ -212,6 +216,8 @@ def main():
     parser.add_argument("--rows", type=int, default=64)
     args = parser.parse_args()
 
+    if args.micro_batches < args.pipe:
+        sys.exit("write at least as many --micro-batches as devices along --pipe")
     mesh = jdp.init(axes={"pipe": args.pipe}, cpu_ranks=args.ranks or None, progress=False)
     num_chunks = 2 if args.schedule == "interleaved" else 1
     by_schedule = loss_by_1f1b if args.schedule == "1f1b" else loss_by_gpipe

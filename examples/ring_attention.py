@@ -34,7 +34,8 @@ def ring_attention(q, k, v, documents, position):
     """The same of this device's part of the sequence, in rounds with the keys of one device each.
 
     Softmax is summed up as in FlashAttention: by the largest score so far. The backward pass
-    computes the scores of each round again, so no device holds more than one block of them.
+    computes the scores of each round again, so no device holds more than one block of them. It
+    holds the keys and values of all rounds, which the paper sends around the ring once more.
     """
     num = lax.axis_size("seq")
     ring = [(i, (i + 1) % num) for i in range(num)]

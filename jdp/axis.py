@@ -115,11 +115,11 @@ def further_spec(array: Any, axis_name: AxisName) -> FurtherSpec:
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return ()
-    data = names(axis_name)
+    without = {*names(axis_name), *(x for x, size in sharding.mesh.shape.items() if size == 1)}
     parts = [
         names(part) if part and isinstance(part, str | tuple) else () for part in sharding.spec
     ]
-    spec = tuple(tuple(name for name in part if name not in data) for part in parts)
+    spec = tuple(tuple(name for name in part if name not in without) for part in parts)
     return spec if any(spec) else ()
 
 

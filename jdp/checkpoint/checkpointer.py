@@ -16,9 +16,9 @@ from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
 _NO_POSITION = (
-    "ckpt.step got no batches, so nothing keeps the position of jdp.batches: a restarted run reads "
-    "the first rows again, and makes all num_steps once more.\nWrite state = ckpt.restore(state, "
-    "batches) before the loop, and ckpt.step(state, batches) in it."
+    "jdp: ckpt.step got no batches, so nothing keeps the position of jdp.batches: a restarted run "
+    "reads the first rows again, and makes all num_steps once more.\nWrite state = "
+    "ckpt.restore(state, batches) before the loop, and ckpt.step(state, batches) in it."
 )
 
 

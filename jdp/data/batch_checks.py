@@ -145,12 +145,27 @@ def _checksum(batch: Any) -> int:
     return found
 
 
+def _require_equal_parts(reports: Mapping[int, FirstBatch]) -> None:
+    """Refuse different rows of processes whose devices belong to the same ranks."""
+    first: dict[int, int] = {}
+    for process, report in sorted(reports.items()):
+        other = first.setdefault(report.first_row, process)
+        if None not in (own := {report.checksum, reports[other].checksum}) and len(own) > 1:
+            text = (
+                f"processes {other} and {process} have devices of the same ranks, along another "
+                "axis than the data axis, but pass different rows to jdp.shard_batches.\n"
+                "Each row must be the same on all devices of a rank. Pass equal rows there, or "
+                "write jdp.batches(dataset, ...), which does."
+            )
+            raise ValueError(with_code("JDP209", text))
+
+
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     """Raise a ValueError that names a process whose report differs from most."""
     kinds = {process: report[:2] for process, report in reports.items()}
     pair = agree.odd_one(kinds)
     if pair is None:
-        return
+        return _require_equal_parts(reports)
     odd, usual = pair
     other, ours = (set(_ARGUMENT.findall(reports[process].text)) for process in pair)
     if other and ours and other != ours:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
@@ -287,9 +288,11 @@ def _mesh_of(
         )
     sizes = {name: axes.get(name, num_left) for name in wanted} | dict(axes)
     types = (AxisType.Auto,) * len(sizes)
-    if axes and devices is None:  # neighbours in the network of a TPU
-        return jax.make_mesh((*sizes.values(),), (*sizes,), types)
-    return Mesh(np.array(chosen).reshape(*sizes.values()), (*sizes,), axis_types=types)
+    grid = np.array(chosen).reshape(*sizes.values())
+    if axes and devices is None and chosen[0].platform == "tpu":
+        with contextlib.suppress(NotImplementedError):  # neighbours in the network
+            grid = mesh_utils.create_device_mesh(grid.shape, chosen, allow_split_physical_axes=True)
+    return Mesh(grid, (*sizes,), axis_types=types)
 
 
 def _require_sizes(axes: Any, mesh: Mesh | None) -> None:

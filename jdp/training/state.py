@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
@@ -137,8 +138,7 @@ def placed(state: Any, *, copy: bool) -> Any:
 
 def optimizer_state(tx: Replicated, params: Any) -> Any:
     """Return an optimizer's first state, sharded as it will be."""
-    data_axes = set(axis.names(tx.axis_name))
-    meshes = {_mesh(x, data_axes) for x in jax.tree.leaves(params)}
+    meshes = {*map(_mesh, jax.tree.leaves(params))}
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is None:
         return tx.init(params)
@@ -151,7 +151,7 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
         return state
     # One program for all leaves: optax would run one for each shape, which delays replaced
     # processes. No sharded leaf ever exists as a whole.
-    return jax.jit(tx.init, out_shardings=_shardings(tx, like, mesh))(params)
+    return jax.jit(tx.init, out_shardings=_shardings(tx, like, params, mesh))(params)
 
 
 def _log_whole(tx: Replicated, error: Exception) -> None:
@@ -200,19 +200,36 @@ def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
         _log.warning(text)
 
 
-def _shardings(tx: Replicated, like: Any, mesh: Mesh) -> Any:
-    specs = shard_layout.partition_of_optimizer(like, tx, mesh)
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    return jax.tree.unflatten(jax.tree.structure(like), shardings)
+def _shardings(tx: Replicated, like: Any, params: Any, mesh: Mesh) -> Any:
+    """Return the shardings of an optimizer's state, over further axes those of its parameters."""
+    named, treedef = jax.tree_util.tree_flatten_with_path(like)
+    split = [
+        (jax.tree_util.keystr(path), x.shape, axis.further_spec(x, tx.axis_name))
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    leaves, further = [], []
+    for path, leaf in named:
+        name = jax.tree_util.keystr(path)
+        specs = [spec for end, shape, spec in split if name.endswith(end) and shape == leaf.shape]
+        spec = PartitionSpec(*(part or None for part in specs[-1])) if specs else PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
+        leaves.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+        further.append(spec)
+    own = shard_layout.partition_of_optimizer(treedef.unflatten(leaves), tx, mesh)
+    merged = [NamedSharding(mesh, _merged(*pair)) for pair in zip(own, further, strict=True)]
+    return treedef.unflatten(merged)
 
 
-def _mesh(x: Any, data_axes: set[str]) -> Mesh | None:
-    """Return the mesh of a parameter, if sharded along no further axis."""
+def _merged(own: PartitionSpec, further: PartitionSpec) -> PartitionSpec:
+    pairs = itertools.zip_longest(own, further)
+    return PartitionSpec(*(part or other for part, other in pairs))
+
+
+def _mesh(x: Any) -> Mesh | None:
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    split = {name for part in sharding.spec if part is not None for name in axis.names(part)}
-    return sharding.mesh if split <= data_axes else None
+    return sharding.mesh
 
 
 _Args = ParamSpec("_Args")

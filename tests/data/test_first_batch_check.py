@@ -47,6 +47,14 @@ def test_arguments_that_differ_are_named_alone():
     assert "num_rows" not in str(caught.value) and "JDP209" in str(caught.value)
 
 
+def test_different_rows_of_processes_with_the_same_ranks_are_refused():
+    places = (0, 7), (0, 7), (4, 5), (4, 6)  # of 2 ranks, each on the devices of 2 processes
+    reports = [USUAL._replace(first_row=row, checksum=number) for row, number in places]
+    with pytest.raises(ValueError, match="processes 2 and 3 .* different rows .*(?s:.*)JDP209"):
+        require_agreement(dict(enumerate(reports)))
+    require_agreement(dict(enumerate(reports[:3])))
+
+
 # (first row in the global batch, checksum) of each process
 @pytest.mark.parametrize(
     "parts, is_repeated",

@@ -284,6 +284,34 @@ def test_a_step_is_explained_for_other_devices_with_the_same_further_axes():
         compile_step(step_of(by_hand), (state, batch()), {}, "cpu:3")
 
 
+def test_the_first_optimizer_state_is_split_as_its_parameters():
+    def init(params):  # of shapes alone
+        return {name: jnp.zeros(x.shape) for name, x in params.items()}
+
+    def update(grads, state, params=None):
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
+        return jax.tree.map(lambda m: -0.1 * m, state), state
+
+    tx = optax.GradientTransformation(init, update)
+    given = on_mesh({"model": 4})
+    state = jdp.TrainState.create(given, optimizer(1, tx))
+    assert state.opt_state["up"].sharding.spec == P("data", "model")
+    assert state.opt_state["bias"].sharding.spec == P("model")
+    assert not {kind for kind, _ in sent(step_of(by_hand), state)} - {
+        "all-gather",
+        "reduce-scatter",
+    }
+    assert_equal(train(step_of(by_hand), state).params, one_device(tx), rtol=1e-5)
+
+
+def test_axes_of_size_1_split_nothing():
+    mesh = jdp.init(axes={"model": 1})
+    given = {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in params().items()}
+    state = jdp.TrainState.create(given, optimizer(3, optax.adam(0.1)))
+    assert state.params["bias"].addressable_shards[0].data.shape == (2,)
+    assert_equal(train(step_of(by_hand), state).params, one_device(optax.adam(0.1)))
+
+
 def test_layers_of_a_scan_are_gathered_as_shards():
     mesh, draw = jdp.init(axes={"model": 4}), np.random.default_rng(0).normal
     specs = {"up": P(None, None, "model"), "down": P(None, "model")}
@@ -312,6 +340,10 @@ def test_layers_of_a_scan_are_gathered_as_shards():
     given = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in layers.items()}
     for stage in (1, 2, 3):
         state = jdp.TrainState.create(given, optimizer(stage, tx))
+        parsed, _ = hlo.parse(step.lower(state, rows).compile().as_text())
+        gathers = [one for one in itertools.chain(*parsed.values()) if one.op == "all-gather"]
+        groups = [transfers.replica_groups(one)[0] for one in gathers]
+        assert all(len({i % 4 for i in group}) == 1 for group in groups)
         for _ in range(NUM_STEPS):
             state, _ = step(state, rows)
         assert_equal(state.params, want, rtol=1e-5)
