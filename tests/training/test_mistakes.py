@@ -4,6 +4,7 @@ import dataclasses
 import linecache
 import random
 import re
+import threading
 import time
 import warnings
 from typing import Any, NamedTuple
@@ -352,6 +353,26 @@ def noise():
     return np.random.rand()  # DRAWN
 
 
+class Noise:
+    def __init__(self):
+        self.own = {"random": np.random.default_rng(0)}["random"]
+
+    def __call__(self):
+        return np.random.normal()  # OBJECT
+
+    def draw(self):
+        return self.own.normal()  # METHOD
+
+
+NOISE, HELD = Noise(), {"draw": np.random.rand}
+
+
+def locally_imported():
+    import numpy.random as own  # noqa: PLC0415
+
+    return own.normal()  # LOCAL
+
+
 DRAWS = {
     "numpy": lambda: np.random.rand(),
     "another function": lambda: noise(),
@@ -360,6 +381,10 @@ DRAWS = {
     "generator": lambda: RANDOM.normal(),
     "new generator": lambda: np.random.default_rng().normal(),
     "clock": lambda: float(time.time()),
+    "an object": lambda: NOISE(),
+    "a method": lambda: NOISE.draw(),
+    "a local import": locally_imported,
+    "unknown": lambda: HELD["draw"](),
 }
 RANDOM = np.random.default_rng(0)
 
@@ -377,15 +402,21 @@ def test_a_number_that_python_draws_in_a_step_is_a_warning_at_its_line(how, num_
     assert caught[0].filename == __file__
     line = linecache.getline(__file__, caught[0].lineno)
     wanted = {"another function": "DRAWN", "generator": "RANDOM", "clock": "time"}
+    wanted |= {"an object": "OBJECT", "a method": "METHOD", "a local import": "LOCAL"}
+    wanted |= {"unknown": "fit,"}
     assert wanted.get(how, "random.") in line
+    assert ("(from numpy.random)" in str(caught[0].message)) == (how == "unknown")
 
 
 def test_numbers_that_a_thread_of_the_dataset_draws_are_no_mistake():
     ranks(2)
-    drawn = iter(lambda: np.random.rand(), None)
+    augment = lambda: (np.random.rand(), random.random(), NOISE.draw())  # noqa: E731
+    threads = [threading.Thread(target=augment) for _ in range(9)]
 
     def fit(state, batch):
-        next(drawn)  # as a thread that augments rows does while a step is traced
+        thread = threads.pop()
+        thread.start()  # as one that augments rows while a step is traced
+        thread.join()
         return state, {"x": jax.random.normal(state.key)}
 
     jdp.train_step(fit)(state(), batch())
