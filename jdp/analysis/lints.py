@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -358,9 +359,10 @@ def _is_infinite(atom: Any) -> bool:
 
 # Expressions of that number, as text.
 _COUNT = re.compile(
-    r"(?:int\(|float\()?(?:jax\.(?:local_)?(?:device|process)_count\(\)"
+    r"jax\.(?:local_)?(?:device|process)_count\(\)"
     r"|len\(jax\.(?:local_)?devices\(\)\)|\w*mesh\.(?:devices\.)?size|\w*mesh\.shape\[[^\]]*\]"
-    r"|(?:jax\.)?lax\.(?:axis_size\(|psum\(1, )[^()]*\)|os\.environ\[.WORLD_SIZE.\])\)?"
+    r"|(?:jax\.)?lax\.(?:axis_size\(|psum\(1, )[^()]*\)"
+    r"|(?:os\.)?(?:environ(?:\.get)?|getenv)[\[(].WORLD_SIZE.(?:, \w*\(?[^()]*\)?)?[\])]"
 )
 _TWICE = (
     "{line} divides {what} by the number of devices, and jdp averages over the ranks, so the "
@@ -403,7 +405,13 @@ _EXCHANGES = frozenset(collectives.RULES) - {"jdp_mark"}
 
 def _divided(eqn: Any, counts: set[float]) -> str:
     """Return the author's line that divides a value by the number of devices; "" for others."""
-    if eqn.primitive.name != "div" or jaxprs.number(eqn.invars[1]) not in counts:
+    if eqn.primitive.name not in ("div", "mul"):
+        return ""
+    is_product = eqn.primitive.name == "mul"
+    factors = filter(None, map(jaxprs.number, eqn.invars if is_product else eqn.invars[1:]))
+    by = [1 / factor if is_product else factor for factor in factors]
+    # The inverse of a number is rounded.
+    if not any(math.isclose(each, count, rel_tol=1e-2) for each in by for count in counts):
         return ""
     frames = () if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
     for frame in frames:
@@ -421,16 +429,43 @@ def _dividing_lines(source: str) -> frozenset[int]:
     except SyntaxError:  # with commands of a notebook
         return frozenset()
     assigned = [pair for each in nodes if isinstance(each, ast.Assign) for pair in _assigned(each)]
-    names = {ast.unparse(name) for name, value in assigned if _COUNT.fullmatch(ast.unparse(value))}
+    counts: set[str] = set()
+    for _ in range(2):  # also n = int(text)
+        counts |= {ast.unparse(name) for name, value in assigned if _is_count(value, counts)}
+    inverses = {ast.unparse(name) for name, value in assigned if _is_inverse(value, counts)}
     operations = [each for each in nodes if isinstance(each, ast.BinOp | ast.AugAssign)]
-    divisions = [each for each in operations if isinstance(each.op, ast.Div)]
-    divisors = [each.value if isinstance(each, ast.AugAssign) else each.right for each in divisions]
+    divisors = [_operands(each)[-1] for each in operations if isinstance(each.op, ast.Div)]
     within = {id(each) for divisor in divisors for each in ast.walk(divisor)}
     found: set[int] = set()
-    for each, by in zip(divisions, map(ast.unparse, divisors), strict=True):
-        if id(each) not in within and (by in names or _COUNT.fullmatch(by)):
+    for each in operations:
+        operands, is_found = _operands(each), False
+        if isinstance(each.op, ast.Div):
+            is_found = _is_count(operands[-1], counts)
+        elif isinstance(each.op, ast.Mult):
+            is_found = any(_is_inverse(x, counts) or ast.unparse(x) in inverses for x in operands)
+        if is_found and id(each) not in within:
             found.update(range(each.lineno, (each.end_lineno or each.lineno) + 1))
     return frozenset(found)
+
+
+def _operands(operation: ast.BinOp | ast.AugAssign) -> list[ast.expr]:
+    if isinstance(operation, ast.AugAssign):
+        return [operation.value]
+    return [operation.left, operation.right]
+
+
+def _is_count(value: ast.expr, counts: set[str]) -> bool:
+    while isinstance(value, ast.Call) and ast.unparse(value.func) in ("int", "float"):
+        value = value.args[0] if value.args else value.func
+    text = ast.unparse(value)
+    return text in counts or _COUNT.fullmatch(text) is not None
+
+
+def _is_inverse(value: ast.expr, counts: set[str]) -> bool:
+    is_division = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
+    return (
+        is_division and ast.unparse(value.left) in ("1", "1.0") and _is_count(value.right, counts)
+    )
 
 
 def _assigned(statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:

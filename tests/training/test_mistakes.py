@@ -2,6 +2,7 @@
 
 import dataclasses
 import linecache
+import os
 import random
 import re
 import threading
@@ -316,6 +317,9 @@ def test_parameters_that_are_one_array_are_named_too():
 
 
 RANK, WORLD_SIZE = 0, jax.device_count()
+TEXT = os.getenv("WORLD_SIZE", str(WORLD_SIZE))
+NUM_PROCESSES = int(TEXT)
+INVERSE = 1 / NUM_PROCESSES
 DIVISIONS = [
     ({"loss": lambda x, s: x / jax.device_count()}, "the gradients"),
     ({"loss": lambda x, s: x / WORLD_SIZE}, "the gradients"),
@@ -326,12 +330,20 @@ DIVISIONS = [
     ({"loss": lambda x, s: x * (1 + s.step / WORLD_SIZE)}, None),
     ({"loss": lambda x, s: x / WORLD_SIZE, "mean": False}, None),
     ({"loss": lambda x, s: x / 8.0}, None),
+    ({"loss": lambda x, s: x / float(os.environ.get("WORLD_SIZE", 1))}, "the gradients"),
+    ({"loss": lambda x, s: x / int(os.getenv("WORLD_SIZE"))}, "the gradients"),
+    ({"grad": lambda g: g / NUM_PROCESSES}, "the gradients"),
+    ({"grad": lambda g: g * (1.0 / jax.device_count())}, "the gradients"),
+    ({"grad": lambda g: INVERSE * g}, "the gradients"),
+    ({"loss": lambda x, s: x * 0.125}, None),
+    ({"loss": lambda x, s: x * (1 + s.step * (1 / WORLD_SIZE))}, None),
 ]
 
 
 @pytest.mark.parametrize("how, what", DIVISIONS)
-def test_a_division_of_a_mean_by_the_number_of_devices_is_a_warning(how, what):
+def test_a_division_of_a_mean_by_the_number_of_devices_is_a_warning(how, what, monkeypatch):
     ranks(WORLD_SIZE)
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
     same = lambda x, *_: x  # noqa: E731
 
     def fit(state, batch):
