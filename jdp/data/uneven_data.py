@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data import prefetcher
-from jdp.distributed import agree, fail_fast, kv_store, this_process
+from jdp.distributed import agree, call_log, fail_fast, kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
@@ -124,6 +124,7 @@ class _Loop:
         self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="jdp-lockstep", daemon=True)
         prefetcher.active_loops.add_compared(self)
+        call_log.open_loops.add(self._prefix)
         self._thread.start()
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
@@ -132,7 +133,8 @@ class _Loop:
             batch = next(batches)
         except StopIteration:
             self.end("end")
-            self._wait_for_others()
+            with call_log.awaiting_end(self._prefix):
+                self._wait_for_others()
             return None
         except Exception as error:
             self.end("error", repr(error)[: fail_fast.TEXT_CHARACTERS])
@@ -153,6 +155,7 @@ class _Loop:
             if self._mine is not None:
                 return
             self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
+        call_log.open_loops.discard(self._prefix)
         if how == "error":
             self._raised.set()  # this process raises the error itself
         with self._lock:  # the watcher may delete the keys

@@ -1,7 +1,8 @@
 """This process's last calls, which all processes must make in the same order."""
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # A process may be ahead by the steps in flight and a few comparisons.
@@ -59,8 +60,11 @@ class CallLog:
         }
 
 
-# Threads of this process in a comparison.
+# Threads of this process in a comparison, or at the end of a loop.
 num_waiting = 0
+# Loops over batches that this process is in, and the one whose end it waits in.
+open_loops: set[str] = set()
+awaited_loop, num_awaited = "", 0
 # Logs by group of processes.
 logs: dict[tuple[int, ...], CallLog] = {}
 
@@ -68,6 +72,17 @@ logs: dict[tuple[int, ...], CallLog] = {}
 def log_of(group: tuple[int, ...]) -> CallLog:
     """Return a group's log."""
     return logs.setdefault(group, CallLog())
+
+
+@contextlib.contextmanager
+def awaiting_end(loop: str) -> Iterator[None]:
+    """Record that this process waits for the others at the end of a loop, without a call."""
+    global num_waiting, awaited_loop, num_awaited  # noqa: PLW0603
+    awaited_loop, num_awaited, num_waiting = loop, num_awaited + 1, num_waiting + 1
+    try:
+        yield
+    finally:
+        awaited_loop, num_waiting = "", num_waiting - 1
 
 
 def first_difference(

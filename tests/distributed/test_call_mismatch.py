@@ -131,6 +131,11 @@ CASES = {
     "evaluate": ("if me == 1: jdp.evaluate(measure, state.params, [many])", "`measure`"),
     "the state": ("if me == 0: jdp.check_replicas(state)", "state's hashes"),
     "shapes": ("state, _ = step(state, many if me else few)", "float32[2,4]"),
+    "a loop": (
+        "for rows in jdp.shard_batches([np.ones((6, 4), np.float32)] * 3):\n"
+        "    if me == 0: state, _ = step(state, rows)",
+        "the end of its loop over batches",
+    ),
     "first call": ("if me == 1: step.without_donation()(state, few)", "float32[2,4]"),
 }
 
@@ -138,7 +143,7 @@ CASES = {
 @pytest.mark.processes
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
-    ("name", "all_reduce"), [*zip(CASES, ["native", "xla", "xla", "native"], strict=True)]
+    ("name", "all_reduce"), [*zip(CASES, ["native", "xla", "xla", "xla", "native"], strict=True)]
 )
 def test_processes_that_make_different_calls_end_with_both_names(jdp_run, name, all_reduce):
     act, other = CASES[name]

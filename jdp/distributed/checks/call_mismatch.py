@@ -23,6 +23,7 @@ _POLL_S = 0.5
 _END_S = 2.0
 _NUM_SHOWN = 3
 
+_LOOP_END = Described("the end of its loop over batches", "the end of a loop", {})
 _WHY = (
     "Their ranks wait for each other, or sum unrelated values. All processes of a mesh must make "
     "the same calls in the same order, with arrays of the same shapes. Look for a call below `if "
@@ -98,13 +99,14 @@ current = DifferentCalls()
 
 
 def _num_calls() -> int:
-    return sum(log.num_calls for log in [*call_log.logs.values()])
+    return sum(log.num_calls for log in [*call_log.logs.values()]) + call_log.num_awaited
 
 
 def _publish() -> None:
     with contextlib.suppress(Exception):
         for group, log in [*call_log.logs.items()]:
-            kv_store.replace(_key(group, jax.process_index()), json.dumps(log.latest()))
+            facts = log.latest(), call_log.awaited_loop
+            kv_store.replace(_key(group, jax.process_index()), json.dumps(facts))
 
 
 def _difference(group: tuple[int, ...], mine: Mapping[int, Described | None]) -> str | None:
@@ -113,7 +115,10 @@ def _difference(group: tuple[int, ...], mine: Mapping[int, Described | None]) ->
         text = kv_store.get_now(_key(group, process))
         if text is None:
             continue
-        theirs = {int(i): each and Described(*each) for i, each in json.loads(text).items()}
+        latest, loop = json.loads(text)
+        theirs = {int(i): each and Described(*each) for i, each in latest.items()}
+        if loop in call_log.open_loops:  # their next call is behind the loop that this one is in
+            theirs[max(theirs, default=0) + 1] = _LOOP_END
         calls = {me: mine, process: theirs}
         one, other = sorted(calls)
         if found := call_log.first_difference(calls[one], calls[other]):
