@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from jdp.checkpoint.commit_memory import MARKS, CommitMemory, Draft
 from jdp.checkpoint.write_plan import Share
+from jdp.error_codes import with_code
 
 # The fields of `CommitMark`; a checksum follows, since reads may overlap a write.
 _MARK = struct.Struct("<QQQQQQ")
@@ -85,6 +86,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
 _LAST_S = 2.0
 # Seconds to wait for others while the training thread waits.
 _PATIENCE_S = 30.0
+# And for one that has begun no commit in this life.
+_ABSENT_S = 10.0
 
 
 class HostCommits:
@@ -104,6 +107,7 @@ class HostCommits:
         self._life = 0
         self._stops_at = self._awaited_at = math.inf
         self._holds_earlier = share.number == 0
+        self._was_absent = False
 
     def begin_life(self, tag: str) -> None:
         """Join the commits of a life of the run."""
@@ -132,6 +136,11 @@ class HostCommits:
         """Make a draft the latest commit once all its writers have called this."""
         if draft.form is None or self.share.num_shares == 1:
             self.memory(draft.form).finish(draft, facts)
+            if self._was_absent and (who := self._who_is_missing()):
+                # This state needs a later step of all processes than the commit that was awaited.
+                raise RuntimeError(
+                    f"step {facts['step']} is committed without the shares of others.{who}"
+                )
             return True
         if not self.is_together:
             return False
@@ -231,11 +240,15 @@ class HostCommits:
             now = time.monotonic()
             if now > self._stops_at or not self.is_together:
                 return False
-            if now > max(began, self._awaited_at) + _PATIENCE_S:
+            waited_s = now - max(began, self._awaited_at)
+            limit_s = min(_ABSENT_S, _PATIENCE_S)
+            who = self._who_is_missing() if waited_s > limit_s else ""
+            self._was_absent = bool(who)
+            limit_s = limit_s if who else _PATIENCE_S
+            if waited_s > limit_s:
                 self._end(
-                    f"the process with local rank {self.share.number} waited {_PATIENCE_S:g} s "
-                    "for the shares of others, which blocked its "
-                    f"training.{self._who_is_missing()}"
+                    f"the process with local rank {self.share.number} waited {limit_s:g} s for "
+                    f"the shares of others, which blocked its training.{who}"
                 )
                 return False
             time.sleep(pause)

@@ -267,6 +267,24 @@ def test_a_share_is_not_waited_for_for_long_while_the_training_thread_waits(
     assert "local rank 1 began no share: call ckpt.step(state, batches) on every" in warnings.text
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_process_that_begins_no_commit_while_others_train_on_ends_the_run(
+    file, monkeypatch, comes
+):
+    monkeypatch.setattr(host_commits, "_ABSENT_S", 0.1)
+    processes = Processes(file)
+    processes.all[0].hurry()
+    job = processes.start(0, 1)
+    processes.all[0].hurry()
+    assert outcomes([job]) == ["False"]
+    if comes:
+        assert processes.all[1].begin(8, form=5) is None
+        assert processes.commit_alone(2) and processes.committed() == [2]
+    else:
+        with pytest.raises(RuntimeError, match="step 2 .* local rank 1 began no share: "):
+            processes.commit_alone(2)
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_process_that_waits_for_one_that_has_ended_goes_on_without_a_word(file, warnings, who):
     processes = Processes(file)
