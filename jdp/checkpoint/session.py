@@ -68,6 +68,12 @@ _LOST = (
     "latest commit after Ctrl-C."
 )
 
+_UNCOUNTED = (
+    "step {step} is not saved: ckpt.step has not counted the step after it, to which its state was "
+    "donated. Latest kept: {kept}.\nCall ckpt.step(state, batches) after each step, and let "
+    "KeyboardInterrupt and other exceptions leave the `with` block: it then saves what it can."
+)
+
 # Steps before Orbax is imported, well before a checkpoint.
 _PREPARED_AFTER = 3
 
@@ -216,6 +222,9 @@ class Session:
                 in_flight.drain()
                 in_flight.require_right_states()
                 if self._saved_at != self.steps:
+                    if pytrees.any_deleted(self._state):
+                        kept = progress.own.latest_kept or "no step"
+                        raise ValueError(_UNCOUNTED.format(step=self.steps, kept=kept))
                     self._begin_save()
                 self._saved_at = -1  # the following may fail on any process
                 self._saves.wait()
