@@ -357,6 +357,18 @@ class Batches:
             repeated_epochs.record(self._dataset, self._sampler.seed)
 
 
+def why_repeated(batches: Batches) -> str:
+    """Return a sentence about rows that a whole pass reads once more than others, or ""."""
+    run, num_rows = batches._run, batches._sampler.num_rows
+    num_more = run.end % num_rows
+    if run.num_steps is None or run.end <= num_rows or not num_more:
+        return ""
+    return (
+        f"evaluate reads {run.end:,} rows of a dataset of {num_rows:,}: {num_more:,} of them count "
+        f"once more than the others.\nWrite epochs=1 in place of num_steps={run.num_steps}."
+    )
+
+
 _NUM_NAMED = 16
 
 

@@ -1,5 +1,6 @@
 """`evaluate`: metrics over all rows, exact on any number of ranks."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jdp.data import host_arrays
 from jdp.data.dataset import find_mask
-from jdp.data.loops import Batches
+from jdp.data.loops import Batches, why_repeated
 from jdp.distributed import in_flight
 from jdp.reduction import metrics
 from jdp.training.step import Step
@@ -64,6 +65,8 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
     host_arrays.require_batches("evaluate", batches, instead)
     if isinstance(batches, Batches):
         batches.position = 0
+        if text := why_repeated(batches):
+            warnings.warn(text, stacklevel=2)
     counter = progress.own.slot.counter
     of_training = counter.next_rows, counter.num_left
     counter.write_evaluating(True)

@@ -1,3 +1,5 @@
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,6 +46,18 @@ def test_arguments_by_keyword_are_passed_on(n):
     np.testing.assert_array_equal(found["x"], 8 * ROWS["x"] + 1)
     with pytest.raises(TypeError, match="'offset'"):
         jdp.evaluate(step, jnp.float32(2), batches, 2)
+
+
+@pytest.mark.parametrize("num_steps, num_more", [(2, 0), (3, 1), (4, 9), (23, 0)])
+def test_rows_that_num_steps_count_once_more_than_others_are_a_warning(num_steps, num_more):
+    ranks(2)
+    batches = jdp.batches(ROWS, 8, num_steps=num_steps, mask=True, shuffle=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jdp.evaluate(measure, jnp.float32(2), batches)
+    told = [str(each.message) for each in caught if "once more" in str(each.message)]
+    assert len(told) == (num_more > 0)
+    assert not told or f" of 23: {num_more} of them" in told[0] and "epochs=1" in told[0]
 
 
 def test_the_same_batches_serve_again():
