@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from jdp.checkpoint.commit_memory import MARKS, CommitMemory, Draft
 from jdp.checkpoint.write_plan import Share
-from jdp.error_codes import with_code
 
 # The fields of `CommitMark`; a checksum follows, since reads may overlap a write.
 _MARK = struct.Struct("<QQQQQQ")

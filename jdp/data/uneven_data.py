@@ -133,7 +133,7 @@ class _Loop:
             batch = next(batches)
         except StopIteration:
             self.end("end")
-            with call_log.awaiting_end(self._prefix):
+            with _awaiting_end(self._prefix):
                 self._wait_for_others()
             return None
         except Exception as error:
@@ -284,3 +284,15 @@ class _Loop:
 
 
 _num_loops: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def _awaiting_end(loop: str) -> Iterator[None]:
+    call_log.awaited_loop = loop
+    call_log.num_awaited += 1
+    call_log.num_waiting += 1
+    try:
+        yield
+    finally:
+        call_log.awaited_loop = ""
+        call_log.num_waiting -= 1

@@ -1,8 +1,7 @@
 """This process's last calls, which all processes must make in the same order."""
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 # A process may be ahead by the steps in flight and a few comparisons.
@@ -72,17 +71,6 @@ logs: dict[tuple[int, ...], CallLog] = {}
 def log_of(group: tuple[int, ...]) -> CallLog:
     """Return a group's log."""
     return logs.setdefault(group, CallLog())
-
-
-@contextlib.contextmanager
-def awaiting_end(loop: str) -> Iterator[None]:
-    """Record that this process waits for the others at the end of a loop, without a call."""
-    global num_waiting, awaited_loop, num_awaited  # noqa: PLW0603
-    awaited_loop, num_awaited, num_waiting = loop, num_awaited + 1, num_waiting + 1
-    try:
-        yield
-    finally:
-        awaited_loop, num_waiting = "", num_waiting - 1
 
 
 def first_difference(
