@@ -251,7 +251,10 @@ def make_room() -> None:
     Call it before the dispatch, which donates the state.
     """
     if len(_calls) >= _MAX:
+        since_ns = time.monotonic_ns()
         _drain(_MAX - 1)
+        if progress.own.step_clock is not None:
+            progress.own.step_clock.add_blocked(since_ns)
 
 
 def drain() -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,16 +18,24 @@ from jdp.worker.progress_board import NATIVE, Board, Slot, StepRecord, record
 _LEAST_NS = 33_000_000
 # Further waits count as host time.
 _MOST_WAITS = 1000
+# From the end of a step whose metrics the script reads to its next dispatch, at most.
+_READ_NS = 1_000_000
 
 
 class DispatchedStep(NamedTuple):
-    """A dispatched step and the waits before it."""
+    """A dispatched step and the waits before it.
 
-    output: Any  # ready when the step has run
+    Attributes:
+      output: ready when the step has run.
+      own_ns: from the dispatch before, but for waits in `make_room` and for other processes.
+    """
+
+    output: Any
     dispatched_ns: int
     waits: "HostWaits"
     is_counted: bool
     waits_in_xla: bool = False
+    own_ns: int = 0
 
 
 class HostWaits(NamedTuple):
@@ -76,9 +85,10 @@ class StepClock:
         self._slot = slot
         self._was_usual = True
         self._waits = _NONE
-        self._dispatched_ns = 0
+        self._dispatched_ns = self._ready_ns = self._blocked_ns = 0
         self._calls: SimpleQueue[DispatchedStep | CopiedState | None] = SimpleQueue()
         self._end_ns = self._waited_ns = 0  # of the last step
+        self._ends_ns: deque[int] = deque(maxlen=8)  # of the latest steps
         self._copied_ns = 0  # end of the last state copy
         self._sums = StepRecord(0, 0)
         self._thread = threading.Thread(target=self._run, name="jdp-step-clock", daemon=True)
@@ -104,6 +114,10 @@ class StepClock:
         """Record a copy of the state, until `outputs` are ready."""
         self._calls.put(CopiedState(outputs))
 
+    def add_blocked(self, since_ns: int) -> None:
+        """Record a wait of the training thread for steps in flight."""
+        self._blocked_ns += time.monotonic_ns() - since_ns
+
     def begin_dispatch(self) -> None:
         """Record that a dispatch begins."""
         self._dispatched_ns = time.monotonic_ns()
@@ -111,10 +125,17 @@ class StepClock:
     def end_dispatch(self, output: Any, waits_in_xla: bool = False) -> None:
         """Record a dispatched step."""
         is_counted = self.is_usual or not self._was_usual
+        begin_ns = self._dispatched_ns
+        others_ns = self._waits.within(self._ready_ns, begin_ns)[1]
+        own_ns = begin_ns - self._ready_ns - self._blocked_ns - others_ns
         self._calls.put(
-            DispatchedStep(output, self._dispatched_ns, self._waits, is_counted, waits_in_xla)
+            DispatchedStep(output, begin_ns, self._waits, is_counted, waits_in_xla, own_ns)
         )
+        self._ready_ns, self._blocked_ns = time.monotonic_ns(), 0
         self._was_usual, self._waits, self.is_usual = self.is_usual, _NONE, True
+
+    def _latest_end_ns(self, before_ns: int) -> int:
+        return max((end for end in self._ends_ns if end <= before_ns), default=0)
 
     def stop_clock(self, timeout_s: float = 1.0) -> None:
         """End the thread after the running steps."""
@@ -141,18 +162,25 @@ class StepClock:
     def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
         """Record a step's end, and the process's total wait in collectives."""
         last_ns, self._end_ns = self._end_ns, end_ns
+        self._ends_ns.append(end_ns)
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns
         if not last_ns or not call.is_counted:
             return
         given_ns = max(call.dispatched_ns, last_ns)  # idle until then
         data_ns, others_ns, paused_ns = call.waits.within(last_ns, given_ns)
         start_ns = min(max(given_ns, self._copied_ns), end_ns)
+        waited_ns, host_ns = min(waited_ns, end_ns - start_ns), given_ns - last_ns
+        earlier_ns = call.dispatched_ns - self._latest_end_ns(call.dispatched_ns)
+        if call.dispatched_ns < last_ns and earlier_ns > _READ_NS:
+            # It waited for no earlier step: without others it would dispatch no sooner.
+            unavoidable_ns = max(0, waited_ns - max(0, end_ns - last_ns - call.own_ns))
+            waited_ns, host_ns = waited_ns - unavoidable_ns, host_ns + unavoidable_ns
         self._sums = sums = StepRecord(
             self._sums.num_steps + 1,
             self._sums.step_ns + end_ns - last_ns,
             self._sums.data_ns + data_ns,
-            self._sums.host_ns + given_ns - last_ns - data_ns - others_ns - paused_ns,
-            self._sums.waited_ns + others_ns + min(waited_ns, end_ns - start_ns),
+            self._sums.host_ns + host_ns - data_ns - others_ns - paused_ns,
+            self._sums.waited_ns + others_ns + waited_ns,
             self._sums.paused_ns + paused_ns + start_ns - given_ns,
             self._sums.num_in_xla + call.waits_in_xla,
         )

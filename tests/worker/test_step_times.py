@@ -101,6 +101,35 @@ def test_a_step_does_not_wait_longer_than_it_runs(clock):
     assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 0, 0, 40 * MS)]
 
 
+@pytest.mark.parametrize("own, waited", [(0, 38), (15, 25), (39, 1), (60, 0)])
+def test_a_process_that_is_ahead_waits_only_for_longer_than_its_host_takes(clock, own, waited):
+    second = call(90)._replace(own_ns=own * MS)
+    parts = StepRecord(1, 40 * MS, 0, host_ns=(38 - waited) * MS, waited_ns=waited * MS)
+    assert records_of(clock, (call(5), 100, 0), (second, 140, 38)) == [parts]
+
+
+def test_a_process_that_reads_the_metrics_of_the_step_before_waits_for_it(clock):
+    steps = [(call(20 * i + 0.1), 20 * (i + 2), 20 * i) for i in range(6)]  # reads until 20 * i
+    steps = [(it._replace(own_ns=20 * MS), *rest) for it, *rest in steps]
+    records = records_of(clock, *steps)
+    assert records[-1].waited_ns == records[-1].step_ns == 40 * MS
+
+
+def test_the_time_of_a_host_between_dispatches_leaves_out_its_waits_for_steps(clock, monkeypatch):
+    now, puts = [100 * MS], []
+    monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(clock, "_calls", type("Calls", (), {"put": lambda _, x: puts.append(x)})())
+    for blocked in (0, 7):
+        clock.begin_dispatch()
+        clock.end_dispatch(None)
+        since, now[0] = now[0], now[0] + blocked * MS
+        clock.add_blocked(since)
+        now[0] += 20 * MS
+    clock.begin_dispatch()
+    clock.end_dispatch(None)
+    assert [each.own_ns for each in puts[1:]] == [20 * MS, 20 * MS]
+
+
 def test_short_steps_share_a_record(clock):
     steps = [(call(10 * i), 10 * i + 5, i) for i in range(6)]
     assert records_of(clock, *steps) == [StepRecord(4, 40 * MS, 0, 20 * MS, 4 * MS)]
