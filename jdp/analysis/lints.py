@@ -462,10 +462,9 @@ def _is_count(value: ast.expr, counts: set[str]) -> bool:
 
 
 def _is_inverse(value: ast.expr, counts: set[str]) -> bool:
-    is_division = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
-    return (
-        is_division and ast.unparse(value.left) in ("1", "1.0") and _is_count(value.right, counts)
-    )
+    if not (isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)):
+        return False
+    return ast.unparse(value.left) in ("1", "1.0") and _is_count(value.right, counts)
 
 
 def _assigned(statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
