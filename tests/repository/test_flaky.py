@@ -88,17 +88,8 @@ def test_what_starts_processes_is_run_again_and_named(run, flags):
     assert output.count("passed by itself") == 3 and 'has_been_here("first")' in output
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"NONE_PASSES": False}, {"ALL_PASS": False}, {"MANY": 6}],
-    ids=["no process", "fails again", "too many"],
-)
+@pytest.mark.parametrize("values", [{"NONE_PASSES": False}, {"ALL_PASS": False}, {"MANY": 6}])
 def test_what_is_no_excuse_fails_the_run(run, values):
     code, output, _ = run("--second-try", **values)
     assert code == 1, output
     assert " failed" in output.splitlines()[-1]
-
-
-def test_without_the_option_nothing_is_run_again(run):
-    code, output, flaky = run()
-    assert code == 1 and not flaky

@@ -21,7 +21,6 @@ from jdp.tools import hlo, transfers
 from jdp.tools.compiled import compile_step
 
 NUM_ROWS, NUM_STEPS = 16, 3
-# Of `inner` a part is on each device of "model": columns first, then rows.
 SPECS = {
     "embedding": P("model"),
     "up": P(None, "model"),
@@ -30,11 +29,7 @@ SPECS = {
     "head": P(),
     "odd": P(None, "model"),
 }
-MESHES = {
-    "2 x 4": {"model": 4},
-    "4 x 2": {"model": 2},
-    "2 x 2 x 2": {"model": 2, "pipe": 2},
-}
+MESHES = {"2 x 4": {"model": 4}, "4 x 2": {"model": 2}, "2 x 2 x 2": {"model": 2, "pipe": 2}}
 
 
 def params():
@@ -78,9 +73,9 @@ def loss_fn(block, p, rows):
     return jnp.mean((x @ p["head"] - rows["y"]) ** 2)
 
 
-def on_mesh(axes):
-    mesh = jdp.init(axes=axes)
-    return {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in params().items()}
+def on_mesh(axes, given=None, specs=SPECS):
+    mesh, given = jdp.init(axes=axes), params() if given is None else given
+    return {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in given.items()}
 
 
 def one_device(tx, num_steps=NUM_STEPS):
@@ -119,7 +114,6 @@ def assert_equal(got, want, rtol=2e-5):
         np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=rtol, err_msg=name)
 
 
-# Element by element, of factored or whole matrices, and of norms over all of them.
 NAMES = (
     "momentum contrib.muon contrib.prodigy contrib.schedule_free multi_steps optax.adabelief "
     "optax.adafactor optax.adagrad optax.adam optax.adamax optax.adamw optax.chain optax.fromage "
@@ -142,9 +136,9 @@ def test_each_parameter_is_that_of_one_device(name, stage, mesh):
     given = on_mesh(MESHES[mesh])
     state = train(step_of(by_hand), jdp.TrainState.create(given, optimizer(stage, tx)))
     assert_equal(state.params, one_device(tx))
-    kept = {k: x.sharding.spec for k, x in state.params.items()}
     for name, spec in SPECS.items():
-        assert [part for part in kept[name] if part == "model"] == [*filter(None, spec)]
+        kept = state.params[name].sharding.spec
+        assert [part for part in kept if part == "model"] == [*filter(None, spec)]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -297,23 +291,19 @@ def test_the_first_optimizer_state_is_split_as_its_parameters():
     state = jdp.TrainState.create(given, optimizer(1, tx))
     assert state.opt_state["up"].sharding.spec == P("data", "model")
     assert state.opt_state["bias"].sharding.spec == P("model")
-    assert not {kind for kind, _ in sent(step_of(by_hand), state)} - {
-        "all-gather",
-        "reduce-scatter",
-    }
+    kinds = {kind for kind, _ in sent(step_of(by_hand), state)}
+    assert kinds == {"all-gather", "reduce-scatter"}
     assert_equal(train(step_of(by_hand), state).params, one_device(tx), rtol=1e-5)
 
 
 def test_axes_of_size_1_split_nothing():
-    mesh = jdp.init(axes={"model": 1})
-    given = {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in params().items()}
-    state = jdp.TrainState.create(given, optimizer(3, optax.adam(0.1)))
+    state = jdp.TrainState.create(on_mesh({"model": 1}), optimizer(3, optax.adam(0.1)))
     assert state.params["bias"].addressable_shards[0].data.shape == (2,)
     assert_equal(train(step_of(by_hand), state).params, one_device(optax.adam(0.1)))
 
 
 def test_layers_of_a_scan_are_gathered_as_shards():
-    mesh, draw = jdp.init(axes={"model": 4}), np.random.default_rng(0).normal
+    draw = np.random.default_rng(0).normal
     specs = {"up": P(None, None, "model"), "down": P(None, "model")}
     layers = {"up": draw(size=(3, 8, 16)) / 3, "down": draw(size=(3, 16, 8)) / 4}
     layers = {name: value.astype("f") for name, value in layers.items()}
@@ -337,7 +327,7 @@ def test_layers_of_a_scan_are_gathered_as_shards():
         _, grads = jdp.value_and_grad(scanned)(state.params, rows)
         return state.apply_gradients(grads), {}
 
-    given = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in layers.items()}
+    given = on_mesh({"model": 4}, layers, specs)
     for stage in (1, 2, 3):
         state = jdp.TrainState.create(given, optimizer(stage, tx))
         parsed, _ = hlo.parse(step.lower(state, rows).compile().as_text())
