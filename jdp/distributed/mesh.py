@@ -226,9 +226,10 @@ def init(
 
     Raises:
       TypeError: an option has another type.
-      ValueError: `mesh` has no such axis, `axes` do not fit the devices, a device is listed twice,
-        `cpu_ranks` comes too late, or `timeout_s` is not positive; on every process, if a process
-        has other versions, devices, XLA_FLAGS or another mesh.
+      ValueError: `mesh` lacks the axis or has further ones of type Explicit, `axes` do not fit the
+        devices, a device is listed twice, `cpu_ranks` comes too late, or `timeout_s` is not
+        positive; on every process, if a process has other versions, devices, XLA_FLAGS or another
+        mesh.
       RuntimeError: the other processes cannot be found, or JAX is already running.
 
     >>> import jdp
@@ -259,6 +260,7 @@ def init(
         chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
         mesh = _mesh_of(chosen, wanted, axes or {})
     require_axes(mesh, wanted)
+    _require_auto(mesh, wanted)
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
         kv_store.keep_programs_of_all()
@@ -293,6 +295,16 @@ def _mesh_of(
         with contextlib.suppress(NotImplementedError):  # neighbours in the network
             grid = mesh_utils.create_device_mesh(grid.shape, chosen, allow_split_physical_axes=True)
     return Mesh(grid, (*sizes,), axis_types=types)
+
+
+def _require_auto(mesh: Mesh, wanted: tuple[str, ...]) -> None:
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if name not in wanted and kind == AxisType.Explicit:
+            raise ValueError(
+                f"the axis {name!r} of this mesh is Explicit, but jdp leaves further axes to the "
+                f"compiler. Make it with AxisType.Auto, or write init(axes={{{name!r}: "
+                f"{mesh.shape[name]}}})."
+            )
 
 
 def _require_sizes(axes: Any, mesh: Mesh | None) -> None:

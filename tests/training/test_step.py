@@ -844,6 +844,9 @@ def test_the_data_axis_is_outermost_and_takes_the_remaining_devices(axes, names,
     ],
 )
 def test_axes_that_do_not_fit_are_refused(options, error, text):
+    kinds = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    with pytest.raises(ValueError, match="'model' of this mesh is Explicit"):
+        jdp.init(jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds))
     if "mesh" in options:
         options = options | {"mesh": jdp.init()}
     with pytest.raises(error, match=text):
