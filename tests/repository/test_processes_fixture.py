@@ -17,7 +17,6 @@ def raise_in(index):
         raise ValueError(f"process {index} was asked to fail")
 
 
-# The others wait for a process that never comes.
 def raise_in_last_before_barrier():
     if jax.process_index() == jax.process_count() - 1:
         raise ValueError("left before the barrier")
