@@ -84,7 +84,7 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 
 
-if "JDP_LAUNCHER" in os.environ:
+if "requests" in os.environ.get("JDP_LAUNCHER", ""):  # this process may be forked
     from jdp.worker import fork_server
 
     fork_server.record_reads()

@@ -16,8 +16,8 @@ from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
 _NO_POSITION = (
-    "jdp: ckpt.step got no batches, so nothing keeps the position of jdp.batches: a restarted run "
-    "reads the first rows again, and makes all num_steps once more.\nWrite state = "
+    "jdp: ckpt.step got no batches, so the position of jdp.batches is not saved. A restarted run "
+    "reads the first rows again and repeats all num_steps.\nWrite state = "
     "ckpt.restore(state, batches) before the loop, and ckpt.step(state, batches) in it."
 )
 

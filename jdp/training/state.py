@@ -203,15 +203,15 @@ def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
 def _shardings(tx: Replicated, like: Any, params: Any, mesh: Mesh) -> Any:
     """Return the shardings of an optimizer's state, over further axes those of its parameters."""
     named, treedef = jax.tree_util.tree_flatten_with_path(like)
-    split = [
-        (jax.tree_util.keystr(path), x.shape, axis.further_spec(x, tx.axis_name))
+    split = {
+        path: (x.shape, axis.further_spec(x, tx.axis_name))
         for path, x in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    }
     leaves, further = [], []
     for path, leaf in named:
-        name = jax.tree_util.keystr(path)
-        specs = [spec for end, shape, spec in split if name.endswith(end) and shape == leaf.shape]
-        spec = PartitionSpec(*(part or None for part in specs[-1])) if specs else PartitionSpec()
+        ends = (path[i:] for i in range(len(path) + 1))  # a moment's path ends with its parameter's
+        shape, parts = next((split[end] for end in ends if end in split), ((), ()))
+        spec = PartitionSpec(*(part or None for part in parts if shape == leaf.shape))
         sharding = NamedSharding(mesh, spec)
         leaves.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
         further.append(spec)

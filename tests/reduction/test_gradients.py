@@ -56,9 +56,6 @@ def count(primitive, jaxpr):
     return total
 
 
-# The mean
-
-
 @every_algorithm
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 2**20])
 def test_is_the_mean_over_ranks_in_buckets_of_any_size(make_mesh, all_reduce, bucket_bytes):
@@ -122,9 +119,6 @@ def test_a_float16_mean_is_finite_where_the_sum_is_not(make_mesh):
 def test_an_empty_tree_needs_no_reduction(make_mesh):
     empty = {"a": [], "b": None}
     assert per_rank(make_mesh(2), lambda x: jdp.sync_gradients(empty), np.ones(2)) == empty
-
-
-# Where it may stand
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -209,9 +203,6 @@ def test_weights_that_the_compiler_splits_stay_split(all_reduce):
     np.testing.assert_array_equal(got["b"], x.mean(axis=0)[0, 0])
     if all_reduce is xla:  # a ring lays leaves end to end
         assert got["w"].sharding.spec[0] == "model"
-
-
-# Weights
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
@@ -329,9 +320,6 @@ def test_the_weight_of_the_step_is_summed_once(make_mesh):
     )
     jaxpr = jax.make_jaxpr(mapped)(np.ones(2, np.float32), np.ones(2, np.float32)).jaxpr
     assert count("psum", jaxpr) == 4
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

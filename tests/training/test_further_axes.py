@@ -12,11 +12,13 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.optimizers import OPTIMIZERS
 
 import jdp
+from jdp.distributed.mesh import current_mesh
 from jdp.tools import hlo, transfers
 from jdp.tools.compiled import compile_step
 
@@ -78,8 +80,8 @@ def on_mesh(axes, given=None, specs=SPECS):
     return {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in given.items()}
 
 
-def one_device(tx, num_steps=NUM_STEPS):
-    p, rows = params(), [batch(i) for i in range(num_steps)]
+def one_device(tx):
+    p, rows = params(), [batch(i) for i in range(NUM_STEPS)]
     state = tx.init(p)
     for each in rows:
         grads = jax.grad(functools.partial(loss_fn, block))(p, each)
@@ -103,9 +105,11 @@ def optimizer(stage, tx):
     return jdp.sharded(tx, stage=stage, min_size=1) if stage else jdp.replicated(tx)
 
 
-def train(step, state, num_steps=NUM_STEPS):
-    for i in range(num_steps):
-        state, _ = step(state, batch(i))
+def train(step, state):
+    place = NamedSharding(current_mesh(), P("data"))
+    for i in range(NUM_STEPS):
+        state, _ = step(state, jax.device_put(batch(i), place))
+    assert jdp.check_replicas(state)
     return state
 
 
@@ -289,8 +293,7 @@ def test_the_first_optimizer_state_is_split_as_its_parameters():
     state = jdp.TrainState.create(given, optimizer(1, tx))
     assert state.opt_state["up"].sharding.spec == P("data", "model")
     assert state.opt_state["bias"].sharding.spec == P("model")
-    kinds = {kind for kind, _ in sent(step_of(by_hand), state)}
-    assert kinds == {"all-gather", "reduce-scatter"}
+    assert {kind for kind, _ in sent(step_of(by_hand), state)} <= {*EXCHANGES[:2]}
     assert_equal(train(step_of(by_hand), state).params, one_device(tx), rtol=1e-5)
 
 
@@ -298,6 +301,18 @@ def test_axes_of_size_1_split_nothing():
     state = jdp.TrainState.create(on_mesh({"model": 1}), optimizer(3, optax.adam(0.1)))
     assert state.params["bias"].addressable_shards[0].data.shape == (2,)
     assert_equal(train(step_of(by_hand), state).params, one_device(optax.adam(0.1)))
+
+
+def trained_across(num_model):
+    state = jdp.TrainState.create(on_mesh({"model": num_model}), optimizer(3, optax.adam(0.1)))
+    params = train(step_of(by_hand), state).params
+    return multihost_utils.process_allgather(params, tiled=True)
+
+
+@pytest.mark.parametrize("num_model", [2, 4])  # of the devices of one process, and of two
+def test_two_processes_train_as_one_device(processes, num_model):
+    for params in processes(2).run(trained_across, num_model):
+        assert_equal(params, one_device(optax.adam(0.1)))
 
 
 def test_layers_of_a_scan_are_gathered_as_shards():

@@ -160,9 +160,6 @@ def test_every_rank_holds_equal_bits():
             np.testing.assert_array_equal(other, first)
 
 
-# Calling
-
-
 def test_traces_and_compiles_once():
     ranks(2)
     traces, compiles = [], []
@@ -322,9 +319,6 @@ def test_a_weight_that_is_no_function_is_refused():
         jdp.train_step(weight=2.0)(lambda state, batch: (state, {}))
 
 
-# Batches
-
-
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -369,9 +363,6 @@ def test_refuses_a_mask_in_a_tuple_only_if_it_is_one():
     for made in jdp.batches((rows["x"], rows["y"]), 24, epochs=1):
         with pytest.raises(ValueError, match=r"`b\[2\]`.*JDP109"):
             jdp.train_step(step)(state(), made)
-
-
-# Donation
 
 
 def test_reuses_the_state_that_goes_in_and_nothing_of_the_callers():
@@ -438,9 +429,6 @@ def test_a_further_argument_may_be_part_of_the_state():
     s = state()
     _, metrics = distil(s, batch(), s.params)
     assert float(metrics["loss"]) == 0
-
-
-# What the state may be
 
 
 def test_two_states_in_one_step():
@@ -510,9 +498,6 @@ def test_numbers_in_a_state_do_not_compile_twice():
     assert (len(traces), int(s["count"]), float(s["rate"])) == (1, 3, 0.125)
 
 
-# Meshes with further axes
-
-
 def two_dim_mesh(names=("data", "model"), shape=(2, 4)):
     return jax.make_mesh(
         shape, names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
@@ -572,9 +557,6 @@ def test_parameters_on_another_mesh_are_refused():
         jdp.train_step(plain_step)(state().replace(params=p), batch())
 
 
-# Running
-
-
 def test_more_steps_than_xla_can_hold_in_flight():
     ranks(8)
     step, s = jdp.train_step(plain_step), state()
@@ -608,9 +590,6 @@ def test_a_failure_while_a_step_runs_says_which_and_what_became_of_the_state(don
         s, _ = step(s, batch(), True)
         for _ in range(20):
             s, _ = step(s, batch(), False)
-
-
-# What a review found
 
 
 def test_defaults_and_keywords_reach_the_step():
