@@ -252,7 +252,7 @@ def make_room() -> None:
     """
     if len(_calls) >= _MAX:
         since_ns = time.monotonic_ns()
-        _drain(_MAX - 1)
+        _drain(_MAX // 2)
         if progress.own.step_clock is not None:
             progress.own.step_clock.add_blocked(since_ns)
 

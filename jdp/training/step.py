@@ -44,12 +44,12 @@ class KnownState:
       is_callers: whether the caller may donate it to another step.
     """
 
-    __slots__ = ("_any_deleted", "leaves")
+    __slots__ = ("_was_donated", "leaves")
 
     def __init__(self, state: Any, *, is_callers: bool = False) -> None:
-        self._any_deleted: Any = None
-        if is_callers or jax_compat.DELETED_ARRAY_CRASHES:
-            self._any_deleted = pytrees.any_deleted
+        self._was_donated: Any = pytrees.was_donated if is_callers else None
+        if jax_compat.DELETED_ARRAY_CRASHES:
+            self._was_donated = pytrees.any_deleted
         self.leaves: list[weakref.ref] | None = None
         self.is_followed_by(state)
 
@@ -61,7 +61,7 @@ class KnownState:
         """Whether these are the leaves of this state, all alive."""
         if self.leaves is None or not state_check.are_known(self.leaves, leaves):
             return False
-        return self._any_deleted is None or not self._any_deleted(leaves)
+        return self._was_donated is None or not self._was_donated(leaves)
 
 
 class LatestCall:
@@ -86,7 +86,11 @@ class LatestCall:
         if self._is_alone and len(args) == 2:
             return True
         leaves = _flatten(args[0])[0]
-        if not (self._is_alone or self.known.are_leaves(leaves)) or not _are_apart(leaves, args):
+        if not (self._is_alone or self.known.are_leaves(leaves)):
+            return False
+        if self.program.hits is not None and len(args) == 2:
+            return True  # else an executable finds the batch of another kind
+        if not _are_apart(leaves, args):
             return False
         return self.program.hits is not None or self._lies_as_this(args[1:])
 
