@@ -108,12 +108,10 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        time.sleep(0.05)
-        lines = self.lines
         os.close(self._theirs)
-        self._reader.join(1.0)
+        self._reader.join(1.0)  # ends with the output, unless another process holds the terminal
         os.close(self._ours)
-        return lines
+        return self.lines
 
 
 class RunTerminal(Terminal):
