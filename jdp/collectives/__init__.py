@@ -11,6 +11,7 @@ from jdp.collectives.auto import auto
 from jdp.collectives.cpu.runtime import reset, set_timeout_s
 from jdp.collectives.gpu.start_done import split
 from jdp.collectives.native import native, starts_when_ready
+from jdp.collectives.quantized import quantized
 from jdp.collectives.ring import ring
 from jdp.collectives.xla import xla
 
@@ -23,6 +24,7 @@ __all__ = [
     "AllReduce",
     "auto",
     "native",
+    "quantized",
     "reset",
     "ring",
     "set_timeout_s",

@@ -12,6 +12,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order, native_shards, xla_shards
 from jdp.collectives.buckets import joined, parts
 from jdp.collectives.native import why_not
+from jdp.collectives.quantized import options_of, summed_shards
 from jdp.collectives.xla import Scale
 from jdp.collectives.xla_shards import Further
 
@@ -24,6 +25,7 @@ def reduce_scatter(
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
     further: Further = None,
+    all_reduce: Any = None,
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`, and keep this rank's shard.
 
@@ -37,6 +39,7 @@ def reduce_scatter(
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
       further: how the compiler splits each leaf, along other dims than `dims`.
+      all_reduce: `collectives.quantized` quantizes shards, too, unless `further` splits a leaf.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
@@ -46,7 +49,10 @@ def reduce_scatter(
         [None if dim is None else dim + further for dim in own]
         for own, further in zip(dims, in_front, strict=True)
     ]
-    if is_native(names, mesh):
+    splits = further is not None and any(spec for own in further for spec in own)
+    if (options := options_of(all_reduce)) and not splits:
+        sums = summed_shards(floats, places, names, scale=scale, mesh=mesh, **options)
+    elif is_native(names, mesh):
         sums = native_shards.reduce_scatter(floats, places, names, scale=scale, mesh=mesh)
     else:
         if further is not None:

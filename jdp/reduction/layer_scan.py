@@ -92,6 +92,8 @@ class LayerShards:
         step = step_context.current(axes)
         assert step is not None
         self._mesh = step.mesh
+        algorithms = {id(part.all_reduce): part.all_reduce for part in parts}
+        self._all_reduce = parts[0].all_reduce if len(algorithms) == 1 else None
         self._weights, self._scale = weighted_sum.factors(step.weight, axes, mean=True)
         self._dtypes = [part.value.dtype for part in parts]
         self._gather_dtypes = [part.gather_dtype or part.value.dtype for part in parts]
@@ -148,7 +150,11 @@ class LayerShards:
             local.append(cast(scaled(weights.term(cast(x, dtype)), before), sent))
         with weights.named():
             sums = shards.reduce_scatter(
-                *self._bucketed(local), self._over, mesh=self._mesh, further=self._planned_further
+                *self._bucketed(local),
+                self._over,
+                mesh=self._mesh,
+                further=self._planned_further,
+                all_reduce=self._all_reduce,
             )
             if self._others:
                 sums = [axis.psum(x, self._others, axis.platform(self._mesh)) for x in sums]

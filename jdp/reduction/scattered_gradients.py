@@ -102,7 +102,8 @@ def _summed(
     send = [[leaves[i] for i in bucket] for bucket in plan]
     places = [[dims[i] for i in bucket] for bucket in plan]
     specs = [[further[i] for i in bucket] for bucket in plan]
-    sums = shards.reduce_scatter(send, places, over, scale=scale, mesh=mesh, further=specs)
+    options = {"mesh": mesh, "further": specs, "all_reduce": tx.sharding.all_reduce}
+    sums = shards.reduce_scatter(send, places, over, scale=scale, **options)
     if others:
         sums = [axis.psum(parts, others, axis.platform(mesh)) for parts in sums]
     found: dict[int, jax.Array] = {}

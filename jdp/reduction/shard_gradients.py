@@ -63,7 +63,11 @@ class ShardGradients:
         dtypes = mixed_precision.loss_dtypes(leaves)
         self._leaves = list(map(mixed_precision.cast, leaves, dtypes))
         self._shards = {
-            i: shard._replace(gather_dtype=dtypes[i], reduce_dtype=shard.owner.reduce_dtype)
+            i: shard._replace(
+                gather_dtype=dtypes[i],
+                reduce_dtype=shard.owner.reduce_dtype,
+                all_reduce=shard.owner.sharding.all_reduce,
+            )
             for i, shard in shards.items()
         }
         self._in_time = {i: shard for i, shard in self._shards.items() if not shard.is_kept}

@@ -97,6 +97,7 @@ class Shard(NamedTuple):
       is_kept: whether the whole array exists throughout the step.
       gather_dtype: None: its own.
       reduce_dtype: of its sent gradient; None: its own.
+      all_reduce: the algorithm of its owner, from stage 2 on.
       further: how the compiler splits the array.
     """
 
@@ -108,6 +109,7 @@ class Shard(NamedTuple):
     is_kept: bool = False
     gather_dtype: Any = None
     reduce_dtype: Any = None
+    all_reduce: Any = None
     further: FurtherSpec = ()
 
 

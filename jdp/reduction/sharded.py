@@ -117,7 +117,8 @@ def sharded(
       over: the mesh axis, or axes, of the split, of those in `axis_name`; parts are replicated over
         the others. Default: all of `axis_name`.
       axis_name: the data axis: a name, or a tuple of names.
-      all_reduce: the algorithm for whole leaves, from `jdp.collectives`.
+      all_reduce: the algorithm for whole leaves, from `jdp.collectives`; `quantized` also sends
+        the gradients of split leaves in 8 bits, unless a further axis splits them.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
       keep_gathered: at stage 3 gather the parameters once for each step, and keep them until it

@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "files of jdp": 251,
-    "lines of jdp": 54_620,
-    "words of docstrings and comments in jdp": 65_000,
-    "lines of tests": 73_310,
+    "files of jdp": 252,
+    "lines of jdp": 54_850,
+    "words of docstrings and comments in jdp": 65_330,
+    "lines of tests": 73_530,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -1,0 +1,155 @@
+"""Measures an all-reduce between two hosts whose link has a limited rate, with and without 8 bits.
+
+The hosts are network namespaces of this machine, so it needs root. Linux's `tbf` limits the rate.
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from benchmarks.harness import report
+from jdp.collectives import quantized, xla
+from tests.support.namespaces import two_hosts
+
+MiB = 2**20
+RATES = {"0.1": "100mbit", "1": "1gbit", "10": "10gbit"}  # Gbit/s
+SIZES = (1 * MiB, 4 * MiB, 16 * MiB)  # bytes of float32
+CONTESTANTS = {
+    "float32": xla,
+    "int8": quantized,
+    "float8_e4m3fn": functools.partial(quantized, dtype=jnp.float8_e4m3fn),
+}
+_DEADLINE_S = 900
+
+
+def rows_of_host(mesh: Mesh, num_rounds: int) -> list[dict[str, Any]]:
+    """Time all contestants between the two processes, alternately; check each sum."""
+    found = []
+    for num_bytes in SIZES:
+        local = np.random.default_rng(jax.process_index()).normal(size=num_bytes // 4)
+        local = local.astype(np.float32)
+        each = [np.random.default_rng(i).normal(size=num_bytes // 4) for i in range(2)]
+        exact = sum(x.astype(np.float32) for x in each) / 2
+        sharding = NamedSharding(mesh, P("data"))
+        whole = jax.make_array_from_process_local_data(sharding, local[None])
+        half = jax.make_array_from_process_local_data(sharding, local[None, ::2].copy())
+        calls = {name: (_reduced(mesh, f), whole) for name, f in CONTESTANTS.items()}
+        # XLA:CPU widens bfloat16 before it sends: half of the numbers have the same bytes.
+        calls["bytes of bfloat16"] = (_reduced(mesh, xla), half)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        errors = {}
+        for number in range(num_rounds + 1):
+            for name, (call, x) in calls.items():
+                begin = time.perf_counter()
+                total = jax.block_until_ready(call(x))
+                if number:  # the first compiles
+                    times[name].append(time.perf_counter() - begin)
+                got = np.asarray(total.addressable_data(0))[0]
+                want = exact if x is whole else exact[::2]
+                errors[name] = float(np.abs(got - want).max() / np.abs(want).max())
+        for name in calls:
+            if errors[name] > (1e-6 if "float32" == name or "bytes" in name else 0.1):
+                raise RuntimeError(f"{name}: the sum is off by {errors[name]:.2g} of the largest.")
+            found.append(
+                {
+                    "bytes": num_bytes,
+                    "contestant": name,
+                    "ms": float(np.median(times[name])) * 1e3,
+                    "error": errors[name],
+                }
+            )
+    return found
+
+
+def _reduced(mesh: Mesh, all_reduce: Any) -> Any:
+    def call(x: jax.Array) -> jax.Array:
+        return all_reduce([[x[0]]], ("data",), scale=0.5, mesh=mesh)[0][0][None]
+
+    return jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    )
+
+
+def measure(num_rounds: int) -> list[dict[str, Any]]:
+    """Measure at each rate; the rows are those of the slower host."""
+    found = []
+    with two_hosts() as hosts:
+        for rate, limit in RATES.items():
+            for i, host in enumerate(hosts):
+                limited = ["tc", "qdisc", "replace", "dev", f"wire{i}", "root", "tbf"]
+                limited += ["rate", limit, "burst", "256kb", "latency", "50ms"]
+                subprocess.run([*host, *limited], check=True)
+            answers = _answers(hosts, num_rounds)
+            for one, other in zip(*answers, strict=True):
+                found.append({"gbit_per_s": rate, **max(one, other, key=lambda row: row["ms"])})
+    for row in found:
+        same = [it for it in found if (it["gbit_per_s"], it["bytes"]) == _setting(row)]
+        wire = next(it["ms"] for it in same if it["contestant"] == "bytes of bfloat16")
+        row["faster"] = wire / row["ms"]
+    return found
+
+
+def _setting(row: dict[str, Any]) -> tuple[str, int]:
+    return row["gbit_per_s"], row["bytes"]
+
+
+def _answers(hosts: Any, num_rounds: int) -> list[list[dict[str, Any]]]:
+    command = [sys.executable, "-m", "benchmarks.all_reduce.slow_links", f"--rounds={num_rounds}"]
+    started = [
+        subprocess.Popen(
+            [*host, *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JDP_SLOW_LINK_RANK": str(i)},
+        )
+        for i, host in enumerate(hosts)
+    ]
+    try:
+        outputs = [process.communicate(timeout=_DEADLINE_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
+
+
+def main() -> None:
+    """Measure, or run as one of the two hosts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    rank = os.environ.get("JDP_SLOW_LINK_RANK")
+    if rank is not None:
+        jax.distributed.initialize("10.83.0.1:8499", num_processes=2, process_id=int(rank))
+        print(json.dumps(rows_of_host(jdp.init(), options.rounds)))
+        return
+    section = report.Section(
+        "All-reduce between two hosts with a slow link",
+        "Medians of the slower host. `faster`: than a float32 sum of half of the numbers, which "
+        "sends the bytes of bfloat16. `error`: the largest, as a part of the largest sum.",
+        measure(options.rounds),
+        {
+            "Gbit/s": "{gbit_per_s}",
+            "bytes": "{bytes}",
+            "sent as": "{contestant}",
+            "ms": "{ms:.1f}",
+            "faster": "{faster:.2f}",
+            "error": "{error:.1e}",
+        },
+    )
+    report.publish("slow_links", [section])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The all-reduce of 8 bits, beside the same arithmetic in NumPy and beside exact sums."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.per_rank import assert_equal_bits, per_rank
+from support.training import ranks
+
+import jdp
+from jdp.collectives import quantized
+
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+every_dtype = pytest.mark.parametrize("dtype", LARGEST)
+
+
+def rounded(blocks, dtype):
+    """What arrives of float32 blocks `[..., block]`."""
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    scale = largest / np.float32(LARGEST[dtype])
+    numbers = blocks / np.where(scale == 0, np.float32(1), scale)
+    sent = np.round(numbers) if dtype == "int8" else numbers
+    kind = np.int8 if dtype == "int8" else getattr(ml_dtypes, dtype)
+    return sent.astype(kind).astype(np.float32) * scale
+
+
+def expected(x, dtype, block, scale):
+    """The sum of `[ranks, size]`, as the ranks compute it."""
+    arrived = rounded(chunks(x, block), dtype)
+    total = rounded(functools.reduce(np.add, arrived) * np.float32(scale), dtype)
+    rows = total.reshape(len(x), -1)[:, : -(-x.shape[1] // len(x))]
+    return rows.ravel()[: x.shape[1]].astype(x.dtype)
+
+
+def chunks(x, block):
+    """The blocks that each rank sends to each: `[ranks, ranks, blocks, block]`."""
+    padded = np.pad(x.astype(np.float32), ((0, 0), (0, -x.shape[1] % len(x))))
+    rows = padded.reshape(len(x), len(x), -1)
+    return np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block))).reshape(
+        len(x), len(x), -1, block
+    )
+
+
+def normal(num_ranks, size, dtype="float32"):
+    draw = np.random.default_rng(size).normal(size=(num_ranks, size))
+    return (draw * np.exp(draw[:, ::-1])).astype(jnp.dtype(dtype))
+
+
+def reduced(mesh, leaves, **options):
+    algorithm = functools.partial(quantized, **options)
+    return per_rank(mesh, lambda bucket: algorithm([bucket], ("data",))[0], leaves)
+
+
+@every_dtype
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_the_sum_is_that_of_numpy_on_every_rank(make_mesh, num_ranks, dtype):
+    leaves = [normal(num_ranks, size) for size in (4096, 9973, 65537)]
+    got = reduced(make_mesh(num_ranks), leaves, dtype=dtype, scale=1 / 3)
+    assert_equal_bits(got)
+    for total, leaf in zip(got, leaves, strict=True):
+        want = expected(leaf, dtype, 256, 1 / 3)
+        # XLA multiplies by the reciprocal, so a tie may be rounded to the other side.
+        differs = np.abs(total[0] - want) > 1e-5 * np.abs(want).max()
+        assert differs.mean() < 1e-3
+        exact = leaf.astype(np.float64).sum(0) / 3
+        assert np.abs(total[0] - exact).max() < 0.2 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("block", [16, 100, 5000])
+def test_a_number_is_off_by_half_a_step_of_its_blocks(make_mesh, block):
+    x = normal(3, 9972)
+    [got] = reduced(make_mesh(3), [x], block=block)
+    exact = x.astype(np.float64).sum(0)
+    step = np.abs(chunks(x, block)).max(-1).sum(0) / 127  # no sum has a larger one
+    bound = np.repeat(step, block, -1)[:, : 9972 // 3].ravel() * (0.5 + 0.5 + 0.02)
+    assert (np.abs(got[0] - exact) <= bound).all()
+
+
+def test_small_leaves_and_other_dtypes_are_exact(make_mesh):
+    leaves = [normal(3, 4095), np.arange(3 * 5000, dtype=np.int32).reshape(3, -1)]
+    got = [reduced(make_mesh(3), [leaf])[0] for leaf in leaves]
+    np.testing.assert_allclose(got[0][1], leaves[0].astype(np.float64).sum(0), 1e-5, 1e-5)
+    np.testing.assert_array_equal(got[1][1], leaves[1].sum(0))
+    with jax.enable_x64(True):
+        x = normal(3, 5000, "float64")
+        [total] = reduced(make_mesh(3), [x])
+    np.testing.assert_allclose(total[2], x.sum(0), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@every_dtype
+def test_a_number_that_is_not_finite_reaches_every_rank(make_mesh, dtype, value):
+    x = normal(3, 8192)
+    x[1, 300] = value
+    [got] = reduced(make_mesh(3), [x], dtype=dtype)
+    finite = np.isfinite(got)
+    assert not finite[:, 256:512].any() and finite[:, :256].all() and finite[:, 512:].all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_leaves_keep_their_dtype(make_mesh, dtype):
+    x = normal(3, 5000, dtype).clip(-9, 9)
+    [got] = reduced(make_mesh(3), [x], scale=1 / 3)
+    assert got.dtype == x.dtype
+    want = expected(x, "int8", 256, 1 / 3).astype(np.float32)
+    np.testing.assert_allclose(got[0].astype(np.float32), want, atol=0.08)
+
+
+def test_zeros_stay_zeros_and_one_rank_sends_nothing(make_mesh):
+    [got] = reduced(make_mesh(2), [np.zeros((2, 5000), np.float32)])
+    np.testing.assert_array_equal(got, 0)
+    x = normal(1, 5000)
+    np.testing.assert_array_equal(reduced(make_mesh(1), [x])[0], x)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"dtype": jnp.bfloat16}, "8 bits"), ({"block": 8}, "block")]
+)
+def test_other_dtypes_and_blocks_are_refused(make_mesh, options, text):
+    with pytest.raises(ValueError, match=text):
+        reduced(make_mesh(2), [normal(2, 5000)], **options)
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    errors = (hidden @ params["v"])[:, 0] - batch["y"]
+    return (errors**2 * batch["m"]).sum() / batch["m"].sum()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_follows_exact_training(num_ranks, stage):
+    ranks(num_ranks)
+    draw = np.random.default_rng(1)
+    params = {"w": draw.normal(size=(96, 72)) / 9, "b": np.zeros(72), "v": np.zeros((72, 1))}
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    x = draw.normal(size=(24, 96)).astype(np.float32)
+    batch = {"x": x, "y": np.sin(x.sum(1)), "m": (np.arange(24) % 5 > 0).astype(np.float32)}
+
+    def trained(all_reduce):
+        options = {"all_reduce": all_reduce}
+        wrap = functools.partial(jdp.sharded, stage=stage) if stage else jdp.replicated
+        state = jdp.TrainState.create(params, wrap(optax.adam(1e-2), **options))
+
+        @jdp.train_step(weight=lambda batch: batch["m"].sum())
+        def step(state, batch):
+            loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+            return state.apply_gradients(grads), {"loss": loss}
+
+        losses = []
+        for _ in range(30):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        jdp.check_replicas(state)
+        plan = step.communication_plan(state, batch)
+        sent = [x for x in plan if x.dtype != "u8" and x.num_bytes > 2 * 4 * 96]
+        assert all_reduce is not quantized or {x.kind for x in sent} <= {"all-gather"}
+        return losses
+
+    losses, exact = trained(quantized), trained(jdp.collectives.auto)
+    assert losses[0] == pytest.approx(exact[0], rel=1e-6) and exact[-1] < 0.3 * exact[0]
+    np.testing.assert_allclose(losses, exact, rtol=0.1, atol=0.02 * exact[0])
+    assert losses != exact
+
+
+def of_layers(params, x):
+    x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return jnp.mean((x @ params["out"] - 1) ** 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_scanned_layers_send_8_bits(stage):
+    ranks(2)
+    draw = np.random.default_rng(2)
+    params = {"layers": draw.normal(size=(3, 80, 80)) / 9, "out": draw.normal(size=80) / 9}
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    wrap = functools.partial(jdp.sharded, stage=stage) if stage else jdp.replicated
+    state = jdp.TrainState.create(params, wrap(optax.sgd(1.0), all_reduce=quantized))
+    x = draw.normal(size=(8, 80)).astype(np.float32)
+
+    @jdp.train_step
+    def step(state, x):
+        return state.apply_gradients(jdp.value_and_grad(of_layers)(state.params, x)[1]), {}
+
+    sent = [each for each in step.communication_plan(state, x) if each.kind != "all-gather"]
+    if stage:
+        assert max(each.num_bytes for each in sent if each.dtype != "u8") <= 4 * 80
+    new, _ = step(state, x)
+    jdp.check_replicas(new)
+    exact = jax.grad(of_layers)(params, x)
+    for name, gradient in exact.items():
+        found = params[name] - np.asarray(new.params[name])
+        assert np.abs(found - gradient).max() < 0.02 * np.abs(gradient).max()
+
+
+def on_two_processes(x):
+    mesh = jdp.init()
+    tx = jdp.replicated(optax.sgd(1.0), all_reduce=quantized)
+    state = jdp.TrainState.create({"w": jnp.zeros((80, 80))}, tx)
+
+    @jdp.train_step
+    def step(state, x):
+        return state.apply_gradients({"w": x[0]}), {}
+
+    rows = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("data")), lambda i: x[i])
+    state, _ = step(state, rows)
+    return np.asarray(state.params["w"].addressable_data(1))
+
+
+def test_two_processes_get_equal_bits(processes):
+    x = normal(4, 6400).reshape(4, 80, 80)
+    found = processes(2).run(on_two_processes, x)
+    np.testing.assert_array_equal(found[0], found[1])
+    want = expected(x.reshape(4, -1), "int8", 256, 0.25)
+    assert np.abs(-found[0].ravel() - want).max() <= 0.01 * np.abs(want).max()
