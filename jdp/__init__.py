@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jdp.distributed.checks.replicas import check_replicas as check_replicas
     from jdp.distributed.mesh import init as init
     from jdp.distributed.metrics_log import log as log
+    from jdp.distributed.objects import all_gather_object as all_gather_object
+    from jdp.distributed.objects import broadcast_object as broadcast_object
     from jdp.distributed.trackers import tracker as tracker
     from jdp.rank_state import per_rank as per_rank
     from jdp.reduction.global_mean import global_mean as global_mean
@@ -47,8 +49,10 @@ _MODULES = {
     "Checkpointer": "checkpoint.checkpointer",
     "Sampler": "data.sampler",
     "TrainState": "training.state",
+    "all_gather_object": "distributed.objects",
     "batch_norm_statistics": "reduction.metrics",
     "batches": "data.batches",
+    "broadcast_object": "distributed.objects",
     "check_replicas": "distributed.checks.replicas",
     "check_step": "training.check_step",
     "collectives": "",
