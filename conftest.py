@@ -46,6 +46,7 @@ ON_OLDEST = (
     "tests/reduction/test_micro_batches.py",
     "tests/reduction/test_optimizer.py",
     "tests/reduction/test_partition_rules.py",
+    "tests/reduction/test_ragged.py",
     "tests/reduction/test_scanned_layers.py",
     "tests/repository/test_environment.py",
     "tests/training/test_check_step.py",

@@ -1,11 +1,13 @@
 """A mixture of experts inside data parallelism: experts split over "expert", tokens sent to them.
 
 python examples/mixture_of_experts.py                        # 2 x 4 virtual CPU devices, 8 experts
-python examples/mixture_of_experts.py --capacity 1.0         # drops tokens of crowded experts
+python examples/mixture_of_experts.py --room 2               # less memory, checked in each step
+python examples/mixture_of_experts.py --capacity 1           # drops tokens of crowded experts
 python examples/mixture_of_experts.py --ranks 0 --expert 8   # every device of this machine
 
 Each token goes to its two best experts (Lepikhin et al. 2020, GShard,
-https://arxiv.org/abs/2006.16668). The load is balanced by a loss of the means over all tokens of
+https://arxiv.org/abs/2006.16668), and no token is dropped (Gale et al. 2022, MegaBlocks,
+https://arxiv.org/abs/2211.15841). The load is balanced by a loss of the means over all tokens of
 the batch (Fedus et al. 2021, https://arxiv.org/abs/2101.03961).
 """
 
@@ -30,49 +32,77 @@ MAX_DIFFERENCE = 1e-5
 SPECS = {"gate": P(), "up": P("expert"), "down": P("expert"), "head": P()}
 
 
-def route(gate, x, capacity):
+def choose(gate, x):
     """Choose experts for tokens [tokens, width].
 
     Returns:
-      slots: [tokens, best], place of each token among the `experts * capacity` places, or that
-        number if the token finds no place. Better choices come first, then earlier tokens.
-      weights: [tokens, best], of each result.
+      chosen, weights: [tokens, best], the experts of a token, and the weights of their results.
       load: `(chosen, probability)`, [experts] each, shares of all tokens.
     """
     probabilities = jax.nn.softmax(x @ gate)
     weights, chosen = lax.top_k(probabilities, BEST)
+    first = jax.nn.one_hot(chosen[:, 0], EXPERTS, dtype=x.dtype)
     weights = weights / weights.sum(-1, keepdims=True)
+    return chosen, weights, (first.mean(0), probabilities.mean(0))
+
+
+def dropless(params, x, chosen, room):
+    """The results [tokens, best, width] of the chosen experts.
+
+    A device has memory for `room` times its equal share of the tokens; 0: for all of them. If it
+    gets more, the step fails.
+    """
+    num = lax.axis_size("expert")
+    in_order = jnp.argsort(chosen.reshape(-1))  # by expert
+    counts = jnp.bincount(chosen.reshape(-1), length=EXPERTS).reshape(num, -1)
+    max_rows = int(min(room or num, num) * chosen.size)
+    sent = x[in_order // BEST]
+    # To the devices of the experts, where they arrive by expert, too.
+    arrived, sizes, back = jdp.ragged_all_to_all(
+        sent, counts, max_rows=max_rows, axis_name="expert"
+    )
+    hidden = jax.nn.gelu(lax.ragged_dot(arrived, params["up"], sizes.sum(1)))
+    computed = lax.ragged_dot(hidden, params["down"], sizes.sum(1))
+    results = jnp.zeros_like(sent).at[in_order].set(back(computed))
+    return results.reshape(*chosen.shape, -1), 0.0
+
+
+def with_capacity(params, x, chosen, factor):
+    """The same, with 0 for dropped tokens, and their share.
+
+    An expert has as many places for each device. Better choices come first, then earlier tokens.
+    """
+    capacity = max(1, int(factor * chosen.size / EXPERTS))
     is_chosen = jax.nn.one_hot(chosen, EXPERTS, dtype=int)  # [tokens, best, experts]
     in_order = is_chosen.swapaxes(0, 1).reshape(-1, EXPERTS)
     before = (jnp.cumsum(in_order, axis=0) - in_order) * in_order
     place = before.sum(-1).reshape(BEST, -1).T
-    slots = jnp.where(place < capacity, chosen * capacity + place, EXPERTS * capacity)
-    return slots, weights, (is_chosen[:, 0].mean(0, dtype=x.dtype), probabilities.mean(0))
-
-
-def experts_on_device(params, x, capacity_factor):
-    """The results of tokens [tokens, width] of this device, and the load of this "expert" group."""
-    capacity = max(1, int(capacity_factor * BEST * len(x) / EXPERTS))
-    if not capacity_factor:
-        capacity = len(x)  # room for all of them
-    slots, weights, load = route(params["gate"], x, capacity)
-    room = jnp.zeros((EXPERTS * capacity + 1, WIDTH))  # the last place is for dropped tokens
-    sent = room.at[slots].set(x[:, None])[:-1].reshape(EXPERTS, capacity, WIDTH)
+    is_dropped = place >= capacity
+    slots = jnp.where(is_dropped, EXPERTS * capacity, chosen * capacity + place)
+    places = jnp.zeros((EXPERTS * capacity + 1, WIDTH))  # the last one is for dropped tokens
+    sent = places.at[slots].set(x[:, None])[:-1].reshape(EXPERTS, capacity, WIDTH)
     # To the devices of the experts: [experts of this device, places of all devices, width].
     arrived = lax.all_to_all(sent, "expert", 0, 1, tiled=True)
     hidden = jax.nn.gelu(jnp.einsum("etw,ewh->eth", arrived, params["up"]))
     computed = jnp.einsum("eth,ehw->etw", hidden, params["down"])
     back = lax.all_to_all(computed, "expert", 1, 0, tiled=True).reshape(-1, WIDTH)
-    back = jnp.concatenate([back, jnp.zeros((1, WIDTH))])
-    is_dropped = slots == EXPERTS * capacity
-    results = jnp.einsum("tbw,tb->tw", back[slots], weights)
-    return results, lax.pmean((*load, is_dropped.mean()), "expert")
+    return jnp.concatenate([back, jnp.zeros((1, WIDTH))])[slots], is_dropped.mean()
 
 
-def loss_fn(capacity_factor, params, batch):
+def experts_on_device(params, x, capacity, room):
+    """The results of tokens [tokens, width] of this device, and the load of this "expert" group."""
+    chosen, weights, load = choose(params["gate"], x)
+    if capacity:
+        back, dropped = with_capacity(params, x, chosen, capacity)
+    else:
+        back, dropped = dropless(params, x, chosen, room)
+    return jnp.einsum("tbw,tb->tw", back, weights), lax.pmean((*load, dropped), "expert")
+
+
+def loss_fn(capacity, room, params, batch):
     # jdp splits the rows over "data"; this function splits them again, over "expert".
     layer = jax.shard_map(
-        functools.partial(experts_on_device, capacity_factor=capacity_factor),
+        functools.partial(experts_on_device, capacity=capacity, room=room),
         axis_names={"expert"},
         in_specs=(SPECS, P("expert")),
         out_specs=(P("expert"), P()),
@@ -107,7 +137,7 @@ def train(args, **axes):
 
     @jdp.train_step
     def step(state, batch):
-        loss = functools.partial(loss_fn, args.capacity)
+        loss = functools.partial(loss_fn, args.capacity, args.room)
         (_, metrics), grads = jdp.value_and_grad(loss, has_aux=True)(state.params, batch)
         return state.apply_gradients(grads), metrics
 
@@ -127,7 +157,10 @@ def main():
     parser.add_argument("--ranks", type=int, default=8, help="virtual CPU devices; 0: all devices")
     parser.add_argument("--expert", type=int, default=4, help="devices along the axis expert")
     parser.add_argument(
-        "--capacity", type=float, default=0.0, help="of an expert, by its equal share; 0: all"
+        "--capacity", type=float, default=0.0, help="of an expert, by its equal share; 0: dropless"
+    )
+    parser.add_argument(
+        "--room", type=float, default=0.0, help="of a dropless device, by its equal share; 0: all"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=64)
@@ -138,7 +171,7 @@ def main():
     print(f"mesh {dict(mesh.shape)}, {EXPERTS // args.expert} of {EXPERTS} experts on each device")
     for i in range(0, args.steps, max(1, args.steps // 5)):
         print(f"  step {i:3}: " + ", ".join(f"{k} {x:.4f}" for k, x in reported[i].items()))
-    if args.capacity:
+    if any(metrics["dropped"] for metrics in reported):
         return  # which tokens find no place depends on how they are split over devices
     _, alone, _ = train(args, axes={"expert": 1}, devices=jax.devices()[:1])
     pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(alone.params), strict=True)

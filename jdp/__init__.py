@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jdp.reduction.metrics import sum_over_ranks as sum_over_ranks
     from jdp.reduction.micro_batches import value_and_grad as value_and_grad
     from jdp.reduction.optimizer import replicated as replicated
+    from jdp.reduction.ragged import ragged_all_to_all as ragged_all_to_all
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
     from jdp.reduction.sharded import sharded as sharded
     from jdp.reduction.sharded_embedding import sharded_embedding as sharded_embedding
@@ -71,6 +72,7 @@ _MODULES = {
     "per_rank": "rank_state",
     "phase": "worker.progress",
     "profile": "tools.profiling.profile",
+    "ragged_all_to_all": "reduction.ragged",
     "replicated": "reduction.optimizer",
     "rows": "reduction.metrics",
     "scan_layers": "reduction.scanned_layers",

@@ -185,6 +185,13 @@ def as_typed_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, of: _cast(x, sorted(varying_axes(of))), tree, like)
 
 
+def reshaped(aval: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Return a type of another shape that varies over the same axes."""
+    sharding = aval.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    dtype = aval.dtype if dtype is None else dtype
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
 def _cast(x: Any, wanted: Sequence[str]) -> Any:
     # `pcast` refuses a cast to an axis that already varies.
     missing = tuple(name for name in wanted if name not in varying_axes(x))

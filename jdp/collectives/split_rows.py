@@ -21,7 +21,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
-from jdp import jax_compat
+from jdp import axis, jax_compat
 from jdp.collectives import call_order, shards
 from jdp.collectives.cpu.primitives import Calls, all_gather_p, all_to_all_p
 from jdp.collectives.native_shards import COPIED_DTYPES
@@ -182,7 +182,7 @@ def _take_from_rows(calls: Collectives, token: Token, part: jax.Array, ids: jax.
         return token, jnp.where(is_here, rows.reshape(-1, *part.shape[1:])[slot], found)
 
     nothing = jnp.zeros((len(ids), *part.shape[1:]), part.dtype)
-    return _rounds(route, one_round, (token, nothing))
+    return _rounds(route, one_round, (token, axis.as_typed_like(nothing, part)))
 
 
 def _add_to_rows(
@@ -199,7 +199,7 @@ def _add_to_rows(
         return token, total.at[where].add(received, mode="drop")
 
     nothing = jnp.zeros((per_rank, *rows.shape[1:]), rows.dtype)
-    return _rounds(route, one_round, (token, nothing))
+    return _rounds(route, one_round, (token, axis.as_typed_like(nothing, rows)))
 
 
 _NO_SECOND_TRANSPOSE = (
@@ -216,6 +216,7 @@ def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) 
       part: this rank's shard, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
       ids: int, any shape, 0 <= ids < rows; they may differ between ranks.
     """
+    part, ids = axis.as_varying([part, ids], axes)
     return take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
 
 
@@ -246,7 +247,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
     """Return the type of a lookup's rows."""
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
-    return jax.core.ShapedArray((*ids.shape, *whole[1:]), part.dtype)
+    return axis.reshaped(part, (*ids.shape, *whole[1:]))
 
 
 @add_p.def_abstract_eval
@@ -255,7 +256,7 @@ def added_type(
 ) -> Any:
     """Return the type of this rank's shard of a sum of rows."""
     whole = (num_rows, *rows.shape[ids.ndim :])
-    return jax.core.ShapedArray(_resized(whole, dim, whole[dim] // num_ranks), rows.dtype)
+    return axis.reshaped(rows, _resized(whole, dim, whole[dim] // num_ranks))
 
 
 def _jvp(primitive: Any, primals: tuple, tangents: tuple, **params: Any) -> tuple[Any, Any]:

@@ -275,7 +275,7 @@ def latest_call() -> StepCall | None:
 def settle() -> None:
     """Wait for all steps, and leave their errors to the next one."""
     for call in tuple(_calls):
-        _wait_for(call)
+        _wait_for(call.weight)
 
 
 class Unchecked:
@@ -286,7 +286,8 @@ class Unchecked:
 
     def went_wrong(self) -> bool:
         """Whether a call differed between processes or computed wrong values; in any thread."""
-        return any(call.differs() or call.overflow() or call.weight_error() for call in self._calls)
+        wrong = (call.differs() or call.overflow() or call.weight_error() for call in self._calls)
+        return this_process.current.exchange_error is not None or any(wrong)
 
     def require_right(self) -> None:
         """Wait for these steps, and raise their or earlier errors."""
@@ -304,10 +305,12 @@ def require_right_states() -> None:
 
 def accept_new_state() -> None:
     """Forget the errors of failed steps: training continues with a state that all processes got."""
-    this_process.current.state_error = None
-    right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call))]
+    right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call.weight))]
     _calls.clear()
     _calls.extend(right)
+    for weight in _forgotten:  # those that still run may report an exchange
+        _wait_for(weight)
+    this_process.current.state_error = this_process.current.exchange_error = None
 
 
 def _drain(num_left: int) -> None:
@@ -316,7 +319,7 @@ def _drain(num_left: int) -> None:
         try:
             call.weight.block_until_ready()
             call.program.check()
-            text = _error_of(call) if call.is_checked() else None
+            text = _exchange_error(call) or (_error_of(call) if call.is_checked() else None)
         except RuntimeError as error:
             if not call.is_deleted():
                 raise failed(call, call.spec.donate, error) from error
@@ -327,6 +330,16 @@ def _drain(num_left: int) -> None:
                 this_process.current.state_error = text
             _forget(call.spec)
             raise RuntimeError(text)
+
+
+def _exchange_error(call: StepCall) -> str | None:
+    """Return the error of a ragged exchange, which may also belong to a later call in flight."""
+    found = this_process.current.exchange_error
+    if found is None:
+        return None
+    if not call.spec.returns_state:  # else later states are wrong
+        this_process.current.exchange_error = None
+    return with_code("JDP216", f"{call} or a later call: {found}")
 
 
 def _error_of(call: StepCall) -> str | None:
@@ -366,12 +379,12 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
     return RuntimeError(with_code("JDP214", text))
 
 
-def _wait_for(call: StepCall) -> bool:
+def _wait_for(weight: Any) -> bool:
     """Wait for a call; return whether it failed while it ran."""
     try:
-        call.weight.block_until_ready()
+        weight.block_until_ready()
     except RuntimeError:
-        return not call.is_deleted()
+        return not pytrees.is_deleted(weight)
     return False
 
 

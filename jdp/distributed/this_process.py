@@ -20,6 +20,7 @@ class ThisProcess:
       timeout_s: to wait for others in comparisons; inf: no limit.
       excepthook: the `sys.excepthook` that `fail_fast` replaced.
       state_error: the error of a wrong training step, which makes later states wrong.
+      exchange_error: why rows of a ragged exchange did not fit.
       why_over: why no process can continue, as found by a loop over batches.
       leaving_by: the exception that leaves a `with` block of jdp, while the block still waits.
         Python reports an uncaught one only after all blocks.
@@ -34,6 +35,7 @@ class ThisProcess:
         self.timeout_s = 300.0
         self.excepthook: Callable[..., Any] | None = None
         self.state_error: str | None = None
+        self.exchange_error: str | None = None
         self.why_over: str | None = None
         self.leaving_by: BaseException | None = None
         self.is_interrupted = False

@@ -106,6 +106,7 @@ def callers_of(computations: dict[str, Computation]) -> dict[str, list[tuple[str
 
 # One instruction, or a start and a done, of which the start counts.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES += ("ragged-all-to-all",)
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
 _BITS |= {"u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "c64": 64, "c128": 128}

@@ -125,6 +125,8 @@ def transfer_of(
             algorithm = f"triton {shots[1].lower()}-shot"
         if any(name.startswith("all-reduce-scatter") for name in one.called()):
             kind = "reduce-scatter"  # a kernel of TPUs, for dims that their tiles do not divide
+        if kind == "ragged-all-to-all":  # rows, the result's memory, and numbers
+            taken = [min(taken[:2], key=Array.num_bytes)]
     num_bytes = sum(array.num_bytes() for array in taken)
     if kind == "all-gather":
         num_bytes = max(num_bytes, _gathered_bytes(inner, num_bytes, algorithm))

@@ -190,6 +190,7 @@ _KINDS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
     call_order.START: "all-reduce",
 }
@@ -249,7 +250,8 @@ class PlannedCollective:
     """A collective that a step asks for. XLA may merge those of kind "xla" with others.
 
     Attributes:
-      kind: "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute".
+      kind: "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all" or
+        "collective-permute".
       algorithm: "native" for the compiled kernels of jdp, "xla" for collectives of XLA.
       leaves: the whole arrays: those that a sum takes, and that a gather returns.
       line: of the author's code, such as "train.py:41"; empty if there is none.
@@ -414,7 +416,9 @@ class _PlanWalk:
         exchange = _EXCHANGES[name.removesuffix("_native")]
         calls = _ExchangeCalls(eqn.params["num_ranks"])
         options = {key: eqn.params[key] for key in ("dim", "num_rows") if key in eqn.params}
-        jax.eval_shape(lambda x, ids: exchange(calls, None, x, ids, **options)[1], x.aval, ids.aval)
+        # Without JAX's types, since no axis is bound here.
+        types = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in (x, ids)]
+        jax.eval_shape(lambda x, ids: exchange(calls, None, x, ids, **options)[1], *types)
         for kind, arrays, is_in_loop in calls.found.values():
             path = leaf_path(x, paths) if kind == "all-to-all" else ""
             operands = [

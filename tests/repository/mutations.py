@@ -344,7 +344,7 @@ ROOMS = {
             "a failure that the script caught is reported again after restore",
             "distributed/in_flight.py",
             "right = [call for call in _calls if not (call.spec.returns_state and "
-            "_wait_for(call))]",
+            "_wait_for(call.weight))]",
             "right = [*_calls]",
             "distributed/test_in_flight.py::"
             "test_a_failure_that_the_author_caught_is_not_reported_again_after_restore",

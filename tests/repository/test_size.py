@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "files of jdp": 253,
-    "lines of jdp": 54_949,
-    "words of docstrings and comments in jdp": 65_564,
-    "lines of tests": 73_602,
+    "files of jdp": 254,
+    "lines of jdp": 55_261,
+    "words of docstrings and comments in jdp": 66_199,
+    "lines of tests": 73_897,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

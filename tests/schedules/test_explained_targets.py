@@ -284,6 +284,29 @@ def test_shards_of_a_model_axis_are_exchanged_within_their_data_group(h200s):
     assert sent == {"all-gather": on_device, "reduce-scatter": on_device}
 
 
+def test_rows_of_experts_are_exchanged_without_padding(h200s):
+    mesh = jdp.init(axes={"expert": 8}, devices=jax.devices("cpu")[:8])
+    zeros = np.zeros((8, DIM, DIM), np.float32)
+    params = jax.device_put(zeros, NamedSharding(mesh, P("expert")))
+
+    def on_device(w, x):
+        counts = jnp.full((8, 1), len(x) // 8)
+        sent = dict(max_rows=2 * len(x), axis_name="expert")
+        received, sizes, back = jdp.ragged_all_to_all(x, counts, **sent)
+        y = back(lax.ragged_dot(received, w, sizes.sum(1)))
+        return lax.pmean(jnp.mean(jnp.square(x - y)), "expert")
+
+    specs = P("expert"), P("expert")
+    loss = jax.shard_map(on_device, axis_names={"expert"}, in_specs=specs, out_specs=P())
+    rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)))
+    found = jdp.explain(step_of(loss), state, rows, on=h200s)
+    sent = [x.num_bytes for x in found.buckets if x.kind == "ragged-all-to-all"]
+    assert sent == 3 * [ROWS // 8 * DIM * 4]  # there, back, and the gradient of the results
+    assert "all-to-all" not in {x.kind for x in found.buckets if x.num_bytes > 1000}
+    assert not found.findings
+
+
 def test_a_ring_of_one_host_is_refused_on_two(h200s):
     programs.register_handlers()
     tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.split)

@@ -342,15 +342,16 @@ _MIX = """
     dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
     dot_product_attention_fwd_wrapper empty2 fft floor from_edtype geqp3 geqrf hessenberg igamma
-    igamma_grad_a igammac inspect_sharding iota iota_2x32_shape lu lu_pivots_to_permutation mulhi
-    nextafter one_minus_square ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
-    polynomial population_count pure_callback ragged_dot_general random_bits random_clone
-    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap reduce_prod
-    reduce_window_max reduce_window_min regularized_incomplete_beta rem rng_bit_generator rnn_bwd
-    rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper scatter-add scatter-max scatter-min
-    scatter-mul scatter-sub schur select_and_gather_add select_and_scatter_add shape_assertion
-    shift_left shift_right_arithmetic shift_right_logical spsolve symmetric_product threefry2x32
-    threefry4x32 to_edtype todense tridiagonal unpack_dtype zeros_like zeta
+    igamma_grad_a igammac inspect_sharding iota iota_2x32_shape jdp_misfit lu
+    lu_pivots_to_permutation mulhi nextafter one_minus_square ormqr pack_dtype philox2x32 philox4x32
+    platform_index polygamma polynomial population_count pure_callback ragged_dot_general
+    random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
+    random_wrap reduce_prod reduce_window_max reduce_window_min regularized_incomplete_beta rem
+    rng_bit_generator rnn_bwd rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
+    select_and_scatter_add shape_assertion shift_left shift_right_arithmetic shift_right_logical
+    spsolve symmetric_product threefry2x32 threefry4x32 to_edtype todense tridiagonal unpack_dtype
+    zeros_like zeta
 """
 
 # Only a division by n where the operand is linear corrects their result.
