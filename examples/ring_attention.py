@@ -30,38 +30,79 @@ def full_attention(q, k, v, documents, position):
     return jax.nn.softmax(scores) @ v
 
 
-def ring_attention(q, k, v, documents, position):
-    """The same of this device's part of the sequence, in rounds with the keys of one device each.
+def scores_of(q, k, seen_by, seen):
+    """Scores [rows, heads, queries, keys], and which of them count: causal, in one document."""
+    (documents, position), (their_documents, their_position) = seen_by, seen
+    is_seen = position[:, None] >= their_position
+    is_seen = is_seen & (documents[:, :, None] == their_documents[:, None, :])
+    return q @ k.mT / np.sqrt(q.shape[-1]), is_seen[:, None]
 
-    Softmax is summed up as in FlashAttention: by the largest score so far. The backward pass
-    computes the scores of each round again, so no device holds more than one block of them. It
-    holds the keys and values of all rounds, which the paper sends around the ring once more.
-    """
+
+def around(attend, block, sums):
+    """Call `(block, sums) -> (block, sums)` with the block of each device; blocks come home."""
     num = lax.axis_size("seq")
     ring = [(i, (i + 1) % num) for i in range(num)]
 
-    @jax.checkpoint
+    def round_(carry, _):
+        block, sums = attend(*carry)
+        return (jax.tree.map(lambda x: lax.ppermute(x, "seq", ring), block), sums), None
+
+    sums = jax.tree.map(lambda x: lax.pcast(x, "seq", to="varying"), sums)
+    return lax.scan(round_, (block, sums), length=num)[0]
+
+
+@jax.custom_vjp
+def ring_attention(q, k, v, documents, position):
+    """The same of this device's part of the sequence, in rounds with the keys of one device each.
+
+    Softmax is summed up as in FlashAttention: by the largest score so far. The backward pass sends
+    the keys and values around once more, with their gradients, and computes the scores again. So
+    the memory of a device does not grow with the number of devices.
+    """
+    return attention_and_sums(q, k, v, documents, position)[0]
+
+
+def attention_and_sums(q, k, v, documents, position):
+    """Return the results, and the logarithms of the sums of exp(score)."""
+
     def attend(block, sums):
-        (k, v, their_documents, their_position), (largest, total, weighed) = block, sums
-        is_seen = position[:, None] >= their_position
-        is_seen = is_seen & (documents[:, :, None] == their_documents[:, None, :])
-        scores = jnp.where(is_seen[:, None], q @ k.mT / np.sqrt(q.shape[-1]), -1e30)
-        new = jnp.maximum(largest, scores.max(-1, keepdims=True))
-        weights = jnp.where(is_seen[:, None], jnp.exp(scores - new), 0)
+        (k, v, *seen), (largest, total, weighed) = block, sums
+        scores, is_seen = scores_of(q, k, (documents, position), seen)
+        new = jnp.maximum(largest, jnp.where(is_seen, scores, -1e30).max(-1, keepdims=True))
+        weights = jnp.where(is_seen, jnp.exp(scores - new), 0)
         shrink = jnp.exp(largest - new)
         total = total * shrink + weights.sum(-1, keepdims=True)
-        return new, total, weighed * shrink + weights @ v
-
-    def round_(carry, _):
-        block, sums = carry
-        sent = jax.tree.map(lambda x: lax.ppermute(x, "seq", ring), block)  # beside the matmuls
-        return (sent, attend(block, sums)), None
+        return block, (new, total, weighed * shrink + weights @ v)
 
     empty = jnp.full((*q.shape[:-1], 1), -1e30), jnp.zeros((*q.shape[:-1], 1)), jnp.zeros(q.shape)
-    empty = jax.tree.map(lambda x: lax.pcast(x, "seq", to="varying"), empty)
-    block = k, v, documents, position
-    (_, (_, total, weighed)), _ = lax.scan(round_, (block, empty), length=num)
-    return weighed / total
+    _, (largest, total, weighed) = around(attend, (k, v, documents, position), empty)
+    return weighed / total, largest + jnp.log(total)
+
+
+def ring_forward(*operands):
+    results, log_sums = attention_and_sums(*operands)
+    return results, (*operands, results, log_sums)
+
+
+def ring_backward(kept, slope):
+    q, k, v, documents, position, results, log_sums = kept
+    inner = jnp.sum(slope * results, axis=-1, keepdims=True)
+
+    def attend(block, by_q):
+        k, v, *seen, by_k, by_v = block
+        scores, is_seen = scores_of(q, k, (documents, position), seen)
+        weights = jnp.where(is_seen, jnp.exp(scores - log_sums), 0)
+        by_scores = weights * (slope @ v.mT - inner) / np.sqrt(q.shape[-1])
+        by_v = by_v + weights.mT @ slope
+        by_k = by_k + by_scores.mT @ q
+        return (k, v, *seen, by_k, by_v), by_q + by_scores @ k
+
+    zeros = jax.tree.map(jnp.zeros_like, (k, v))
+    block, by_q = around(attend, (k, v, documents, position, *zeros), jnp.zeros(q.shape))
+    return by_q, *block[-2:], None, None
+
+
+ring_attention.defvjp(ring_forward, ring_backward)
 
 
 def norm(x):

@@ -17,6 +17,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.checkpoint import directory
@@ -81,17 +83,25 @@ def test_scanned_layers_learn(tmp_path):
     [
         ("tensor_parallel.py", "", r"\(32, 16\) on each"),
         ("tensor_parallel.py", "--stage=3", r"P\('data', 'model'\), \(16, 16\) on each"),
-        ("pipeline.py", "--micro-batches=6", "gpipe: 33% of"),
-        ("pipeline.py", "--schedule=interleaved --micro-batches=5", "interleaved: 23% of"),
-        ("pipeline.py", "--schedule=1f1b --pipe=8", "1f1b: 47% of"),
+        ("pipeline.py", "--micro-batches=6", "gpipe: 9 ticks .* 33.3% bubble"),
+        (
+            "pipeline.py",
+            "--schedule=interleaved --micro-batches=5",
+            "interleaved: 13 ticks .* 23.1% bubble",
+        ),
+        ("pipeline.py", "--schedule=1f1b --pipe=8", "1f1b: 22 ticks .* 46.7% bubble"),
         ("ring_attention.py", "--seq=8", "8 of 64 tokens"),
         ("mixture_of_experts.py", "--expert=2", "4 of 8 experts"),
+        ("mixture_of_experts.py", "--capacity=8", "dropped 0.0000"),
     ],
 )
 def test_models_that_are_split_equal_one_device(tmp_path, example, flags, says):
     flags = [*flags.split(), "--steps=5", f"--rows={60 if 'micro-batches' in flags else 32}"]
     output = run(example, *flags, folder=tmp_path)  # which ends with an error if they differ
     assert re.search(says, output)
+    if "pipeline" in example:
+        bubbles = re.search(r"([\d.]+)% bubble\n  by the formula ([\d.]+)%", output)
+        assert bubbles[1] == bubbles[2]
     assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
 
 
@@ -114,6 +124,50 @@ def test_three_axes_go_on_without_two_of_them_and_back(tmp_path):
     assert re.findall(r"from step (\d)", output) == ["0", "3", "6", "0"]
     assert "'up' is P('pipe', 'data', 'model')" in output
     assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
+
+
+def attention_of_ring(example, num_devices, length):
+    """`(q, k, v, documents) -> (results, gradients of their sum times 1, 2, ...)`, compiled."""
+    mesh = Mesh(jax.devices()[:num_devices], "seq")
+
+    def on_device(q, k, v, documents):
+        size = q.shape[2]
+        position = jax.lax.axis_index("seq") * size + jnp.arange(size)
+
+        def total(*qkv):
+            results = example.ring_attention(*qkv, documents, position)
+            return (results * (1 + position[:, None])).sum(), results
+
+        grads, results = jax.grad(total, (0, 1, 2), has_aux=True)(q, k, v)
+        return results, *grads
+
+    parts, rows = P(None, None, "seq"), P(None, "seq")
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(*[parts] * 3, rows), out_specs=parts)
+    shapes = [jax.ShapeDtypeStruct((2, 3, length, 5), jnp.float32)] * 3
+    return jax.jit(mapped).lower(*shapes, jax.ShapeDtypeStruct((2, length), jnp.int32)).compile()
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_the_ring_has_the_values_and_gradients_of_full_attention(num_devices):
+    example, draw = load("ring_attention.py"), np.random.default_rng(0)
+    qkv = [draw.normal(size=(2, 3, 48, 5)).astype("f") for _ in range(3)]
+    documents = draw.integers(0, 2, (2, 48)).cumsum(1).astype("i") // 5
+    position = np.arange(48)
+
+    def total(*qkv):
+        results = example.full_attention(*qkv, documents, position)
+        return (results * (1 + position[:, None])).sum(), results
+
+    grads, results = jax.grad(total, (0, 1, 2), has_aux=True)(*qkv)
+    found = attention_of_ring(example, num_devices, 48)(*qkv, documents)
+    for got, want in zip(found, (results, *grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_the_memory_of_a_longer_ring_does_not_grow():
+    example = load("ring_attention.py")
+    rings = [attention_of_ring(example, n, 64 * n).memory_analysis() for n in (2, 8)]
+    assert rings[0].temp_size_in_bytes == rings[1].temp_size_in_bytes
 
 
 def test_crowded_experts_drop_tokens(tmp_path):
