@@ -216,7 +216,6 @@ def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) 
       part: this rank's shard, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
       ids: int, any shape, 0 <= ids < rows; they may differ between ranks.
     """
-    part, ids = axis.as_varying([part, ids], axes)
     return take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
 
 

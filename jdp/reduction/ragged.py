@@ -76,10 +76,8 @@ def ragged_all_to_all(
     rows, counts, num_ranks = jnp.asarray(rows), jnp.asarray(counts), axis.size(axis_name)
     _require_counts(rows, counts, max_rows, num_ranks)
     axes = axis.names(axis_name) if axis.is_bound(axis_name) else ()
-    if axes:
-        rows, counts = axis.as_varying([rows, counts], axes)
     counts = counts.astype(jnp.int32)
-    sent = lax.all_gather(counts, axes) if axes else counts[None]
+    sent = lax.all_gather(axis.as_varying(counts, axes), axes) if axes else counts[None]
     misfit = _misfit(sent, (len(rows), max_rows), axes)
     sent = jnp.maximum(sent, 0)
     at_source = _starts(sent)
@@ -127,10 +125,11 @@ class _Blocks(NamedTuple):
                 f"`back` of jdp.ragged_all_to_all got rows {list(jnp.shape(rows))}. They return to "
                 f"the sources of the received rows.\nPass [{self.num_given}, ...]."
             )
+        rows = axis.as_varying(jnp.asarray(rows), self.axes) if self.axes else rows
         if self.axes and step_context.platform() != "cpu":
-            received = self._by_xla(jnp.asarray(rows))
+            received = self._by_xla(rows)
         else:
-            received = self._by_lookup(jnp.asarray(rows), by_block)
+            received = self._by_lookup(rows, by_block)
         step = step_context.around(self.axes) if self.axes else None
         if step is None or step.weight is None:
             return received
