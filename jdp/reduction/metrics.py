@@ -2,7 +2,7 @@
 
 import functools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,15 +103,37 @@ def mean_over_ranks(
         weight = step_context.default_weight(axis_name, "jdp.mean_over_ranks")
     # A float16 sum may pass 65504.
     if weight is None:
-        means = lax.pmean([*map(_wide, leaves)], axis.names(axis_name))
+        average = functools.partial(lax.pmean, axis_name=axis.names(axis_name))
+        means = _packed([*map(_wide, leaves)], average)
     else:
         weights = weighted_sum.weighting(weight, axis_name, mean=True)
         assert weights.forward is not None
         widest = jnp.promote_types(jnp.float32, weights.forward.dtype)
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, widest)) for leaf in leaves]
-        means = weighted_sum.summed(wide, axis_name, weights)
+        means = _packed(wide, lambda x: weighted_sum.summed(x, axis_name, weights))
     means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
+
+
+_MOST_PACKED = 1024  # elements
+
+
+def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[jax.Array]:
+    """Sum small leaves as one vector.
+
+    XLA merges sums that are ready at the same time. It would merge one of two means with the
+    gradients, and metrics that depend on that mean would need another call.
+    """
+    small = [i for i, x in enumerate(leaves) if x.size <= _MOST_PACKED and x.dtype == jnp.float32]
+    if len(small) < 2:
+        return sum_all(leaves)
+    large = [i for i in range(len(leaves)) if i not in small]
+    vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
+    vector, *sums = sum_all([vector, *(leaves[i] for i in large)])
+    parts = jnp.split(vector, np.cumsum([leaves[i].size for i in small])[:-1])
+    parts = [part.reshape(leaves[i].shape) for i, part in zip(small, parts, strict=True)]
+    found = dict(zip([*small, *large], [*parts, *sums], strict=True))
+    return [found[i] for i in range(len(leaves))]
 
 
 def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:

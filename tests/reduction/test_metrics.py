@@ -11,6 +11,7 @@ from support.per_rank import assert_equal_bits, per_rank
 
 import jdp
 from jdp import pytrees
+from jdp.analysis import jaxprs
 from jdp.reduction import step_context, step_metrics
 
 both_types = pytest.mark.parametrize("check_vma", [True, False])
@@ -42,6 +43,32 @@ def test_keeps_the_dtype_and_sums_small_ones_in_float32(make_mesh):
     for dtype, want in (("bfloat16", 33), ("float16", 60_000), ("float32", 3.5)):
         assert got[dtype].dtype == dtype
         np.testing.assert_array_equal(got[dtype].astype(np.float32), [want] * 8)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_small_means_of_a_dtype_are_one_sum_with_the_bits_of_several(mesh, weighted):
+    draw = np.random.default_rng(0).normal
+    shapes = [(), (3, 5), (2000,), (0,), (7,)]
+    x = [draw(size=(mesh.size, *shape)).astype("f") for shape in shapes]
+    x.append(x[1].astype(np.complex64))
+
+    def means(x, fn):
+        return fn(x, weight=x[0] ** 2 if weighted else None)
+
+    def one_by_one(x, weight):
+        return [jdp.mean_over_ranks(leaf, weight=weight) for leaf in x]
+
+    got = per_rank(mesh, lambda x: means(x, jdp.mean_over_ranks), x)
+    want = per_rank(mesh, lambda x: means(x, one_by_one), x)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    program = jax.make_jaxpr(lambda x: per_rank(mesh, lambda x: means(x, jdp.mean_over_ranks), x))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_get", lambda results: results)
+        equations = [*jaxprs.equations(program(x))]
+    sums = [each for each in equations if each.primitive.name == "psum"]
+    # Small ones, the large one and the complex one; with a weight also the weight.
+    assert sum(len(each.invars) for each in sums) == 3 + weighted
 
 
 def test_a_mean_may_be_complex(make_mesh):
