@@ -4,6 +4,7 @@ python examples/pipeline.py                              # GPipe on 2 x 4 virtua
 python examples/pipeline.py --schedule interleaved       # 2 chunks of layers on each device
 python examples/pipeline.py --schedule 1f1b              # fewer activations in memory
 python examples/pipeline.py --ranks 0 --pipe 8           # every device of this machine
+python examples/pipeline.py --picture pipelines.png      # what each device does, and when
 
 A tick of the scan computes one chunk of layers on every device, and sends its result to the next
 one. Sources: GPipe https://arxiv.org/abs/1811.06965, PipeDream-flush (1F1B)
@@ -198,14 +199,47 @@ def worked(schedule, num_ticks, num_pipe, num_units):
     return found
 
 
+def bubble_of(work):
+    """The share of time in which devices wait, since a tick ends with its last device."""
+    return 1 - work.sum() / (work.shape[1] * work.max(1).sum())
+
+
+def draw(path, num_pipe, num_micro):
+    """Draw what devices do over time in the three schedules."""
+    from matplotlib import pyplot as plt
+
+    figure, rows = plt.subplots(3, figsize=(9, 5), sharex=True, layout="constrained")
+    shades = {1: "tab:blue", 2: "tab:orange", 3: "tab:green"}
+    for axes, schedule in zip(rows, ("gpipe", "interleaved", "1f1b"), strict=True):
+        num_chunks = 2 if schedule == "interleaved" else 1
+        num_units = num_chunks * num_micro
+        num_ticks = num_units + (num_pipe - 1) * (2 if schedule == "1f1b" else 1)
+        work = worked(schedule, num_ticks, num_pipe, num_units)
+        if schedule != "1f1b":
+            work = np.concatenate([work, 2 * work[::-1]])
+        begins = (np.cumsum(work.max(1)) - work.max(1)) / num_chunks
+        for (tick, device), kind in np.ndenumerate(work):
+            if kind:
+                bar = [(begins[tick], kind / num_chunks)], (device - 0.4, 0.8)
+                axes.broken_barh(*bar, color=shades[kind], edgecolor="white")
+        axes.set(title=f"{schedule}: {bubble_of(work):.0%} bubble", ylabel="device")
+        axes.set(yticks=range(num_pipe), xlim=(0, None))
+        axes.invert_yaxis()
+    bars = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in shades.values()]
+    figure.legend(bars, ["forward", "backward", "both"], loc="outside lower center", ncols=3)
+    axes.set_xlabel("time, in forward passes of a device's layers")
+    figure.savefig(path, dpi=80)
+
+
 def print_bubble(step, state, batch, args, num_units):
     """Print how long devices wait for others, from the ticks of the compiled program."""
     buckets = jdp.explain(step, state, batch).buckets
     (num_ticks,) = {x.runs for x in buckets if x.kind == "collective-permute"}
     work = worked(args.schedule, num_ticks, args.pipe, num_units)
-    bubble = 1 - work.sum() / (args.pipe * work.max(1).sum())  # a tick ends with its last device
     formula = (args.pipe - 1) / (num_units + args.pipe - 1)
-    print(f"{args.schedule}: {num_ticks} ticks in the compiled program, {bubble:.1%} bubble")
+    print(
+        f"{args.schedule}: {num_ticks} ticks in the compiled program, {bubble_of(work):.1%} bubble"
+    )
     print(f"  by the formula {formula:.1%}")
 
 
@@ -239,8 +273,11 @@ def main():
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--picture", metavar="PNG", help="draw the schedules, and end")
     args = parser.parse_args()
 
+    if args.picture:
+        return draw(args.picture, args.pipe, args.micro_batches)
     if args.micro_batches < args.pipe:
         sys.exit("write at least as many --micro-batches as devices along --pipe")
     mesh = jdp.init(axes={"pipe": args.pipe}, cpu_ranks=args.ranks or None, progress=False)

@@ -126,6 +126,11 @@ def test_three_axes_go_on_without_two_of_them_and_back(tmp_path):
     assert float(re.search(r"largest difference .*: ([\d.e-]+)", output)[1]) < 1e-5
 
 
+def test_the_schedules_of_a_pipeline_are_drawn(tmp_path):
+    run("pipeline.py", "--picture=schedules.png", folder=tmp_path)
+    assert (tmp_path / "schedules.png").read_bytes().startswith(b"\x89PNG")
+
+
 def attention_of_ring(example, num_devices, length):
     """`(q, k, v, documents) -> (results, gradients of their sum times 1, 2, ...)`, compiled."""
     mesh = Mesh(jax.devices()[:num_devices], "seq")

@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 254,
     "lines of jdp": 55_281,
     "words of docstrings and comments in jdp": 66_237,
-    "lines of tests": 73_978,
+    "lines of tests": 73_983,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
