@@ -137,6 +137,16 @@ class _Route(NamedTuple):
         return jnp.where(index < self.start[1:, None], index, len(self.wanted)), rows
 
 
+def _num_smaller(ascending: jax.Array, values: jax.Array) -> jax.Array:
+    """As `jnp.searchsorted`, which fails in a typed shard_map beside an axis of the compiler."""
+    found = jnp.zeros(values.shape, jnp.int32)
+    for i in reversed(range(ascending.size.bit_length())):
+        more = found + 2**i
+        is_smaller = (more <= ascending.size) & (ascending[more - 1] < values)
+        found = jnp.where(is_smaller, more, found)
+    return found
+
+
 def _route(
     calls: Collectives, token: Token, ids: jax.Array, rows_per_rank: int
 ) -> tuple[Token, _Route]:
@@ -148,7 +158,7 @@ def _route(
     end = num_ranks * rows_per_rank
     wanted = jnp.full_like(ids, end).at[place_in_order].set(in_order, indices_are_sorted=True)
     place = jnp.zeros_like(order).at[order].set(place_in_order, unique_indices=True)
-    start = jnp.searchsorted(wanted, jnp.arange(num_ranks + 1, dtype=ids.dtype) * rows_per_rank)
+    start = _num_smaller(wanted, jnp.arange(num_ranks + 1, dtype=ids.dtype) * rows_per_rank)
     size = round_size(num_ids, rows_per_rank, num_ranks)
     num_rounds: Any = 1
     if size < min(num_ids, rows_per_rank):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -156,7 +157,8 @@ class _Blocks(NamedTuple):
         own = counts, first, source
         counts, first, source = ((x.T if by_block else x).reshape(-1) for x in own)
         ends, place = jnp.cumsum(counts), jnp.arange(self.num_received)
-        block = jnp.searchsorted(ends, place, side="right")
+        # jnp.searchsorted fails in a typed shard_map beside an axis that the compiler splits.
+        block = jnp.cumsum(jnp.zeros_like(place).at[ends].add(1, mode="drop"))
         is_sent = block < len(ends)
         row = (first + counts - ends)[block] + place
         ids = source[block] * self.num_given + jnp.clip(row, 0, self.num_given - 1)
@@ -197,10 +199,18 @@ def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> 
         groups = jnp.zeros((lax.axis_size(others), *by_rank.shape), by_rank.dtype)
         groups = lax.psum(groups.at[lax.axis_index(others)].set(by_rank), others)
     names = "/".join(axes), "/".join(others)
+
+    def report(groups: jax.Array) -> jax.Array:
+        return _misfit_p.bind(groups, sizes=sizes, names=names)
+
+    around = axis.enclosing_mesh()
+    if left := set(around.axis_names) - set(around.manual_axes):  # else JAX refuses callbacks
+        report = jax.shard_map(report, axis_names=left, in_specs=P(), out_specs=P())
     return lax.cond(
         _is_misfit(groups, sizes).any(),
-        lambda: _misfit_p.bind(groups, sizes=sizes, names=names),
-        lambda: axis.as_typed_like(jnp.float32(0), groups),
+        report,
+        lambda groups: axis.as_typed_like(jnp.float32(0), groups),
+        groups,
     )
 
 

@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import training
 from support.training import assert_close, step_of
@@ -229,6 +231,36 @@ def test_an_error_names_the_group_of_another_axis(before_init, caplog):
     assert "rank 2 of expert (group 1 of data) receives [2, 2, 2, 2]" in caplog.text
     assert caplog.text.count("ragged_all_to_all") == 1
     assert "max_rows=8" in this_process.current.exchange_error
+
+
+@pytest.mark.parametrize("max_rows", [7, 8])
+def test_beside_an_axis_that_is_left_to_the_compiler(before_init, max_rows):
+    mesh = jdp.init(axes={"expert": 2, "model": 2}, devices=jax.devices()[:8])
+
+    def on_device(x, w):
+        counts = jnp.full((2, 1), len(x) // 2)
+        sent = dict(max_rows=max_rows, axis_name="expert")
+        received, _, back = jdp.ragged_all_to_all(x, counts, **sent)
+        return back(received @ w)
+
+    def loss_fn(params, x):
+        specs = dict(in_specs=(P("expert"), P()), out_specs=P("expert"))
+        y = jax.shard_map(on_device, axis_names={"expert"}, **specs)(x, params["w"])
+        return jnp.mean(y**2)
+
+    x, w = (
+        np.random.default_rng(i).normal(size=size).astype("f")
+        for i, size in enumerate([(32, 4), (4, 4)])
+    )
+    params = {"w": jax.device_put(w, NamedSharding(mesh, P(None, "model")))}
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)))
+    state, metrics = step_of(loss_fn)(state, x)
+    want = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    if max_rows == 8:
+        np.testing.assert_allclose(state.params["w"], want, atol=1e-5)
+    else:
+        assert np.isnan(metrics["loss"])
+        assert "receives [4, 4]" in this_process.current.exchange_error
 
 
 def test_batched_rows_and_counts_fit(make_mesh, before_init):

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 254,
-    "lines of jdp": 55_281,
-    "words of docstrings and comments in jdp": 66_237,
-    "lines of tests": 73_983,
+    "lines of jdp": 55_301,
+    "words of docstrings and comments in jdp": 66_268,
+    "lines of tests": 74_015,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
