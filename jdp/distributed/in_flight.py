@@ -166,7 +166,7 @@ _RAISED = re.compile(r'File "([^"]+)", line (\d+), in ')
 _ON_CPU = {
     "ragged-all-to-all": (
         "jax.lax.ragged_all_to_all",
-        "pad the rows of each rank to one length and write jax.lax.all_to_all",
+        "write jdp.ragged_all_to_all",
     ),
     "reduce-scatter": (
         "jax.lax.psum_scatter",
