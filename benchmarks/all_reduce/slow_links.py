@@ -46,7 +46,7 @@ def rows_of_host(mesh: Mesh, num_rounds: int) -> list[dict[str, Any]]:
         local = np.random.default_rng(jax.process_index()).normal(size=num_bytes // 4)
         local = local.astype(np.float32)
         each = [np.random.default_rng(i).normal(size=num_bytes // 4) for i in range(2)]
-        exact = sum(x.astype(np.float32) for x in each) / 2
+        exact = (each[0].astype(np.float32) + each[1].astype(np.float32)) / 2
         sharding = NamedSharding(mesh, P("data"))
         whole = jax.make_array_from_process_local_data(sharding, local[None])
         half = jax.make_array_from_process_local_data(sharding, local[None, ::2].copy())
@@ -89,7 +89,7 @@ def _reduced(mesh: Mesh, all_reduce: Any) -> Any:
 
 def measure(num_rounds: int) -> list[dict[str, Any]]:
     """Measure at each rate; the rows are those of the slower host."""
-    found = []
+    found: list[dict[str, Any]] = []
     with two_hosts() as hosts:
         for rate, limit in RATES.items():
             for i, host in enumerate(hosts):
@@ -136,7 +136,7 @@ def losses(num_steps: int) -> list[dict[str, Any]]:
     unseen = language_model.windows(held_out[: 512 * _LENGTH], _LENGTH)["text"].astype(int)
     ways: dict[str, dict[str, Any]] = {name: {"all_reduce": f} for name, f in CONTESTANTS.items()}
     ways["bfloat16"] = {"reduce_dtype": jnp.bfloat16}
-    found = []
+    found: list[dict[str, Any]] = []
     for name, options in ways.items():
         bits = [_trained(rows, unseen, seed, num_steps, options) for seed in SEEDS]
         found.append({"contestant": name, "bits": float(np.mean(bits)), "seeds": bits})

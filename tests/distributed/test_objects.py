@@ -27,6 +27,7 @@ def test_every_process_gets_all_objects_in_order(processes, sizes):
 
 def fails_on_one():
     value = (lambda: None) if jax.process_index() else 1
+    first = ""
     try:
         jdp.all_gather_object(value)
     except Exception as error:
