@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from jdp.reduction.metrics import rows as rows
     from jdp.reduction.metrics import sum_over_ranks as sum_over_ranks
     from jdp.reduction.micro_batches import value_and_grad as value_and_grad
+    from jdp.reduction.optimizer import dynamic_loss_scale as dynamic_loss_scale
     from jdp.reduction.optimizer import replicated as replicated
     from jdp.reduction.ragged import ragged_all_to_all as ragged_all_to_all
+    from jdp.reduction.optimizer import skip_nonfinite as skip_nonfinite
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
     from jdp.reduction.sharded import sharded as sharded
     from jdp.reduction.sharded_embedding import sharded_embedding as sharded_embedding
@@ -58,6 +60,7 @@ _MODULES = {
     "check_step": "training.check_step",
     "collectives": "",
     "declare_pure": "analysis",
+    "dynamic_loss_scale": "reduction.optimizer",
     "eval_step": "training.step",
     "evaluate": "training.evaluation",
     "explain": "tools.explain",
@@ -79,6 +82,7 @@ _MODULES = {
     "sharded": "reduction.sharded",
     "sharded_embedding": "reduction.sharded_embedding",
     "shard_batches": "data.batches",
+    "skip_nonfinite": "reduction.optimizer",
     "sum_over_ranks": "reduction.metrics",
     "sync_gradients": "reduction.gradients",
     "tracker": "distributed.trackers",

@@ -156,6 +156,7 @@ class TraceFindings:
       weighed: the function that weights ranks, such as jdp.train_step, or empty.
       gathers: texts of arrays that a sharded update gathers.
       owned: texts of matrices that such an update computes on one rank.
+      skips: paths of the gradients of each update that may be skipped.
       gather_dtype: of narrow parameters in losses, or empty.
     """
 
@@ -168,6 +169,7 @@ class TraceFindings:
     gather_dtype: str = ""
     group_bytes: int = 0
     integer_sums: tuple[str, ...] = ()
+    skips: tuple[tuple[str, ...], ...] = ()
     averaged: frozenset[str] = frozenset()
 
 

@@ -28,10 +28,12 @@ class RankReports(NamedTuple):
     Attributes:
       differs: whether the arguments differ between ranks, `[ranks]` bool; None if not compared.
       weight: the result of `weight_fn`, `[ranks]` float, or None.
+      skips: of skipped updates, `[ranks, k]` int32, or None.
     """
 
     differs: jax.Array | None
     weight: jax.Array | None
+    skips: jax.Array | None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,8 @@ class CalledProgram:
       jaxprs: the latest programs of the step on its mesh, with the names of their inputs.
       check: raises a RuntimeError for a failure that JAX does not report.
       why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
+      why_skipped: returns which gradients led to too many skipped updates, given `reports.skips`
+        and the paths of the gradients.
       waits_in_xla: whether the last traced program has collectives of XLA.
     """
 
@@ -50,6 +54,7 @@ class CalledProgram:
     jaxprs: Sequence[tuple[Any, list[str]]]
     check: Callable[[], None]
     why_invalid: Callable[[jax.Array, jax.Array], str | None]
+    why_skipped: Callable[[jax.Array, Sequence[tuple[str, ...]]], str | None]
     waits_in_xla: bool = False
 
 
@@ -63,9 +68,10 @@ class StepCall:
       weight: of the batch, `[]` float, ready when the call has run; -inf after an overflow of a sum
         of integers.
       integer_sums: the author's lines of sums of integers over ranks.
+      skips: the paths of the gradients of each update that may be skipped.
     """
 
-    __slots__ = ("given", "integer_sums", "number", "program", "reports", "spec", "weight")
+    __slots__ = ("given", "integer_sums", "number", "program", "reports", "skips", "spec", "weight")
 
     def __init__(
         self, spec: StepSpec, number: int, program: CalledProgram, given: Given | None = None
@@ -74,6 +80,7 @@ class StepCall:
         self.reports: RankReports | None = None
         self.weight: Any = None
         self.integer_sums: tuple[str, ...] = ()
+        self.skips: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         return f"call {self.number} of `{self.spec.name}`"
@@ -85,10 +92,7 @@ class StepCall:
 
     def is_checked(self) -> bool:
         """Whether its ranks report anything."""
-        reports = self.reports
-        if reports is not None and (reports.differs is not None or reports.weight is not None):
-            return True
-        return bool(self.integer_sums)
+        return bool(self.integer_sums) or any(x is not None for x in self.reports or ())
 
     def differs(self) -> bool:
         """Wait; return whether its arguments differ between processes."""
@@ -100,6 +104,11 @@ class StepCall:
         """Wait; return the error for invalid weights."""
         given = None if self.reports is None else self.reports.weight
         return None if given is None else self.program.why_invalid(self.weight, given)
+
+    def skipped(self) -> str | None:
+        """Wait; return the gradients of too many skipped updates."""
+        given = None if self.reports is None else self.reports.skips
+        return None if given is None else self.program.why_skipped(given, self.skips)
 
     def overflow(self) -> str | None:
         """Wait; return the lines of sums, one of which overflowed."""
@@ -330,6 +339,8 @@ def _drain(num_left: int) -> None:
                 this_process.current.state_error = text
             _forget(call.spec)
             raise RuntimeError(text)
+        if call.is_checked() and (why := call.skipped()):  # the state stays right
+            raise RuntimeError(_of_skips(call, why))
 
 
 def _exchange_error(call: StepCall) -> str | None:
@@ -358,6 +369,15 @@ def _error_of(call: StepCall) -> str | None:
         returned = "it and later calls" if call.spec.returns_state else "it"
         return with_code("JDP212", f"{call}: {why} What {returned} returned is NaN.")
     return None
+
+
+def _of_skips(call: StepCall, why: str) -> str:
+    return with_code(
+        "JDP217",
+        f"{call} has NaN or infinity in {why}: the last of max_consecutive skipped updates in a "
+        "row.\nThe state is right: it has the parameters from before these updates.\n"
+        "Find the operation with jdp.debug.first_nonfinite(step, state, batch).",
+    )
 
 
 def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:

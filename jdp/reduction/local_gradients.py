@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 
 from jdp import axis
@@ -42,7 +41,7 @@ class WholeMeans:
     ):
         step = step_context.current(axis_name)
         # Gradients under an author's vmap are of single rows.
-        is_here = step is not None and step.trace == jax.extend.core.get_opaque_trace_state()
+        is_here = step is not None and step.is_here()
         self.are_sent, self.is_at_once = is_sent and is_here, is_at_once
         named = jax.tree_util.tree_leaves_with_path(params) if self.are_sent else []
         found = [shard_registry.owner_of_whole(leaf) for _, leaf in named]

@@ -1,21 +1,24 @@
-"""Optax transformations that reduce gradients first."""
+"""Optax transformations that reduce gradients first, and that skip updates."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jdp import axis, collectives, pytrees
 from jdp.analysis.marks import SYNCED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
-from jdp.reduction import gradients, mixed_precision
+from jdp.reduction import gradients, mixed_precision, nonfinite, step_context
+from jdp.validation import int_at_least
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
@@ -89,7 +92,13 @@ def replicated(
     wrapped = with_extra_args(tx)
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        synced: bool = False,
+        applies: bool = False,
+        **extra: Any,
     ) -> tuple[Any, Any]:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         _require_outermost_call(caller)
@@ -103,8 +112,12 @@ def replicated(
             updates = gradients.sync_gradients(updates, **options)
         else:
             updates = _marked_as_synced(updates, axis.names(axis_name))
-        updates, state = wrapped.update(updates, state, params, **extra)
-        require_updates(updates, params)
+        if applies:
+            updates, state = applied(wrapped, updates, state, params, **extra)
+        else:
+            updates, state = wrapped.update(updates, state, params, **extra)
+            require_updates(updates, params)
+        nonfinite.record(step_context.current(axis_name), updates, state)
         return updates, state
 
     setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
@@ -122,8 +135,18 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
+def applied(tx: Any, grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    """Return the parameters and the state after an update of a wrapped optimizer."""
+    update = getattr(tx.update, "applied", None)
+    if update is not None:  # of `skip_nonfinite`: its own updates would be one more array each
+        return update(grads, state, params, **extra)
+    updates, state = tx.update(grads, state, params, **extra)
+    require_updates(updates, params)
+    return optax.apply_updates(params, updates), state
+
+
 def _require_arguments(tx: Any, all_reduce: Any) -> None:
-    _require_transformation(tx)
+    require_unwrapped(tx, "replicated")
     if not callable(all_reduce):
         raise TypeError(
             f"all_reduce={all_reduce!r} is not a function. Write all_reduce=jdp.collectives.auto, "
@@ -131,8 +154,15 @@ def _require_arguments(tx: Any, all_reduce: Any) -> None:
         )
 
 
-def _require_transformation(tx: Any) -> None:
+def require_unwrapped(tx: Any, name: str) -> None:
+    """Refuse what the jdp function `name` cannot wrap."""
     if isinstance(tx, Replicated):
+        if name != "replicated":
+            raise TypeError(
+                f"jdp.{name} got an optimizer in jdp.replicated(...) or jdp.sharded(...), which "
+                "must be outermost, so that all ranks decide by the mean gradient. Write "
+                f"jdp.replicated(jdp.{name}(optax.adam(1e-3)))."
+            )
         raise TypeError(
             "the optimizer is already in jdp.replicated(...) or jdp.sharded(...), so it would "
             "reduce its gradients twice and shard no state. Write one of the two, outermost: "
@@ -140,8 +170,8 @@ def _require_transformation(tx: Any) -> None:
         )
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation (no "
-            "init and update). Write jdp.replicated(optax.sgd(0.1))."
+            f"jdp.{name} got a {type(tx).__name__}, which is not an optax transformation (no "
+            f"init and update). Write jdp.{name}(optax.sgd(0.1))."
         )
 
 
@@ -232,6 +262,190 @@ def require_updates(updates: Any, params: Any) -> None:
                 f"{param.dtype}, so their sum would drop the imaginary part. Pass the real part "
                 "of the gradient: grads.real."
             )
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The state of `skip_nonfinite` and `dynamic_loss_scale`.
+
+    Attributes:
+      num_skipped: `[]` int32, all skipped updates.
+      skips_left: `[]` int32, updates that may be skipped in a row from here.
+      nonfinite: `[leaves]` bool, which gradients of the last update were not finite.
+      scale: `[]` float32, the loss scale; None without one.
+      num_finite: `[]` int32, updates since the scale changed; None without a scale.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    num_skipped: jax.Array
+    skips_left: jax.Array
+    nonfinite: jax.Array
+    scale: jax.Array | None
+    num_finite: jax.Array | None
+    inner_state: Any
+
+
+def skip_nonfinite(
+    tx: optax.GradientTransformation, *, max_consecutive: int = 10
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that it skips updates by gradients with NaN or infinity.
+
+    Write it inside `replicated` or `sharded`: it sees the mean gradient, so all ranks skip the same
+    updates. A skipped update keeps the bits of the parameters and of the optimizer's state, also
+    its counts. `TrainState.apply_gradients` then also keeps the fields that it is given, such as
+    `model_state=`, and counts `step`.
+
+    Args:
+      tx: the complete optimizer.
+      max_consecutive: skipped updates in a row that are an error, >= 1.
+
+    Returns:
+      An optax transformation. Its state has `num_skipped`, `[]` int32, the count of skipped
+      updates, to return among the metrics: `state.opt_state.num_skipped`.
+
+    Raises:
+      TypeError: if `tx` is not an optax transformation, or is in `replicated` or `sharded`.
+      ValueError: if `max_consecutive` is less than 1.
+      RuntimeError: by a later call of the step, after `max_consecutive` skipped updates in a row;
+        it names leaves and ranks. The state stays usable. `apply_if_finite` of optax applies such
+        an update. A step inside your own `jax.jit` only counts.
+
+    >>> import jax.numpy as jnp, optax, jdp
+    >>> tx = jdp.replicated(jdp.skip_nonfinite(optax.sgd(0.5)))
+    >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, tx)
+    >>> state = state.apply_gradients({"w": jnp.array([1.0, jnp.nan])})
+    >>> state.params["w"].tolist(), int(state.opt_state.num_skipped)
+    ([1.0, 1.0], 1)
+    """
+    return _guarded(tx, "skip_nonfinite", max_consecutive, None, 0)
+
+
+def dynamic_loss_scale(
+    tx: optax.GradientTransformation,
+    *,
+    initial: float = 2.0**16,
+    growth_interval: int = 2000,
+    max_consecutive: int = 20,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that it divides gradients by the scale of a float16 loss.
+
+    The step multiplies the loss by `state.opt_state.scale`, `[]` float32. An update by gradients
+    with NaN or infinity is skipped, as by `skip_nonfinite`, and halves the scale; it doubles after
+    `growth_interval` others in a row. These are the rules and numbers of `torch.amp.GradScaler`.
+
+    Args:
+      tx: the complete optimizer, which gets gradients divided by the scale in float32.
+      initial: the first scale, > 0.
+      growth_interval: finite updates in a row that double the scale, >= 1.
+      max_consecutive: skipped updates in a row that are an error, >= 1.
+
+    Returns:
+      An optax transformation, for the inside of `replicated` or `sharded`.
+
+    Raises:
+      TypeError: if `tx` is not an optax transformation, or is in `replicated` or `sharded`.
+      ValueError: if a number is out of its range.
+      RuntimeError: as from `skip_nonfinite`.
+
+    >>> import jax.numpy as jnp, optax, jdp
+    >>> tx = jdp.replicated(jdp.dynamic_loss_scale(optax.sgd(0.5), initial=8.0))
+    >>> state = jdp.TrainState.create({"w": jnp.float32(1)}, tx)
+    >>> state = state.apply_gradients({"w": jnp.float32(jnp.inf)})
+    >>> float(state.opt_state.scale)
+    4.0
+    >>> float(state.apply_gradients({"w": jnp.float32(4)}).params["w"])
+    0.5
+    """
+    if not 0 < float(initial) < float(jnp.finfo(jnp.float32).max):
+        raise ValueError(f"initial must be a finite number > 0, got {initial!r}.")
+    growth_interval = int_at_least("growth_interval", growth_interval, least=1)
+    return _guarded(tx, "dynamic_loss_scale", max_consecutive, float(initial), growth_interval)
+
+
+# Those of torch.amp.GradScaler.
+_GROWTH, _BACKOFF = 2.0, 0.5
+
+
+def _guarded(
+    tx: Any, name: str, max_consecutive: int, initial: float | None, growth_interval: int
+) -> optax.GradientTransformationExtraArgs:
+    require_unwrapped(tx, name)
+    limit = int_at_least("max_consecutive", max_consecutive, least=1)
+    wrapped = with_extra_args(tx)
+
+    def init(params: Any) -> Any:
+        return SkipNonfiniteState(
+            num_skipped=jnp.zeros([], jnp.int32),
+            skips_left=jnp.full([], limit, jnp.int32),
+            nonfinite=jnp.zeros(len(jax.tree.leaves(params)), bool),
+            scale=None if initial is None else jnp.full([], initial, jnp.float32),
+            num_finite=None if initial is None else jnp.zeros([], jnp.int32),
+            inner_state=wrapped.init(params),
+        )
+
+    def run(grads: Any, state: Any, params: Any, extra: Any, *, applies: bool) -> tuple[Any, Any]:
+        are_bad = nonfinite.are_nonfinite(jax.tree.leaves(grads))
+        is_skipped = are_bad.any()
+        if state.scale is not None:
+            grads = jax.tree.map(lambda x: _divided(x, state.scale), grads)
+
+        def updated() -> tuple[Any, Any]:
+            update = functools.partial(applied, wrapped) if applies else wrapped.update
+            return update(grads, state.inner_state, params, **extra)
+
+        def skipped() -> tuple[Any, Any]:
+            old = jax.tree.map(_in_dtype, state.inner_state, inner_shapes)
+            return params if applies else jax.tree.map(_unchanged, new_shapes), old
+
+        new_shapes, inner_shapes = jax.eval_shape(updated)
+        # A choice between old and new arrays would copy them on CPUs.
+        new, inner_state = lax.cond(is_skipped, skipped, updated)
+        skips_left = jnp.where(state.skips_left > 0, state.skips_left, limit) - 1
+        scale, num_finite = _next_scale(state, is_skipped, growth_interval)
+        shape = state.nonfinite.shape
+        return new, SkipNonfiniteState(
+            num_skipped=state.num_skipped + is_skipped,
+            skips_left=jnp.where(is_skipped, skips_left, limit),
+            nonfinite=are_bad if are_bad.shape == shape else jnp.full(shape, is_skipped),
+            scale=scale,
+            num_finite=num_finite,
+            inner_state=inner_state,
+        )
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return run(updates, state, params, extra, applies=False)
+
+    def update_applied(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        return run(grads, state, params, extra, applies=True)
+
+    setattr(update, "applied", update_applied)  # noqa: B010
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _in_dtype(old: Any, new: jax.ShapeDtypeStruct) -> Any:
+    return old if jnp.result_type(old) == new.dtype else jnp.asarray(old).astype(new.dtype)
+
+
+def _divided(x: Any, scale: jax.Array) -> Any:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return x
+    return (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale).astype(x.dtype)
+
+
+def _next_scale(state: Any, is_skipped: jax.Array, growth_interval: int) -> tuple[Any, Any]:
+    if state.scale is None:
+        return None, None
+    grows = state.num_finite + 1 >= growth_interval
+    larger = jnp.where(jnp.isfinite(state.scale * _GROWTH), state.scale * _GROWTH, state.scale)
+    finite = jnp.where(grows, larger, state.scale)
+    smaller = jnp.maximum(state.scale * _BACKOFF, jnp.finfo(jnp.float32).tiny)
+    scale = jnp.where(is_skipped, smaller, finite)
+    return scale, jnp.where(is_skipped | grows, 0, state.num_finite + 1)
+
+
+def _unchanged(update: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an update of -0.0, which changes no bit of a sum."""
+    is_complex = jnp.issubdtype(update.dtype, jnp.complexfloating)
+    return jnp.full(update.shape, complex(-0.0, -0.0) if is_complex else -0.0, update.dtype)
 
 
 # Splitting a smaller leaf saves less than a transfer's start costs.

@@ -12,6 +12,7 @@ from jdp.collectives import buckets, shards
 from jdp.reduction import (
     gradients,
     mixed_precision,
+    nonfinite,
     shard_registry,
     step_context,
     step_metrics,
@@ -64,6 +65,7 @@ def scattered(
     }
     to_send = [i for i in range(len(local)) if i not in found]
     terms = [mixed_precision.cast(weights.term(local[i]), tx.reduce_dtype) for i in to_send]
+    terms = nonfinite.watch(step, terms)
     # XLA sends a loss with the whole gradients.
     takes = bool(terms) and sharding.mean and shards.is_native(over, step.mesh)
     losses = step_metrics.take_means(step, weight, sharding.all_reduce, step.mesh) if takes else []

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from jdp import axis, jax_compat
@@ -17,12 +16,19 @@ from jdp.collectives import call_order, shards
 from jdp.reduction import (
     gradients,
     mixed_precision,
+    nonfinite,
     scattered_gradients,
     shard_registry,
     step_context,
     wait_order,
 )
-from jdp.reduction.optimizer import Replicated, Sharded, require_shapes, require_updates
+from jdp.reduction.optimizer import (
+    Replicated,
+    Sharded,
+    applied,
+    require_shapes,
+    require_updates,
+)
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
 from jdp.reduction.shard_registry import Shard
 
@@ -168,8 +174,7 @@ def updated(
     mixed_precision.mark_gradients(grads, tx)
     axes = shard_axes(tx)
     if axes is None:
-        updates, opt_state = tx.update(grads, opt_state, params, synced=synced, **extra)
-        return optax.apply_updates(params, updates), opt_state
+        return tx.update(grads, opt_state, params, synced=synced, applies=True, **extra)
     assert isinstance(tx, Sharded)
     if not synced:
         require_shapes(grads, params)
@@ -219,9 +224,12 @@ class Update:
             state, params, options = (
                 each.tree([next(left) for _ in each.arrays]) for each in given
             )
-            new, new_state = self._tx.wrapped.update(grads, state, params, **options)
-            require_updates(new, params)
-            new = optax.apply_updates(params, new) if self._applies else new
+            operands, wrapped = (grads, state, params), self._tx.wrapped
+            if self._applies:
+                new, new_state = applied(wrapped, *operands, **options)
+            else:
+                new, new_state = wrapped.update(*operands, **options)
+                require_updates(new, params)
             returned[:] = [TreeArrays(new), TreeArrays(new_state)]
             return [x for each in returned for x in each.arrays]
 
@@ -250,7 +258,10 @@ class Update:
         further = [shard_registry.further_spec(x, axis_name) for x in replaced()]
         new_params = self._whole(results[:num_params], further[:num_params], overwrite)
         new_state = self._whole(results[num_params:], further[num_params:])
-        return returned[0].tree(new_params), returned[1].tree(new_state)
+        state = returned[1].tree(new_state)
+        grads = self._grad_tree.unflatten(range(len(pieces)))
+        nonfinite.record(step_context.current(axis_name), grads, state)
+        return returned[0].tree(new_params), state
 
     def _pieces(self, leaves: Sequence[jax.Array]) -> list[Piece]:
         return [

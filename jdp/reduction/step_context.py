@@ -64,6 +64,9 @@ class Scope:
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
       why_no_gradient: why a sum over ranks of different weights has no transpose, or empty.
       weighed: names of the jdp functions that weight ranks.
+      last_skips: whether a skipped update would be the last one before an error, `[]` bool each.
+      watched: whether gradients of this rank are not finite, `[]` float each, 0 if not asked for.
+      skips: of each update the updates left to skip, which gradients are not finite, their paths.
       integer_sums: whether an integer sum over ranks overflowed, and the author's line.
       split: paths of the gradients of `collectives.split`.
       marked: paths of the gradients marked for reduction.
@@ -94,6 +97,9 @@ class Scope:
     choices: Choices = PLAIN
     trace: Any = None
     batch_trace: Any = None
+    last_skips: list[jax.Array] = field(default_factory=list)
+    watched: list[jax.Array] = field(default_factory=list)
+    skips: list[tuple[jax.Array, jax.Array, tuple[str, ...]]] = field(default_factory=list)
     integer_sums: list[tuple[jax.Array, str]] = field(default_factory=list)
     weighed: set[str] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
@@ -114,12 +120,17 @@ class Scope:
     updated: set[str] = field(default_factory=set)
     reverse_only: set[str] = field(default_factory=set)
 
+    def is_here(self) -> bool:
+        """Whether JAX traces the step itself, and no function in it."""
+        return self.trace == jax.extend.core.get_opaque_trace_state()
+
     def found(self) -> TraceFindings:
         """Return the findings of the ended trace."""
         return TraceFindings(
             marked=frozenset(self.marked),
             averaged=frozenset(self.averaged),
             split=frozenset(self.split),
+            skips=tuple(paths for *_, paths in self.skips),
             integer_sums=tuple(dict.fromkeys(line for _, line in self.integer_sums)),
             weighed=frozenset(self.weighed),
             gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),

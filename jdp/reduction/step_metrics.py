@@ -23,7 +23,7 @@ from jdp.reduction.step_context import Scope
 
 def offer_mean(step: Scope | None, value: Any) -> None:
     """Record a loss, once, for the step's next reduction."""
-    if step is None or not _is_here(step):
+    if step is None or not step.is_here():
         return
     for leaf in jax.tree.leaves(value):
         is_new = id(leaf) not in step.loss_means and all(leaf is not x for x in step.losses)
@@ -39,7 +39,7 @@ def take_means(
     Empty if it has another weight than the step, may round, runs outside the step's trace, or
     starts each bucket when complete, because aux may be ready late.
     """
-    if step is None or not _is_here(step) or weight is not step.weight:
+    if step is None or not step.is_here() or weight is not step.weight:
         return []
     if not is_exact_mean(all_reduce) or collectives.starts_when_ready(all_reduce, mesh):
         return []
@@ -76,14 +76,10 @@ def record_means(
 
 def known_mean(step: Scope | None, leaf: Any) -> jax.Array | None:
     """Return a sent loss's mean over ranks, or None."""
-    if step is None or not _is_here(step):
+    if step is None or not step.is_here():
         return None
     loss, mean = step.loss_means.get(id(leaf), (None, None))
     return None if loss is None else mean
-
-
-def _is_here(step: Scope) -> bool:
-    return step.trace == jax.extend.core.get_opaque_trace_state()
 
 
 def _is_loss(leaf: Any) -> bool:

@@ -21,7 +21,7 @@ from jdp.distributed.checks import arguments, startup
 from jdp.distributed.in_flight import CalledProgram
 from jdp.distributed.mesh import num_ranks
 from jdp.error_codes import with_code
-from jdp.reduction import row_weight, step_metrics, weighted_sum
+from jdp.reduction import nonfinite, row_weight, step_metrics, weighted_sum
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
 from jdp.training import error_hints, passes
@@ -99,7 +99,7 @@ def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
     if uniform.found.weighed:
         why_not = with_code("JDP125", _NO_GRADIENT.format(spec.name))
         state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
-    reports = None if split.reports == (None, None) else split.reports
+    reports = None if all(each is None for each in split.reports) else split.reports
     return state, metrics, uniform.weight, reports, uniform.found
 
 
@@ -158,7 +158,11 @@ class CompiledStep:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
             self.arguments = arguments.Arguments(mesh, spec)
         self.called = CalledProgram(
-            self.arguments, self.jaxprs, cpu_runtime.check, row_weight.why_invalid
+            self.arguments,
+            self.jaxprs,
+            cpu_runtime.check,
+            row_weight.why_invalid,
+            nonfinite.why_skipped,
         )
         self._rank_program = RankProgram(
             spec,

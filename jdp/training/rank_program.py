@@ -19,6 +19,7 @@ from jdp.distributed.in_flight import RankReports
 from jdp.reduction import (
     fsdp_schedule,
     metrics,
+    nonfinite,
     optimizer,
     rank_trace,
     slice_pushdown,
@@ -141,6 +142,7 @@ class RankProgram:
             layout.remember_further(entered_state)
             given_state = pytrees.restore(entered_state)
             shard_layout.claim_update(given_state, trains=spec.returns_state)
+            nonfinite.expect_skips(scope, given_state)
             tree = jax.tree.structure(given_state)  # the author's function may change it
             positional, named = spec.by_keyword(rest)
             # Called here: JAX records the whole stack for each operation.
@@ -156,10 +158,11 @@ class RankProgram:
             layout.remember_further(pytrees.hold(new_state))
             new_groups, new_layout, _ = parted(new_state, self.mesh, spec.axis_name)
             arrays, *parts = shard_layout.state_parts(new_groups, shard_axes)
-            weight = self._weight(scope)
+            weight, skips = self._weight(scope), nonfinite.report(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
         uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
-        return RankOutputs(uniform, SplitOutputs(rows, RankReports(differs, raw_weight), parts))
+        reports = RankReports(differs, raw_weight, skips)
+        return RankOutputs(uniform, SplitOutputs(rows, reports, parts))
 
     def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
         """Return mean metrics, and whether arguments differ, a bool or None."""

@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis, pytrees
@@ -25,6 +24,7 @@ from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.reduction import (
     declared_reductions,
     mixed_precision,
+    nonfinite,
     optimizer,
     shard_registry,
     sharded_update,
@@ -68,7 +68,7 @@ def _read_by(tx: Replicated) -> set[str] | None:
         if inspect.isfunction(each):
             code = each.__code__
             takes_any = code.co_flags & inspect.CO_VARKEYWORDS
-            if takes_any and each.__module__.split(".")[0] != "optax":
+            if takes_any and each.__module__.split(".")[0] not in ("jdp", "optax"):
                 return None
             names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
             names.update(x for x in code.co_consts if isinstance(x, str))
@@ -411,8 +411,12 @@ class TrainState:
                 raise
             raise ValueError(_other_tree(grads, params)) from error
         params = _merge(params, self.params, self.trainable)
-        params = declared_reductions.overwrite(params, all_grads, axis_name, synced=synced)
-        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
+        overwritten = declared_reductions.overwrite(params, all_grads, axis_name, synced=synced)
+        if (skipped := nonfinite.was_skipped(self.opt_state, opt_state)) is not None:
+            overwritten = nonfinite.kept(skipped, params, overwritten)
+            old = {name: getattr(self, name) for name in fields}
+            fields = {name: nonfinite.kept(skipped, old[name], x) for name, x in fields.items()}
+        new = self.replace(step=self.step + 1, params=overwritten, opt_state=opt_state, **fields)
         shard_layout.claim_update(new)
         return new
 
@@ -450,8 +454,7 @@ _TREES = ("params", "opt_state", "model_state")
 def _updated(
     tx: Replicated, grads: Any, opt_state: Any, params: Any, **options: Any
 ) -> tuple[Any, Any]:
-    updates, opt_state = tx.update(grads, opt_state, params, **options)
-    return optax.apply_updates(params, updates), opt_state
+    return tx.update(grads, opt_state, params, applies=True, **options)
 
 
 def _sizes(tree: Any) -> str:

@@ -299,7 +299,7 @@ class Step:
                 raise
             finally:
                 in_flight.end_call()
-            call.integer_sums = found.integer_sums
+            call.integer_sums, call.skips = found.integer_sums, found.skips
             self._record(compiled, args, given, state, latest)
             in_flight.add(call)
             self._look_at_some_calls(compiled.mesh, args[0], given[2:] if given else ())

@@ -1,0 +1,118 @@
+"""Updates that `skip_nonfinite` skips: what a step keeps then, and what it reports."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdp import pytrees
+from jdp.analysis import diagnostics
+from jdp.reduction.step_context import Scope
+
+
+def are_nonfinite(leaves: Sequence[Any]) -> jax.Array:
+    """Return which leaves have NaN or infinity, or a sum that overflows: `[leaves]` bool."""
+    flags = [~jnp.isfinite(_sum(leaf)) for leaf in leaves]
+    return jnp.stack(flags) if flags else jnp.zeros(0, bool)
+
+
+def _sum(x: Any) -> jax.Array:
+    """Return a number that is not finite if any of `x` is not: the fastest such pass on CPUs."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return jnp.float32(0)
+    return jnp.sum(x, dtype=jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def kept(is_skipped: Any, old: Any, new: Any) -> Any:
+    """Return a new tree, after a skipped update the old one; one of another structure is new."""
+    if is_skipped is None or jax.tree.structure(old) != jax.tree.structure(new):
+        return new
+
+    def chosen(before: Any, after: Any) -> Any:
+        is_like = isinstance(after, jax.Array) and jnp.shape(before) == after.shape
+        return jnp.where(is_skipped, before, after) if is_like and before is not after else after
+
+    return jax.tree.map(chosen, old, new)
+
+
+def was_skipped(old: Any, new: Any) -> jax.Array | None:
+    """Return whether an optimizer skipped its update, from its states; None if it never does."""
+    pairs = zip(fields(old, "num_skipped"), fields(new, "num_skipped"), strict=True)
+    flags = [before != after for before, after in pairs]
+    return jnp.stack(flags).any() if flags else None
+
+
+def fields(state: Any, name: str) -> list[Any]:
+    """Return the leaves of that name; nnx does not keep the types of states."""
+    named = jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in named if name in pytrees.keys(path)]
+
+
+# What a step reports when updates were skipped too often.
+
+
+def expect_skips(step: Scope, state: Any) -> None:
+    """Record, at the start of a step, whether the next skip would be an error."""
+    step.last_skips.extend(each <= 1 for each in fields(state, "skips_left"))
+
+
+def watch(step: Scope | None, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return gradients; let a step report whether they are finite, if the next skip is an error."""
+    if step is None or not step.last_skips or not step.is_here() or not leaves:
+        return [*leaves]
+
+    def total(*leaves: jax.Array) -> jax.Array:
+        return are_nonfinite(leaves).any().astype(jnp.float32)
+
+    is_last = jnp.stack(step.last_skips).any()
+    found = lax.cond(is_last, total, lambda *leaves: jnp.float32(0), *leaves)
+    # Else XLA would copy what a native call overwrites.
+    *leaves, found = lax.optimization_barrier([*leaves, found])
+    step.watched.append(found)
+    return leaves
+
+
+def record(step: Scope | None, grads: Any, state: Any) -> None:
+    """Let a step report the new state of an optimizer."""
+    if step is None or not step.is_here():
+        return
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    pairs = zip(fields(state, "skips_left"), fields(state, "nonfinite"), strict=True)
+    for left, flags in pairs:
+        names = [f"grads{path}" for path in paths]
+        if flags.size != len(names):  # of an optimizer for some of the parameters
+            names = [f"gradient {i} of {flags.size}" for i in range(flags.size)]
+        step.skips.append((left, flags, tuple(names)))
+
+
+def report(step: Scope) -> jax.Array | None:
+    """Return what `why_skipped` reads, `[1, k]` int32, or None."""
+    if not step.skips:
+        return None
+    is_own = sum(step.watched, jnp.float32(0)) > 0
+    parts = [part for left, flags, _ in step.skips for part in (left[None], flags)]
+    return jnp.concatenate([*parts, is_own[None]], dtype=jnp.int32)[None]
+
+
+def why_skipped(reported: jax.Array, names: Sequence[tuple[str, ...]]) -> str | None:
+    """Return which gradients led to too many skips in a row, or None.
+
+    Args:
+      reported: `[ranks, k]`, of `report`; only this process's rows are read.
+      names: the paths of the gradients of each update.
+    """
+    rows = {x.index[0].start or 0: np.asarray(x.data)[0] for x in reported.addressable_shards}
+    values, start, found = next(iter(rows.values())), 0, []
+    for paths in names:
+        flags = values[start + 1 : start + 1 + len(paths)]
+        if values[start] == 0:
+            found += [path for path, is_bad in zip(paths, flags, strict=True) if is_bad]
+        start += 1 + len(paths)
+    if not found:
+        return None
+    ranks = ", ".join(str(rank) for rank, row in sorted(rows.items()) if row[-1])
+    whose = f" of rank {ranks}" if ranks else ""
+    return diagnostics.shown(f"`{path}`" for path in found) + whose
