@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from jdp.reduction.micro_batches import value_and_grad as value_and_grad
     from jdp.reduction.optimizer import dynamic_loss_scale as dynamic_loss_scale
     from jdp.reduction.optimizer import replicated as replicated
-    from jdp.reduction.ragged import ragged_all_to_all as ragged_all_to_all
     from jdp.reduction.optimizer import skip_nonfinite as skip_nonfinite
+    from jdp.reduction.ragged import ragged_all_to_all as ragged_all_to_all
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
     from jdp.reduction.sharded import sharded as sharded
     from jdp.reduction.sharded_embedding import sharded_embedding as sharded_embedding
+    from jdp.tools import debug as debug
     from jdp.tools.batch_size import find_batch_size as find_batch_size
     from jdp.tools.explain import explain as explain
     from jdp.tools.profiling.profile import profile as profile
@@ -59,6 +60,7 @@ _MODULES = {
     "check_replicas": "distributed.checks.replicas",
     "check_step": "training.check_step",
     "collectives": "",
+    "debug": "tools.debug",
     "declare_pure": "analysis",
     "dynamic_loss_scale": "reduction.optimizer",
     "eval_step": "training.step",
@@ -114,7 +116,8 @@ if not TYPE_CHECKING:
         wanted = _MODULES[name]
         for public, module in _MODULES.items():
             if module == wanted or module and not module.startswith("tools."):
-                globals()[public] = getattr(importlib.import_module(f"jdp.{module}"), public)
+                imported = importlib.import_module(f"jdp.{module}")
+                globals()[public] = getattr(imported, public, imported)  # itself: `jdp.debug`
         return globals()[name]
 
     def __dir__():

@@ -62,6 +62,7 @@ def test_the_reference_has_every_public_name_once():
     page = (ROOT / "docs" / "reference" / "index.md").read_text()
     public = {f"jdp.{name}" for name in jdp.__all__}
     public |= {f"jdp.collectives.{name}" for name in jdp.collectives.__all__ if name != "AllReduce"}
+    public |= {f"jdp.debug.{name}" for name in jdp.debug.__all__}
     assert sorted(re.findall(r"^::: (\S+)", page, re.M)) == sorted(public)
 
 

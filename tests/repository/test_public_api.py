@@ -18,6 +18,7 @@ from jdp.data.loops import Batches
 from jdp.launch import flags
 from jdp.rank_state import PerRank
 from jdp.reduction.optimizer import Replicated
+from jdp.tools.debug import FirstNonfinite
 from jdp.training.check_step import StepDifference
 from jdp.training.step import Step
 from jdp.worker.progress import Phase
@@ -25,7 +26,7 @@ from jdp.worker.progress import Phase
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("public_api.txt")
 # What public functions return: users call methods of it, and do not import it.
-RETURNED = (Batches, PerRank, Phase, Replicated, Step.lower, StepDifference)
+RETURNED = (Batches, FirstNonfinite, PerRank, Phase, Replicated, Step.lower, StepDifference)
 RENEW = (
     "What users see has changed. If that is meant, write it into CHANGELOG.md and run "
     "python tests/repository/test_public_api.py"
@@ -107,6 +108,9 @@ def public_api():
         "jdp.collectives": [
             (f"jdp.collectives.{name}", getattr(jdp.collectives, name))
             for name in jdp.collectives.__all__
+        ],
+        "jdp.debug": [
+            (f"jdp.debug.{name}", getattr(jdp.debug, name)) for name in jdp.debug.__all__
         ],
         "What public functions return": [(thing.__qualname__, thing) for thing in RETURNED],
     }

@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "files of jdp": 255,
-    "lines of jdp": 55_692,
-    "words of docstrings and comments in jdp": 67_090,
-    "lines of tests": 74_343,
+    "files of jdp": 256,
+    "lines of jdp": 56_127,
+    "words of docstrings and comments in jdp": 67_675,
+    "lines of tests": 74_551,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -1,0 +1,432 @@
+"""`jdp.debug`: runs a step operation by operation, to find where NaN or infinity begins."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdp import jax_compat, pytrees
+from jdp.analysis import diagnostics, jaxprs
+from jdp.analysis.marks import LOCAL, MICRO_BATCH
+from jdp.training.step import Step
+
+__all__ = ["first_nonfinite"]
+
+
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """The first NaN or infinity of a step that reaches its results.
+
+    Attributes:
+      kind: "NaN" or "infinity".
+      operation: name of the primitive, such as "log"; empty if an argument has the value already.
+      name: path of that argument, such as `batch['x']`, else empty.
+      line: the author's line, such as "train.py:41", or empty.
+      is_backward: whether the operation computes a gradient.
+      type: dtype and shape of the value on a rank, such as "float32[4, 8]".
+      ranks: the ranks whose value has it.
+      rows: their rows of the batch, if the first dim of the value are rows; else None.
+      rounds: of the loops around the operation, outermost first, from 0.
+      infinity: of a NaN: the infinity among the operands, or None.
+    """
+
+    kind: str
+    operation: str
+    name: str
+    line: str
+    is_backward: bool
+    type: str
+    ranks: tuple[int, ...]
+    rows: tuple[int, ...] | None
+    rounds: tuple[int, ...]
+    infinity: "FirstNonfinite | None" = None
+
+    def __str__(self) -> str:
+        where = f" at {self.line}" if self.line else ""
+        what = f"`{self.operation}`{where}" if self.operation else f"the argument `{self.name}`"
+        rounds = "".join(f", round {number} of a loop" for number in self.rounds)
+        backward = ", in the backward pass" if self.is_backward else ""
+        rows = "" if self.rows is None else f", rows {_listed(self.rows)} of the batch"
+        text = f"The first {self.kind} is in {what}{backward}{rounds}: {self.type} on rank "
+        text += f"{_listed(self.ranks)}{rows}."
+        before = "" if self.infinity is None else f"\nAn operand has infinity. {self.infinity}"
+        return text + before
+
+
+def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinite | None:
+    """Run one step operation by operation, and find where NaN or infinity begins.
+
+    Only values count that reach the new state, a gradient or a metric: a mask of -inf before a
+    softmax does not. Reduction order and fusion differ from the compiled step.
+
+    Args:
+      step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
+      *args: the arguments of a call of the step: a state, a global batch, and others. None is
+        donated.
+      **keywords: arguments of that call by keyword.
+
+    Returns:
+      The operation, its line, ranks and rows, to print; None if all these values are finite. A
+      primitive with a hidden body, such as a kernel, is one operation.
+
+    Raises:
+      TypeError: if `step` is not decorated.
+      ValueError: if several processes share the mesh, if an argument was donated, or as from the
+        first call of the step.
+
+    >>> import jax, jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> state = jdp.TrainState.create({"w": jnp.ones(())}, jdp.replicated(optax.sgd(0.1)))
+    >>> @jdp.train_step
+    ... def step(state, batch):
+    ...     loss, grads = jax.value_and_grad(lambda p: jnp.log(p["w"] * batch).mean())(state.params)
+    ...     return state.apply_gradients(grads), {"loss": loss}
+    >>> found = jdp.debug.first_nonfinite(step, state, jnp.array([1.0, 2.0, 3.0, 0.0]))
+    >>> found.kind, found.operation, found.ranks, found.rows
+    ('infinity', 'log', (1,), (3,))
+    """
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"first_nonfinite got {getattr(step, '__name__', step)!r}, which is not decorated. "
+            "Decorate it with jdp.train_step or jdp.eval_step."
+        )
+    spec, given = step.bound(args, keywords)
+    pytrees.require_alive("the arguments", given, "Pass the state that was returned last.")
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"first_nonfinite needs all ranks in one process; {jax.process_count()} processes "
+            "share this mesh. Write jdp.init(cpu_ranks=4) in one process, and load the state with "
+            "jdp.load."
+        )
+    (state, *others), named = spec.by_keyword(given)
+
+    def run(state: Any, others: Any, named: Any) -> Any:
+        return jax.tree.leaves(pytrees.hold(step(pytrees.restore(state), *others, **named)))
+
+    held = pytrees.hold(state)
+    program = jax.make_jaxpr(run)(held, others, named)
+    paths = [path for i, arg in enumerate([held, *given[1:]]) for path in spec.paths(i, arg)]
+    rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(others[0])}
+    evaluator = _Evaluator(max(rows, default=0))
+    leaves = [*map(_on_one_device, jax.tree.leaves((held, others, named)))]
+    evaluator.enter(program, leaves, paths)
+    first = _first(*(event for value in evaluator.reached for event in (value.nan, value.inf)))
+    return None if first is None else first.found
+
+
+def _on_one_device(x: Any) -> Any:
+    x = jnp.asarray(x)
+    return jax.device_put(x, x.addressable_shards[0].device)
+
+
+class _Event(NamedTuple):
+    """Where NaN or infinity begins; `number` is its place in the order of the program."""
+
+    number: int
+    found: FirstNonfinite
+
+
+class _RankValues(NamedTuple):
+    """An array of all ranks, `[ranks, ...]` and split over them, and its events."""
+
+    x: Any
+    nan: _Event | None = None
+    inf: _Event | None = None
+
+
+_Run = Callable[..., Sequence[Any]]
+_SUMMED = frozenset("psum pmax pmin reduce_scatter psum_invariant".split())
+
+
+class _Evaluator:
+    """Runs the program of a step on its mesh, an operation at a time.
+
+    An operation with a body runs as a whole. Its body runs by itself only if NaN or infinity
+    appears in it.
+
+    Attributes:
+      reached: the values that count: gradients, terms of sums over ranks, and results.
+    """
+
+    def __init__(self, num_rows: int):
+        self.reached: list[_RankValues] = []
+        self._num_rows = num_rows
+        self._mesh: Any = None
+        self._axes: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._calls: list[Any] = []
+        self._rounds: list[tuple[int, int]] = []  # number and length of a loop
+        self._compiled: dict[Any, Any] = {}
+        self._active = np.ones(1, bool)  # the ranks that run this branch or round
+
+    def enter(self, program: Any, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+        """Run a program up to its `shard_map`, and that for all ranks."""
+        body = jaxprs.opened(program)
+        env = dict(jaxprs.constants(program)) | dict(zip(body.invars, leaves, strict=True))
+        names = dict(zip(body.invars, paths, strict=True))
+        for eqn in body.eqns:
+            operands = [x.val if jaxprs.is_literal(x) else env[x] for x in eqn.invars]
+            inner = jaxprs.called(eqn)
+            given = ["" if jaxprs.is_literal(x) else names.get(x, "") for x in eqn.invars]
+            if eqn.primitive.name == "shard_map":
+                return self._enter_ranks(eqn, operands, given)
+            if inner is not None and "shard_map" in jaxprs.primitive_names(inner):
+                return self.enter(inner, operands, given)
+            env.update(zip(eqn.outvars, jax_compat.bind(eqn, operands), strict=True))
+
+    def _enter_ranks(self, eqn: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
+        self._mesh, manual = eqn.params["mesh"], jaxprs.manual_axes(eqn)
+        self._axes = {x: self._mesh.shape[x] for x in self._mesh.axis_names if x in manual}
+        self._active = np.ones(math.prod(self._axes.values()), bool)
+        blocks = map(self._blocks, operands, eqn.params["in_specs"])
+        ins = [self._given(x, name) for x, name in zip(blocks, names, strict=True)]
+        self.reached += self._run(eqn.params["jaxpr"], ins)
+
+    def _blocks(self, x: Any, spec: Any) -> Any:
+        """Return the blocks of all ranks."""
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        blocks = []
+        for place in itertools.product(*map(range, self._axes.values())):
+            block, at = x, dict(zip(self._axes, place, strict=True))
+            for dim, entry in enumerate(entries):
+                number, parts = 0, 1
+                for name in entry:
+                    if name in self._axes:
+                        number = number * self._axes[name] + at[name]
+                        parts *= self._axes[name]
+                size = block.shape[dim] // parts
+                block = lax.slice_in_dim(block, number * size, (number + 1) * size, axis=dim)
+            blocks.append(block)
+        return jnp.stack(blocks)
+
+    def _given(self, blocks: Any, name: str) -> _RankValues:
+        """Return an argument, which may have NaN already."""
+        (value,) = self._call(
+            None, lambda x: [x], [_RankValues(blocks)], name or "a captured array"
+        )
+        return value
+
+    def _run(self, program: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        """Run a program operation by operation."""
+        body = jaxprs.opened(program)
+        env = {x: self._given(self._stacked(value), "") for x, value in jaxprs.constants(program)}
+        env |= dict(zip(body.invars, ins, strict=True))
+
+        def read(atom: Any) -> _RankValues:
+            return _RankValues(self._stacked(atom.val)) if jaxprs.is_literal(atom) else env[atom]
+
+        for eqn in body.eqns:
+            operands = [*map(read, eqn.invars)]
+            if eqn.primitive.name in _SUMMED or eqn.params.get("kind") == LOCAL:
+                self.reached += operands
+            env.update(zip(eqn.outvars, self._operation(eqn, operands), strict=True))
+        return [*map(read, body.outvars)]
+
+    def _stacked(self, x: Any) -> Any:
+        return jnp.stack([jnp.asarray(x)] * len(self._active))
+
+    def _operation(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        def run(*operands: Any) -> list[Any]:
+            if "donated_invars" not in eqn.params:
+                return jax_compat.bind(eqn, operands)
+            return jax_compat.bind(eqn, operands, donated_invars=(False,) * len(operands))
+
+        outs = self._call(_key(eqn), run, ins, eqn)
+        if not _has_news(outs, ins):
+            return outs
+        self._calls.append(eqn)
+        inner = self._inside(eqn, ins)
+        self._calls.pop()
+        # Fused operations may give another result than single ones.
+        return [_with_events(*pair) for pair in zip(outs, inner or outs, strict=True)]
+
+    def _call(
+        self, key: Any, run: _Run, ins: Sequence[_RankValues], what: Any
+    ) -> list[_RankValues]:
+        """Run a function of one rank on all ranks; `what` is its equation or name."""
+        key = (key, *((x.shape, x.dtype) for x, *_ in ins)) if key else None
+        mapped = self._compiled.get(key) or self._mapped(run)
+        if key:
+            self._compiled[key] = mapped
+        outs, flags = mapped(*(value.x for value in ins))
+        pairs = zip(outs, map(np.asarray, flags), strict=True)
+        return [self._noted(x, bad, ins, what) for x, bad in pairs]
+
+    def _mapped(self, run: _Run) -> Callable[..., Any]:
+        def on_rank(*operands: Any) -> Any:
+            outs = run(*(x[0] for x in operands))
+            return [x[None] for x in outs], [_flags(x)[None] for x in outs]
+
+        spec = PartitionSpec(tuple(self._axes))
+        options: Any = {"in_specs": spec, "out_specs": spec, "axis_names": {*self._axes}}
+        mapped = jax.shard_map(on_rank, mesh=self._mesh, check_vma=False, **options)
+        where = NamedSharding(self._mesh, spec)
+        jitted = jax.jit(mapped)
+        return lambda *operands: jax.block_until_ready(jitted(*jax.device_put(operands, where)))
+
+    def _program(self, program: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        """Run a body as a whole, and by operations only if NaN or infinity appears in it."""
+        outs = self._call(id(program), jax.extend.core.jaxpr_as_fun(program), ins, self._calls[-1])
+        return self._run(program, ins) if _has_news(outs, ins) else outs
+
+    def _inside(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues] | None:
+        """Run the body of an operation; None if it has none."""
+        if eqn.primitive.name == "cond":
+            return self._branches(eqn, ins)
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, ins)
+        if eqn.primitive.name == "while":
+            return self._while(eqn, ins)
+        inner = jaxprs.called(eqn)
+        return None if inner is None else self._run(inner, ins)
+
+    def _branches(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        branches, before = eqn.params["branches"], self._active
+        chosen = np.clip(np.asarray(ins[0].x), 0, len(branches) - 1)
+        found = [_RankValues(None) for _ in eqn.outvars]
+        for i, branch in enumerate(branches):
+            self._active = before & (chosen == i)
+            if self._active.any():
+                outs = self._run(branch, ins[1:])
+                found = [_earlier(*pair) for pair in zip(found, outs, strict=True)]
+        self._active = before
+        return found
+
+    def _scan(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        _, num_constants, num_carry = jaxprs.scan_parts(eqn)
+        length, start = eqn.params["length"], num_constants + num_carry
+        constants, carry, xs = ins[:num_constants], ins[num_constants:start], ins[start:]
+        stacked = [_RankValues(None) for _ in eqn.outvars[num_carry:]]
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            at = jnp.full(len(self._active), i)
+            rows = [self._call("row", _row, [value, _RankValues(at)], eqn)[0] for value in xs]
+            self._rounds.append((i, length))
+            outs = self._program(eqn.params["jaxpr"], [*constants, *carry, *rows])
+            self._rounds.pop()
+            carry = outs[:num_carry]
+            stacked = [_earlier(*pair) for pair in zip(stacked, outs[num_carry:], strict=True)]
+        return [*carry, *stacked]
+
+    def _while(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        _, _, num_cond, num_body = jaxprs.while_parts(eqn)
+        of_cond, of_body = ins[:num_cond], ins[num_cond : num_cond + num_body]
+        carry, before = ins[num_cond + num_body :], self._active
+        for i in itertools.count():
+            (goes_on,) = self._program(eqn.params["cond_jaxpr"], [*of_cond, *carry])
+            self._active = self._active & np.asarray(goes_on.x)
+            if not self._active.any():
+                break
+            self._rounds.append((i, 0))
+            outs = self._program(eqn.params["body_jaxpr"], [*of_body, *carry])
+            self._rounds.pop()
+            pairs = zip(carry, outs, strict=True)  # a loop ends earlier on some ranks
+            carry = [self._call("where", _where, [goes_on, *pair], eqn)[0] for pair in pairs]
+        self._active = before
+        return [*carry]
+
+    def _noted(
+        self, x: Any, flags: np.ndarray, ins: Sequence[_RankValues], what: Any
+    ) -> _RankValues:
+        """Return a value with its events: those of the operands, or new ones."""
+        is_bad = (flags & self._active[:, None]).any(0)
+        if not is_bad.any():
+            return _RankValues(x)
+        before = _first(*(each.inf for each in ins))
+        known = _first(*(each.nan for each in ins)), before
+        events = [
+            found or _Event(next(self._numbers), self._described(kind, x, what, before))
+            if bad
+            else None
+            for kind, bad, found in zip(("NaN", "infinity"), is_bad, known, strict=True)
+        ]
+        return _RankValues(x, *events)
+
+    def _described(self, kind: str, x: Any, what: Any, before: _Event | None) -> FirstNonfinite:
+        values = np.asarray(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        flags = np.isnan(values) if kind == "NaN" else np.isinf(values)
+        flags = flags.reshape(*flags.shape[:2], -1).any(-1) if flags.ndim > 1 else flags[:, None]
+        flags &= self._active[:, None]
+        is_argument = isinstance(what, str)
+        calls = [] if is_argument else [what, *reversed(self._calls)]
+        return FirstNonfinite(
+            kind=kind,
+            operation="" if is_argument else what.primitive.name,
+            name=what if is_argument else "",
+            line=next(filter(None, map(diagnostics.source_of, calls)), ""),
+            is_backward=any(map(jaxprs.is_transposed, calls)),
+            type=f"{x.dtype}{[*x.shape[1:]]}",
+            ranks=tuple(np.flatnonzero(flags.any(1)).tolist()),
+            rows=self._rows(flags) if x.ndim > 1 else None,
+            rounds=tuple(number for number, _ in self._rounds),
+            infinity=before.found if before and kind == "NaN" else None,
+        )
+
+    def _rows(self, flags: np.ndarray) -> tuple[int, ...] | None:
+        """Return the rows of the batch with a flag; a micro-batch has consecutive rows."""
+        of_rank, start = self._num_rows // len(flags), 0
+        size = flags.shape[1]
+        if self._rounds and any(each.params.get("name") == MICRO_BATCH for each in self._calls):
+            number, length = self._rounds[0]
+            start, size = number * size, size * length
+        if size != of_rank:
+            return None
+        return tuple(int(rank * of_rank + start + i) for rank, i in np.argwhere(flags))
+
+
+def _flags(x: Any) -> jax.Array:
+    """Return whether an array has NaN, and infinity: `[2]` bool."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros(2, bool)
+    return jnp.stack([jnp.isnan(x).any(), jnp.isinf(x).any()])
+
+
+def _row(x: Any, i: Any) -> list[Any]:
+    return [lax.dynamic_index_in_dim(x, i, keepdims=False)]
+
+
+def _where(goes_on: Any, old: Any, new: Any) -> list[Any]:
+    return [jnp.where(goes_on, new, old)]
+
+
+def _key(eqn: Any) -> Any:
+    """Return what equal operations have in common."""
+    key = eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    try:
+        hash(key)
+    except TypeError:
+        return id(eqn)
+    return key
+
+
+def _has_news(outs: Sequence[_RankValues], ins: Sequence[_RankValues]) -> bool:
+    """Whether outputs have events that no operand has."""
+    known = [event for value in ins for event in value[1:]]
+    return any(event is not None and event not in known for out in outs for event in out[1:])
+
+
+def _with_events(value: _RankValues, inner: _RankValues) -> _RankValues:
+    """Return a result of an operation with the events of its body."""
+    nan, inf = value.nan and (inner.nan or value.nan), value.inf and (inner.inf or value.inf)
+    return _RankValues(value.x, nan, inf)
+
+
+def _earlier(one: _RankValues, other: _RankValues) -> _RankValues:
+    """Return a value with the earlier events of two."""
+    return _RankValues(one.x, _first(one.nan, other.nan), _first(one.inf, other.inf))
+
+
+def _first(*events: _Event | None) -> _Event | None:
+    return min(filter(None, events), default=None, key=lambda event: event.number)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
