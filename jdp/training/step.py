@@ -346,7 +346,7 @@ class Step:
             self._copied = []
         if progress.own.is_first_step and self.spec.returns_state:
             with progress.FIRST_STEP:  # others may still compile: as much time as for that
-                in_flight.drain()
+                in_flight.settle()  # an error now would lose the new state
 
     def __reduce__(self) -> tuple[type["Step"], tuple[StepSpec]]:
         return Step, (self.spec,)

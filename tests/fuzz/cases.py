@@ -22,6 +22,12 @@ CASES = {
     "small floats beside an Auto axis": [Program(auto=2, dtype="bfloat16")],
     "subnormal float16": [Program(dtype="float16", tiny=True)],
     "a dim over ranks and further devices": [Program(mesh=(4,), auto=2, tx="stage=2")],
+    "skipped updates": [
+        Program(optimizer="skipping", mesh=(3,), split="accumulate=2", rows=4),
+        Program(optimizer="skipping", tx="stage=2", grad="jdp", model="scan_layers"),
+        Program(optimizer="skipping", tx="stage=3", mesh=(2, 2), dtype="float16"),
+        Program(optimizer="skipping", library="nnx", tx="stage=1", loop="two_in_jit"),
+    ],
     "sums between processes": [Program(seed=2, processes=2, mesh=(4,), extra="large")],
 }
 
@@ -38,6 +44,7 @@ IS_HIT = {
     ),
     "subnormal float16": lambda p: p.dtype == "float16" and p.tiny,
     "a dim over ranks and further devices": lambda p: p.auto > 1 and p.tx != "replicated",
+    "skipped updates": lambda p: p.optimizer == "skipping",
     "sums between processes": lambda p: p.processes > 1 and p.extra == "large",
 }
 

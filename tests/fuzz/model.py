@@ -84,7 +84,10 @@ def trainable(p, params):
 def batches(p):
     """Draw the global batches: a list of dicts of NumPy arrays, rank by rank."""
     draw = np.random.default_rng([p.seed, 1])
-    return [_batch(p, draw) for _ in range(p.num_steps)]
+    found = [_batch(p, draw) for _ in range(p.num_steps)]
+    if p.optimizer == "skipping":
+        found[1]["x"][draw.integers(p.ranks * p.rows)] = np.nan
+    return found
 
 
 def _batch(p, draw):
@@ -119,6 +122,7 @@ def optimizer(p):
     return {
         "sgd": lambda: optax.sgd(rate),
         "momentum": lambda: optax.sgd(rate, momentum=0.9),
+        "skipping": lambda: optax.sgd(rate, momentum=0.9),
         "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate)),
         "trust": lambda: optax.chain(optax.scale_by_trust_ratio(), optax.sgd(0.1)),
         "multi_steps": lambda: optax.MultiSteps(

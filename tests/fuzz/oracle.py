@@ -93,10 +93,14 @@ def _step(p):
             scale = p.ranks if p.weight == "none" else reported[3]
             grads = jax.tree.map(lambda g: g * scale, grads)
         norm, trained = optax.tree.norm(grads), _trained(p, params)
-        updates, opt_state = tx.update(_trained(p, grads), opt_state, trained)
+        updates, new_state = tx.update(_trained(p, grads), opt_state, trained)
         floats = optax.apply_updates(trained, updates)
+        if p.optimizer == "skipping":
+            kept = jnp.isfinite(norm)
+            old, new = (trained, opt_state), (floats, new_state)
+            floats, new_state = jax.tree.map(lambda x, y: jnp.where(kept, y, x), old, new)
         params = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
-        return params, opt_state, _next(p, own, reported[2]), reported, norm
+        return params, new_state, _next(p, own, reported[2]), reported, norm
 
     return step
 

@@ -103,7 +103,7 @@ CHOICES = {
     "tiny": [False, True],
     "trainable": ["all", "tree", "path"],
     "state": ["none", "rank", "rows"],
-    "optimizer": "sgd momentum clip trust multi_steps adam labelled injected".split(),
+    "optimizer": "sgd momentum clip trust multi_steps adam labelled injected skipping".split(),
     "loss": [
         *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
         *("jvp", "linearize", "vmap"),
@@ -156,6 +156,8 @@ def is_valid(p):
         and (p.optimizer != "trust" or p.dtype != "float16")
         # A rate that is injected has the dtype of the first parameter.
         and (p.optimizer != "injected" or p.dtype == "float64")
+        # A row without weight may have NaN, and state of ranks keeps it.
+        and (p.optimizer != "skipping" or (p.weight, p.state) == ("none", "none"))
         and (not p.tiny or p.optimizer in ("sgd", "momentum"))
         # jax.value_and_grad(allow_int=True) is the only gradient that allows integers.
         and (p.model != "integer" or (p.split == "whole" and p.run != "typed" and p.grad == "jax"))

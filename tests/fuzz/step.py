@@ -16,11 +16,13 @@ def optimizer(p):
         "bucket_bytes": p.bucket_bytes,
         "mean": p.reduce != "sum",
     }
+    tx = model.optimizer(p)
+    tx = jdp.skip_nonfinite(tx) if p.optimizer == "skipping" else tx
     if p.stage == 0:
-        return jdp.replicated(model.optimizer(p), **options)
+        return jdp.replicated(tx, **options)
     over = {"all": None, "outer": p.tx_axes[0], "inner": p.tx_axes[-1]}[p.over]
     return jdp.sharded(
-        model.optimizer(p),
+        tx,
         stage=p.stage,
         min_size=p.min_size,
         over=over,

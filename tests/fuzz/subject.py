@@ -26,6 +26,8 @@ def train(p):
     if not p.donate and before is not None:
         _require_same(before, state, "donate=False, and the first state changed")
     named = states.OF[p.library].named(trained)
+    if p.optimizer == "skipping":
+        named["opt_state"] = named["opt_state"].inner_state
     if p.state != "none":
         named["own"] = trained.model_state["own"].value
     return named, metrics

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 256,
     "lines of jdp": 56_127,
-    "words of docstrings and comments in jdp": 67_675,
-    "lines of tests": 74_551,
+    "words of docstrings and comments in jdp": 67_683,
+    "lines of tests": 74_675,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
