@@ -80,7 +80,7 @@ def assert_equal_bits(one, other):
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_training_is_that_of_the_good_batches_alone(n, stage, how):
     ranks(n)
-    state = trained_by(stage, step_of(STEPS[how]), started(stage))
+    state = trained_by(stage, step_of(STEPS[how]), started(stage, max_consecutive=3))
     jdp.check_replicas(state)
     found = state.params, state.opt_state.inner_state, state.model_state
     assert_close(fetched(found), on_one_device(), 2e-5)
@@ -175,6 +175,14 @@ def test_a_skipped_update_changes_no_bit(name, stage):
     state, _ = step(state, np.array([1.0, np.nan], np.float32))
     assert_equal_bits(PARAMETERS[name](), state.params["w"])
     assert state.opt_state.num_skipped == 1
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_skipped_update_added_by_optax_changes_no_bit(name):
+    params = {"w": jnp.asarray(PARAMETERS[name]())}
+    tx = jdp.replicated(jdp.skip_nonfinite(optax.sgd(0.1)))
+    updates, _ = tx.update(jax.tree.map(lambda x: x * np.nan, params), tx.init(params), params)
+    assert_equal_bits(params, optax.apply_updates(params, updates))
 
 
 def test_inside_a_scan_steps_are_skipped_and_counted():

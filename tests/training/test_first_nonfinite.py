@@ -60,7 +60,14 @@ def until(p, x):
 
 def branch(p, x):
     h = (x @ p["w"]) @ p["v"]
-    found = lax.cond(x.min() > 0, lambda x: x, lambda x: jnp.log(-1.0 - x.sum()) + x, x)  # first
+
+    def broken(x):
+        return jnp.log(-1.0 - x.sum()) + x  # first
+
+    def right(x):  # where it is taken
+        return jnp.sqrt(x - 0.25)
+
+    found = lax.cond(x.min() <= 0, broken, right, x)
     return h.mean() + found.mean() * 1e-3
 
 
