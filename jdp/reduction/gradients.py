@@ -150,10 +150,11 @@ def reduced(
     weights, scale = weighted_sum.factors(weight, axis_name, mean=mean)
     for i in to_send:  # Divided before the sum, or float16 would overflow.
         leaves[i] = weights.term(leaves[i])
-    watched = nonfinite.watch(step, [leaves[i] for i in to_send])
-    for i, leaf in zip(to_send, watched, strict=True):
-        leaves[i] = leaf
     axes = axis.in_mesh_order(axis_name)
+    if step is not None and not collectives.starts_when_ready(all_reduce, step.mesh):
+        watched = nonfinite.watch(step, [leaves[i] for i in to_send])
+        for i, leaf in zip(to_send, watched, strict=True):
+            leaves[i] = leaf
     if bound and step is not None and _is_alone(axes, all_reduce):
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:

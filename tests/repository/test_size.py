@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 256,
-    "lines of jdp": 56_127,
+    "lines of jdp": 56_128,
     "words of docstrings and comments in jdp": 67_683,
     "lines of tests": 74_690,
     "lines of README.md": 120,
-    "lines of CHANGELOG.md": 95,
+    "lines of CHANGELOG.md": 96,
 }
 FILES = "README.md", "CHANGELOG.md"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -55,7 +55,7 @@ def trained(stage):
     bad["x"][-1] = np.inf
     for rows in (good, bad, good, bad, bad):
         state, _ = step(state, placed(rows))
-    with pytest.raises(RuntimeError, match="JDP216") as error:
+    with pytest.raises(RuntimeError, match="JDP217") as error:
         in_flight.drain()
     jdp.check_replicas(state)
     return int(state.opt_state.num_skipped), str(error.value)
