@@ -13,9 +13,9 @@ LIMITS = {
     "files of jdp": 256,
     "lines of jdp": 56_128,
     "words of docstrings and comments in jdp": 67_683,
-    "lines of tests": 74_690,
+    "lines of tests": 74_691,
     "lines of README.md": 120,
-    "lines of CHANGELOG.md": 96,
+    "lines of CHANGELOG.md": 95,
 }
 FILES = "README.md", "CHANGELOG.md"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
