@@ -307,6 +307,19 @@ def test_rows_of_experts_are_exchanged_without_padding(h200s):
     assert not found.findings
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_quantized_gradients_have_a_byte_for_each_number_and_4_for_each_block(h200s, stage):
+    wrap = functools.partial(jdp.sharded, stage=stage) if stage else jdp.replicated
+    found = report(h200s, wrap(optax.sgd(0.1), all_reduce=collectives.quantized))
+    sent = Counter()
+    for each in found.buckets:
+        sent[each.kind, each.dtype] += each.num_bytes
+    once = NUM_LAYERS * (LAYER // 4 + LAYER // 256)
+    assert sent["all-to-all", "u8"] == once
+    assert sent["all-gather", "u8"] == (0 if stage else once)
+    assert sent["all-reduce", "f32"] <= 4 and not sent["reduce-scatter", "f32"]
+
+
 def test_a_ring_of_one_host_is_refused_on_two(h200s):
     programs.register_handlers()
     tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.split)
