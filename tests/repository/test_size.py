@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 256,
     "lines of jdp": 56_128,
     "words of docstrings and comments in jdp": 67_683,
-    "lines of tests": 74_691,
+    "lines of tests": 74_704,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
