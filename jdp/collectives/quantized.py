@@ -53,7 +53,8 @@ def quantized(
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks; None: JAX's default devices.
       dtype: on the wire: int8, float8_e4m3fn or float8_e5m2.
-      block: numbers that share a float32 scale, >= 16. A block with NaN or infinity becomes NaN.
+      block: numbers that share a float32 scale, >= 16. A block with NaN or infinity becomes NaN,
+        one with a subnormal scale becomes 0.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
@@ -68,16 +69,9 @@ def quantized(
     >>> jax.vmap(mean, axis_name="data")(local)[:, 0]
     Array([2., 2.], dtype=float32)
     """
-    name = np.dtype(dtype).name
-    if name not in _LARGEST:
-        raise ValueError(
-            f"dtype={name} cannot be sent by collectives.quantized, whose numbers have 8 bits. "
-            f"Write one of {', '.join(_LARGEST)}, or reduce_dtype=jnp.bfloat16 for 16 bits."
-        )
-    block = int_at_least("block", block, least=16)
     axes = axis.in_mesh_order(axis_name)
     dims = [[None] * len(bucket) for bucket in buckets]
-    return summed_shards(buckets, dims, axes, scale=scale, mesh=mesh, name=name, block=block)
+    return summed_shards(buckets, dims, axes, scale=scale, mesh=mesh, **_checked(dtype, block))
 
 
 def options_of(all_reduce: Any) -> dict[str, Any] | None:
@@ -86,9 +80,17 @@ def options_of(all_reduce: Any) -> dict[str, Any] | None:
     while isinstance(all_reduce, functools.partial):
         given = {**all_reduce.keywords, **given}
         all_reduce = all_reduce.func
-    if all_reduce is not quantized:
-        return None
-    return {"name": np.dtype(given.get("dtype", jnp.int8)).name, "block": given.get("block", 256)}
+    return _checked(**given) if all_reduce is quantized else None
+
+
+def _checked(dtype: Any = jnp.int8, block: int = 256) -> dict[str, Any]:
+    name = np.dtype(dtype).name
+    if name not in _LARGEST:
+        raise ValueError(
+            f"dtype={name} cannot be sent by collectives.quantized, whose numbers have 8 bits. "
+            f"Write one of {', '.join(_LARGEST)}, or reduce_dtype=jnp.bfloat16 for 16 bits."
+        )
+    return {"name": name, "block": int_at_least("block", block, least=16)}
 
 
 def summed_shards(
@@ -130,7 +132,7 @@ def _rounded(
     leaves: Sequence[Leaf], axes: tuple[str, ...], scale: Scale, name: str, block: int
 ) -> list[jax.Array]:
     num_ranks = axis.size(axes)
-    chunks = [_chunks(leaf, dim or 0, num_ranks, block) for leaf, dim in leaves]
+    chunks = [_chunks(leaf, dim, num_ranks, block) for leaf, dim in leaves]
     sent = _packed(jnp.concatenate(chunks, 1), name)
     arrived = lax.all_to_all(axis.as_varying([sent], axes)[0], axes, 0, 0)
     total = scaled(_sum(_unpacked(arrived, name, block)), scale)  # [blocks of this rank, block]
@@ -182,7 +184,8 @@ def _packed(blocks: jax.Array, name: str) -> jax.Array:
     # The sum is 0 or NaN: XLA:CPU's maximum drops a NaN.
     largest = jnp.abs(blocks).max(-1, keepdims=True) + (blocks * 0).sum(-1, keepdims=True)
     scale = largest / _LARGEST[name]
-    divided = blocks * jnp.where(scale == 0, 0.0, 1 / scale)
+    # 1 / scale would overflow if it is subnormal.
+    divided = blocks * jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, 1 / scale)
     numbers = jnp.round(divided) if name == "int8" else divided
     sent = [lax.bitcast_convert_type(x, jnp.uint8) for x in (numbers.astype(name), scale)]
     return jnp.concatenate([x.reshape(*blocks.shape[:-2], -1) for x in sent], -1)

@@ -259,7 +259,7 @@ def make_room() -> None:
 
     Call it before the dispatch, which donates the state.
     """
-    if len(_calls) >= _MAX:
+    if len(_calls) >= _MAX:  # rarely, and then for several calls: each wait costs
         since_ns = time.monotonic_ns()
         _drain(_MAX // 2)
         if progress.own.step_clock is not None:
@@ -317,7 +317,7 @@ def accept_new_state() -> None:
     right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call.weight))]
     _calls.clear()
     _calls.extend(right)
-    for weight in _forgotten:  # those that still run may report an exchange
+    for weight in _forgotten:  # running calls may report an exchange
         _wait_for(weight)
     this_process.current.state_error = this_process.current.exchange_error = None
 

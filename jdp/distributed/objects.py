@@ -30,9 +30,9 @@ def all_gather_object(value: Any) -> list[Any]:
       A list with one object for each process; of one process `[value]`, a copy.
 
     Raises:
-      ValueError: on every process, if a pickle is larger than 1 GiB; inside a step or `jit`.
-      RuntimeError: on every other process, if one cannot pickle its object; if a process does not
-        join in time or makes another call.
+      ValueError: if the pickle is larger than 1 GiB; inside a step or `jit`.
+      RuntimeError: if another process raised an error here, does not join in time, or makes another
+        call.
 
     >>> import jdp
     >>> jdp.all_gather_object({"host": "a", "rows": [3, 4]})

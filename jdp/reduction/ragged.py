@@ -162,7 +162,7 @@ class _Blocks(NamedTuple):
         is_sent = block < len(ends)
         row = (first + counts - ends)[block] + place
         ids = source[block] * self.num_given + jnp.clip(row, 0, self.num_given - 1)
-        ids = jnp.where(is_sent, ids, rank * self.num_given)  # its own row costs nothing
+        ids = jnp.where(is_sent, ids, rank * self.num_given)  # unsent: a row of this rank
         taken = split_rows.take_rows(rows, ids, 0, self.axes) if self.axes else rows[ids]
         return jnp.where(is_sent.reshape(-1, *[1] * (rows.ndim - 1)), taken, 0)
 

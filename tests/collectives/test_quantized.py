@@ -82,6 +82,23 @@ def test_a_number_is_off_by_half_a_step_of_its_blocks(make_mesh, block):
     assert (np.abs(got[0] - exact) <= bound).all()
 
 
+def test_whole_numbers_up_to_the_largest_arrive_exactly(make_mesh):
+    x = np.zeros((4, 5000), np.float32)
+    x[1] = np.random.default_rng(0).integers(-127, 128, 5000)
+    x[1, ::50] = 127  # the step of each block is 1
+    [got] = reduced(make_mesh(4), [x], block=50)
+    np.testing.assert_array_equal(got, np.stack([x[1]] * 4))
+
+
+@every_dtype
+def test_a_block_with_a_subnormal_scale_becomes_zero(make_mesh, dtype):
+    x = normal(2, 8192)
+    x[:, 4096:4352] *= 1e-38  # a block of rank 1's chunk
+    x[:, 4100] = 0
+    [got] = reduced(make_mesh(2), [x], dtype=dtype)
+    assert np.isfinite(got).all() and not got[:, 4096:4352].any() and got[:, 4352:].any()
+
+
 def test_small_leaves_and_other_dtypes_are_exact(make_mesh):
     leaves = [normal(3, 4095), np.arange(3 * 5000, dtype=np.int32).reshape(3, -1)]
     got = [reduced(make_mesh(3), [leaf])[0] for leaf in leaves]
@@ -125,6 +142,16 @@ def test_zeros_stay_zeros_and_one_rank_sends_nothing(make_mesh):
 def test_other_dtypes_and_blocks_are_refused(make_mesh, options, text):
     with pytest.raises(ValueError, match=text):
         reduced(make_mesh(2), [normal(2, 5000)], **options)
+    ranks(2)
+    tx = jdp.sharded(optax.sgd(1.0), all_reduce=functools.partial(quantized, **options))
+    state = jdp.TrainState.create({"w": np.zeros((80, 80), np.float32)}, tx)
+
+    @jdp.train_step
+    def step(state, x):
+        return state.apply_gradients({"w": x[0]}), {}
+
+    with pytest.raises(ValueError, match=text):
+        step(state, np.ones((2, 80, 80), np.float32))
 
 
 def loss_fn(params, batch):
