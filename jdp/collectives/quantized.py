@@ -15,6 +15,7 @@ from jdp import axis
 from jdp.analysis.marks import ALL_REDUCED, mark
 from jdp.axis import AxisName
 from jdp.collectives import xla_shards
+from jdp.collectives.ring import require_untyped
 from jdp.collectives.xla import Scale, scaled, xla
 from jdp.validation import int_at_least
 
@@ -60,7 +61,7 @@ def quantized(
       The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
 
     Raises:
-      ValueError: another `dtype`, or `block` below 16.
+      ValueError: another `dtype`, `block` below 16, or inside `shard_map(check_vma=True)`.
 
     >>> import functools, jax, jax.numpy as jnp, jdp
     >>> int8 = functools.partial(jdp.collectives.quantized, block=128)
@@ -69,6 +70,7 @@ def quantized(
     >>> jax.vmap(mean, axis_name="data")(local)[:, 0]
     Array([2., 2.], dtype=float32)
     """
+    require_untyped(axis_name, "quantized", "all_gather")
     axes = axis.in_mesh_order(axis_name)
     dims = [[None] * len(bucket) for bucket in buckets]
     return summed_shards(buckets, dims, axes, scale=scale, mesh=mesh, **_checked(dtype, block))

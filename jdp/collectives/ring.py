@@ -38,12 +38,7 @@ def ring(
     Raises:
       ValueError: inside `shard_map(check_vma=True)`, which types results of `ppermute` as varying.
     """
-    if axis.is_typed(axis_name):
-        raise ValueError(
-            "collectives.ring cannot run in a shard_map with check_vma=True: JAX types the "
-            "result of ppermute as varying, so out_specs P() would refuse the mean. Write "
-            "check_vma=False there, or all_reduce=jdp.collectives.xla."
-        )
+    require_untyped(axis_name, "ring", "ppermute")
     axes = axis.in_mesh_order(axis_name)
     results = []
     for bucket in buckets:
@@ -53,6 +48,16 @@ def ring(
         total = mark(total, kind=ALL_REDUCED, path="", axes=axes)
         results.append([scaled(leaf, after) for leaf in unpack(total, like=bucket)])
     return results
+
+
+def require_untyped(axis_name: AxisName, algorithm: str, last: str) -> None:
+    """Refuse an algorithm whose `last` operation has a varying result for JAX."""
+    if axis.is_typed(axis_name):
+        raise ValueError(
+            f"collectives.{algorithm} cannot run in a shard_map with check_vma=True: JAX types the "
+            f"result of {last} as varying, so out_specs P() would refuse the mean. Write "
+            "check_vma=False there, or all_reduce=jdp.collectives.xla."
+        )
 
 
 def _ring(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:

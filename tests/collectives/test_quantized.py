@@ -246,3 +246,10 @@ def test_two_processes_get_equal_bits(processes):
     np.testing.assert_array_equal(found[0], found[1])
     want = expected(x.reshape(4, -1), "int8", 256, 0.25)
     assert np.abs(-found[0].ravel() - want).max() <= 0.01 * np.abs(want).max()
+
+
+def test_a_typed_shard_map_is_refused(make_mesh):
+    mean = functools.partial(jdp.sync_gradients, all_reduce=quantized)
+    typed = jax.shard_map(mean, mesh=make_mesh(2), in_specs=P("data"), out_specs=P())
+    with pytest.raises(ValueError, match="collectives.quantized cannot run .* check_vma=True"):
+        jax.jit(typed)(normal(2, 5000))
