@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 256,
-    "lines of jdp": 56_128,
-    "words of docstrings and comments in jdp": 67_683,
-    "lines of tests": 74_704,
+    "lines of jdp": 56_138,
+    "words of docstrings and comments in jdp": 67_715,
+    "lines of tests": 74_738,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
