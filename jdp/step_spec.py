@@ -18,6 +18,7 @@ class StepSpec:
       axis_name: mesh axes that shard the batch; other axes are left to the compiler.
       weight_fn: the weight of a rank's rows, or None.
       warned: warnings already shown; grows.
+      virtual_ranks: for how many ranks the function is traced; None: those of the mesh.
       keywords: (position, name) of the last arguments, which `fn` gets by keyword.
     """
 
@@ -28,6 +29,7 @@ class StepSpec:
     returns_state: bool
     warned: set[str] = field(default_factory=set)
     keywords: tuple[tuple[int, str], ...] = ()
+    virtual_ranks: int | None = None
 
     @functools.cached_property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -65,18 +65,31 @@ def process_rows(
     return np.concatenate([np.arange(*block) for block in sorted(blocks)])
 
 
-def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
+def batch_sharding_of(mesh: Mesh, axis_name: AxisName, virtual_ranks: int | None) -> NamedSharding:
+    """Return the sharding of a batch, which is whole on ranks with unequally many virtual ranks."""
+    rows = batch_sharding(mesh, axis_name)
+    is_even = virtual_ranks is None or virtual_ranks % num_blocks(rows) == 0
+    return rows if is_even else NamedSharding(mesh, PartitionSpec())
+
+
+def place_batch(
+    batch: Any, where: Mesh, axis_name: tuple[str, ...], virtual_ranks: int | None = None
+) -> Any:
     """Shard a global batch over a mesh's ranks; leaves already there stay."""
     named, treedef = host_arrays.flattened(batch, "`batch`")
     if any(host_arrays.is_table(leaf) for _, leaf in named):
         of = [host_arrays.columns(leaf, _name(path)) for path, leaf in named]
-        return place_batch(treedef.unflatten(of), where, axis_name)
-    ranks = num_ranks(where, axis_name)
+        return place_batch(treedef.unflatten(of), where, axis_name, virtual_ranks)
+    ranks = num_ranks(where, axis_name) if virtual_ranks is None else virtual_ranks
     sharding = sharding_of_rows(where, axis_name)
+    if virtual_ranks is not None:
+        sharding = batch_sharding_of(where, axis_name, virtual_ranks)
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:
-            raise ValueError(_of_list_of_rows(batch) or _rows_error(path, leaf, named[0], ranks))
+            kind = "ranks" if virtual_ranks is None else "virtual ranks"
+            text = _rows_error(path, leaf, named[0], ranks, kind)
+            raise ValueError(_of_list_of_rows(batch) or text)
     if treedef not in _checked:  # once, not in each call of a step
         _require_own_shapes(batch)
         if len(_checked) > _MOST_CHECKED:  # values beside the arrays may differ in each batch
@@ -104,7 +117,7 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) -> str:
+def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int, kind: str) -> str:
     name, rows = _name(path), np.shape(leaf)[:1]
     if not rows and path and isinstance(path[-1], jax.tree_util.SequenceKey):
         if not hasattr(leaf, "shape"):
@@ -130,7 +143,7 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) ->
     if rows == (0,):
         return f"{name} has no rows; the mean over no rows is undefined."
     return (
-        f"{name} has {rows[0]} rows, which is not divisible by {ranks} ranks. A rank with fewer "
+        f"{name} has {rows[0]} rows, which is not divisible by {ranks} {kind}. A rank with fewer "
         "rows would count as much as the others. Write jdp.batches(..., mask=True), which pads "
         f"batches and masks the padding; or use a batch size that is a multiple of {ranks}."
     )

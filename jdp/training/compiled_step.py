@@ -172,6 +172,8 @@ class CompiledStep:
             floats=floats,
         )
         why_xla = call_order.PART_OF_ANOTHER if is_part else None
+        if spec.virtual_ranks is not None:
+            why_xla = "jdp sums over its virtual ranks."
         self._choices = Choices(why_xla=why_xla, in_place=spec.donate and not is_part)
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()

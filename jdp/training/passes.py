@@ -15,6 +15,7 @@ from jdp.reduction.bucket_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
+from jdp.training import virtual_ranks
 from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs
 from jdp.training.shard_layout import OWN, StateLayout, parted
 
@@ -69,6 +70,15 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, called: tupl
 
 def build(rank_program: RankProgram, probed: Pass) -> Pass:
     """Return the program that runs: the probe's, or a better one."""
+    built = _built(rank_program, probed)
+    spec, mesh = rank_program.spec, rank_program.mesh
+    if spec.virtual_ranks is None:
+        return built
+    traced = built.program.trace(*built.inputs.args)
+    return built._replace(program=virtual_ranks.mapped(traced, mesh, spec.axis_name[0]))
+
+
+def _built(rank_program: RankProgram, probed: Pass) -> Pass:
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
     choices, why_xla = _choose(probed.choices, jaxpr)

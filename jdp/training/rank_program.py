@@ -29,7 +29,7 @@ from jdp.reduction import (
 )
 from jdp.reduction.step_context import Choices, Scope
 from jdp.step_spec import StepSpec
-from jdp.training import error_hints, host_constants, parameters, shard_layout
+from jdp.training import error_hints, host_constants, parameters, shard_layout, virtual_ranks
 from jdp.training.shard_layout import StateLayout, parted
 
 
@@ -108,7 +108,7 @@ class RankProgram:
         return jax.jit(
             jax_compat.shard_map(
                 on_rank,
-                mesh=self.mesh,
+                mesh=virtual_ranks.traced_mesh(self.spec, self.mesh),
                 in_specs=tuple(specs),
                 out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),
                 axis_names=set(axis_name),

@@ -431,7 +431,7 @@ class Step:
         if jax_compat.DELETED_ARRAY_CRASHES:
             placing.require_alive_or_unsorted(spec, [state, batch, *rest])
         try:
-            batch = place_batch(batch, where, spec.axis_name)
+            batch = place_batch(batch, where, spec.axis_name, spec.virtual_ranks)
         except RuntimeError:
             placing.require_alive(spec, [state, batch])
             raise
@@ -527,6 +527,7 @@ def train_step(
     axis_name: AxisName = "data",
     weight: Callable[[Any], Any] | None = None,
     donate: bool = True,
+    virtual_ranks: int | None = None,
 ) -> Any:
     """Run a training step on every rank of the mesh, each on its own rows of the batch.
 
@@ -576,7 +577,8 @@ def train_step(
     >>> float(state.params["w"]), float(metrics["loss"])
     (0.6000000238418579, 12.5)
     """
-    return _decorated(fn, axis_name, weight, donate=donate, returns_state=True)
+    options = {"virtual_ranks": virtual_ranks, "donate": donate, "returns_state": True}
+    return _decorated(fn, axis_name, weight, **options)
 
 
 def eval_step(
@@ -584,6 +586,7 @@ def eval_step(
     *,
     axis_name: AxisName = "data",
     weight: Callable[[Any], Any] | None = None,
+    virtual_ranks: int | None = None,
 ) -> Any:
     """Run an evaluation step on every rank of the mesh, each on its own rows of the batch.
 
@@ -607,7 +610,8 @@ def eval_step(
     >>> float(metrics["mean"]), metrics["doubled"].tolist()
     (15.0, [0.0, 2.0, 4.0, 6.0])
     """
-    return _decorated(fn, axis_name, weight, donate=False, returns_state=False)
+    options = {"virtual_ranks": virtual_ranks, "donate": False, "returns_state": False}
+    return _decorated(fn, axis_name, weight, **options)
 
 
 def _decorated(fn: Any, axis_name: AxisName, weight: Any, **options: Any) -> Any:

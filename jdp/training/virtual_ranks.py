@@ -1,0 +1,693 @@
+"""Run the program of V virtual ranks on at most V ranks, with the same bits on any number.
+
+The program of a step on V ranks is cut at its collectives. What lies between two of them runs in
+regions: *uniform* operations once on each rank, *varying* ones in a loop over the rank's virtual
+ranks. Values of virtual ranks are stacked, `[width, ...]`. Sums over ranks add pairs of neighbours,
+pairs of pairs and so on, so the order of additions depends on V alone.
+
+XLA must compile a region alike for any number of ranks, as fusion decides about roundings:
+- Regions are bodies of loops and branches, whose trip counts and predicates XLA cannot know, with
+  barriers at the values that enter and leave.
+- Constants are computed in each region that reads them.
+- Equal operations are merged here, with explicit broadcasts: XLA merges them before it simplifies
+  programs of several devices, and afterwards in programs of one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from jdp import jax_compat
+from jdp.analysis import jaxprs
+from jdp.analysis.diagnostics import source_of
+from jdp.error_codes import with_code
+from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
+from jdp.step_spec import StepSpec
+
+_CONSTANT, _UNIFORM, _VARYING, _COLLECTIVE = range(4)
+
+_SUMS = frozenset("psum psum_invariant".split())
+_UNIFORM_RESULTS = _SUMS | frozenset("all_gather all_gather_invariant pmax pmin".split())
+_COLLECTIVES = _UNIFORM_RESULTS | frozenset("all_to_all ppermute reduce_scatter".split())
+_OF_RANKS = _COLLECTIVES | {"axis_index"}
+_LOOPS = frozenset("cond scan while".split())
+_REMAT = "remat2"
+_CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
+_ELEMENTWISE = frozenset(
+    "add add_any and atan2 clamp complex div eq ge gt le lt max min mul ne nextafter or pow rem "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sub xor".split()
+)
+
+
+class Blocks(NamedTuple):
+    """Which virtual ranks a rank computes: a block of neighbours, at most `width`."""
+
+    num_virtual: int
+    num_ranks: int
+
+    @property
+    def width(self) -> int:
+        """The largest number of virtual ranks of a rank."""
+        return -(-self.num_virtual // self.num_ranks)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have equally many."""
+        return self.num_virtual % self.num_ranks == 0
+
+    def starts(self) -> np.ndarray:
+        """Return the first virtual rank of each rank, and the number of all, `[ranks + 1]` int."""
+        return np.arange(self.num_ranks + 1) * self.num_virtual // self.num_ranks
+
+    def slots(self) -> np.ndarray:
+        """Return the place of each virtual rank among `[ranks * width]`, `[virtual]` int."""
+        starts = self.starts()
+        rank = np.searchsorted(starts, np.arange(self.num_virtual), side="right") - 1
+        return rank * self.width + np.arange(self.num_virtual) - starts[rank]
+
+    def fillers(self) -> np.ndarray:
+        """Return a virtual rank for each place, `[ranks * width]` int; unused places have any."""
+        found = np.zeros(self.num_ranks * self.width, int)
+        found[self.slots()] = np.arange(self.num_virtual)
+        return found
+
+
+class _Place(NamedTuple):
+    """What the regions of a traced program share."""
+
+    axis_name: str
+    blocks: Blocks
+    start: jax.Array  # this rank's first virtual rank, int32 []
+    count: jax.Array  # the number of them, int32 [], unknown to XLA
+
+
+def traced_mesh(spec: StepSpec, mesh: Mesh) -> Any:
+    """Return the mesh for which a step is traced."""
+    if spec.virtual_ranks is None:
+        return mesh
+    return AbstractMesh((spec.virtual_ranks,), spec.axis_name, axis_types=(AxisType.Auto,))
+
+
+def mapped(traced: Any, mesh: Mesh, axis_name: str) -> Callable[..., Any]:
+    """Return a program, traced with one `shard_map` over the virtual ranks, for a mesh."""
+    flat, out_tree = flatten(traced.jaxpr), jax.tree.structure(traced.out_avals)
+
+    def run(*args: Any) -> Any:
+        env = _environment(flat, jax.tree.leaves(args))
+        for operation in flat.operations:
+            operands = [env[each] for each in operation.ins]
+            if operation.eqn.primitive.name == "shard_map":
+                results = _on_ranks(operation.eqn, operands, mesh, axis_name)
+            else:
+                results = operation.run(operands)
+            env.update(zip(operation.outs, results, strict=True))
+        return out_tree.unflatten([env[each] for each in flat.outs])
+
+    return run
+
+
+def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> list[Any]:
+    """Run a `shard_map` over virtual ranks on the ranks of a mesh."""
+    blocks = Blocks(eqn.params["mesh"].shape[axis_name], mesh.shape[axis_name])
+    in_dims = [_dim(spec) for spec in eqn.params["in_specs"]]
+    out_dims = [_dim(spec) for spec in eqn.params["out_specs"]]
+    program = _canonical(eqn.params["jaxpr"])
+
+    def on_rank(*values: Any) -> list[Any]:
+        rank = lax.axis_index(axis_name)
+        starts = jnp.asarray(blocks.starts(), jnp.int32)
+        count = jnp.int32(blocks.width) if blocks.is_even else starts[rank + 1] - starts[rank]
+        place = _Place(axis_name, blocks, starts[rank], lax.optimization_barrier(count))
+        stacked = [
+            value if dim is None else _stacked(value, dim, blocks.width)
+            for value, dim in zip(values, in_dims, strict=True)
+        ]
+        flags = [dim is not None for dim in in_dims]
+        results, are_varying = _Regions(program, flags).run(place, stacked)
+        outs = zip(results, are_varying, out_dims, strict=True)
+        return [_leaving(value, flag, dim, blocks.width) for value, flag, dim in outs]
+
+    specs = [_spec(dim, axis_name) for dim in in_dims], [_spec(dim, axis_name) for dim in out_dims]
+    shard_map = jax_compat.shard_map(
+        on_rank,
+        mesh=mesh,
+        in_specs=tuple(specs[0]),
+        out_specs=specs[1],
+        axis_names={axis_name},
+        check_vma=False,
+    )
+    if not blocks.is_even:
+        fillers = blocks.fillers()
+        operands = [
+            x if dim is None else _blocks_taken(x, dim, blocks.num_virtual, fillers)
+            for x, dim in zip(operands, in_dims, strict=True)
+        ]
+    results = shard_map(*operands)
+    if blocks.is_even:
+        return results
+    return [
+        x if dim is None else _blocks_taken(x, dim, len(blocks.fillers()), blocks.slots())
+        for x, dim in zip(results, out_dims, strict=True)
+    ]
+
+
+def _dim(spec: PartitionSpec) -> int | None:
+    """Return the dim that is split over the ranks, or None."""
+    return next((i for i, part in enumerate(spec) if part), None)
+
+
+def _spec(dim: int | None, axis_name: str) -> PartitionSpec:
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)
+
+
+def _blocks_taken(x: Any, dim: int, num_blocks: int, taken: np.ndarray) -> jax.Array:
+    """Cut a dim into equal blocks, and return those taken, in order."""
+    x = jnp.asarray(x)
+    size = x.shape[dim] // num_blocks
+    cut = x.reshape(*x.shape[:dim], num_blocks, size, *x.shape[dim + 1 :])
+    found = jnp.take(cut, taken, axis=dim)
+    return found.reshape(*x.shape[:dim], len(taken) * size, *x.shape[dim + 1 :])
+
+
+def _stacked(x: jax.Array, dim: int, width: int) -> jax.Array:
+    size = x.shape[dim] // width
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], width, size, *x.shape[dim + 1 :]), dim, 0)
+
+
+def _leaving(x: jax.Array, is_varying: bool, dim: int | None, width: int) -> jax.Array:
+    if dim is None:
+        return x[0] if is_varying else x  # proved equal on all virtual ranks
+    x = x if is_varying else jnp.broadcast_to(x, (width, *jnp.shape(x)))
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], width * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
+def _canonical(program: Any) -> FlatProgram:
+    """Flatten a program, with explicit broadcasts and each operation once."""
+    flat = flatten(program, _opened)
+    same: dict[FlatValue, FlatValue] = {}
+    known: dict[Any, Any] = {}
+    operations = []
+    for operation in flat.operations:
+        ins = tuple(_first(same.get(each, each), known) for each in operation.ins)
+        operation = operation._replace(ins=ins)
+        if jaxprs.acts(operation.eqn):
+            operations.append(operation)
+            continue
+        key = operation.eqn.primitive, _hashable(operation.eqn.params), ins
+        if key in known:
+            same.update(zip(operation.outs, known[key], strict=True))
+        else:
+            known[key] = operation.outs
+            operations.append(operation)
+    outs = [same.get(each, each) for each in flat.outs]
+    return flat._replace(operations=operations, outs=outs)
+
+
+def _opened(eqn: Any) -> Any | None:
+    """Return the program of a call that runs as a part of its caller."""
+    if eqn.primitive.name not in jaxprs.CALLS - _CLOSED:
+        return None
+    inner = jaxprs.called(eqn)
+    return None if eqn.primitive.name == _REMAT and not _has_collective(inner) else inner
+
+
+def _has_collective(program: Any) -> bool:
+    return not jaxprs.primitive_names(program).isdisjoint(_COLLECTIVES)
+
+
+def _first(value: FlatValue, known: dict[Any, Any]) -> FlatValue:
+    """Return the first of equal numbers."""
+    constant = value.constant
+    if constant is None or np.shape(constant) or not isinstance(constant, int | float | np.generic):
+        return value
+    return known.setdefault((str(value.aval), type(constant), repr(constant)), value)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(each)) for key, each in sorted(value.items()))
+    if isinstance(value, tuple | list):
+        return tuple(map(_hashable, value))
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _environment(program: FlatProgram, ins: Sequence[Any]) -> dict[FlatValue, Any]:
+    env = {each: each.constant for each in program.constants}
+    return env | dict(zip(program.ins, ins, strict=True))
+
+
+class _Regions:
+    """A program cut into stages, each a uniform region, a varying one, and collectives.
+
+    Attributes:
+      varying: the values that differ between virtual ranks.
+      are_varying: whether each output does.
+    """
+
+    def __init__(self, program: FlatProgram, flags: Sequence[bool]) -> None:
+        self._program = program
+        self.varying = {each for each, flag in zip(program.ins, flags, strict=True) if flag}
+        self._constant: dict[FlatValue, FlatOperation] = {}
+        self._kinds = [self._kind(operation) for operation in program.operations]
+        self._readers: dict[FlatValue, int] = {}
+        self._stages = self._scheduled()
+        self.are_varying = [each in self.varying for each in program.outs]
+
+    def run(self, place: _Place, ins: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+        """Return the outputs, and which of them are stacked."""
+        program = self._program
+        env = _environment(program, ins)
+        for stage in self._stages:
+            by_kind = [[each for kind, each in stage if kind == wanted] for wanted in range(4)]
+            self._run_uniform(by_kind[_UNIFORM], env, place)
+            self._run_varying(by_kind[_VARYING], env, place)
+            self._run_collectives(by_kind[_COLLECTIVE], env, place)
+        self._compute([self._constant[x] for x in program.outs if x in self._constant], env, place)
+        return [env[each] for each in program.outs], self.are_varying
+
+    def _kind(self, operation: FlatOperation) -> int:
+        eqn, ins, outs = operation.eqn, operation.ins, operation.outs
+        name = eqn.primitive.name
+        if name in _COLLECTIVES:
+            if name not in _UNIFORM_RESULTS:
+                self.varying.update(outs)
+            return _COLLECTIVE
+        bodies = jaxprs.bodies(eqn)
+        if name in _LOOPS and any(map(_has_collective, bodies)):
+            flags = _loop_flags(operation, [each in self.varying for each in ins])
+            self.varying.update(out for out, flag in zip(outs, flags, strict=True) if flag)
+            return _COLLECTIVE
+        names = {name}.union(*map(jaxprs.primitive_names, bodies))
+        if bodies and name not in _LOOPS | {_REMAT} and not names.isdisjoint(_OF_RANKS):
+            _refuse(eqn, f"reads ranks in `{name}`")
+        if "axis_index" in names or not self.varying.isdisjoint(ins):
+            self.varying.update(outs)
+            return _VARYING
+        is_constant = all(x.constant is not None or x in self._constant for x in ins)
+        if is_constant and not jaxprs.acts(eqn):
+            self._constant.update(dict.fromkeys(outs, operation))
+            return _CONSTANT
+        return _UNIFORM
+
+    def _scheduled(self) -> list[list[tuple[int, FlatOperation]]]:
+        """Return the operations of each stage, each as late as possible: forward beside backward."""
+        ready: dict[FlatValue, int] = {}
+        for kind, operation in zip(self._kinds, self._program.operations, strict=True):
+            stage = max((ready.get(each, 0) for each in operation.ins), default=0)
+            ready.update(dict.fromkeys(operation.outs, stage + (kind == _COLLECTIVE)))
+        last = max((ready.get(each, 0) for each in self._program.outs), default=0)
+        due = dict.fromkeys(self._program.outs, last)
+        stages: list[list[tuple[int, FlatOperation]]] = [[] for _ in range(last + 1)]
+        pairs = zip(self._kinds, self._program.operations, strict=True)
+        for kind, operation in reversed([*pairs]):
+            stage = min((due.get(each, last) for each in operation.outs), default=last)
+            stage = max(stage - (kind == _COLLECTIVE), 0)
+            for each in operation.ins:
+                due[each] = min(due.get(each, last), stage)
+                self._readers[each] = self._readers.get(each, 0) + 1
+            stages[stage].insert(0, (kind, operation))
+        return stages
+
+    def _run_uniform(
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
+    ) -> None:
+        ins, outs = self._boundary(operations)
+        if not outs:
+            return
+
+        def region(*values: Any) -> list[Any]:
+            inner = _barred(dict(zip(ins, values, strict=True)))
+            self._compute(operations, inner, place)
+            return [inner[each] for each in outs]
+
+        def never(*values: Any) -> list[Any]:
+            return [jnp.zeros(each.aval.shape, each.aval.dtype) for each in outs]
+
+        results = lax.cond(place.count > 0, region, never, *[env[each] for each in ins])
+        env.update(zip(outs, results, strict=True))
+
+    def _run_varying(
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
+    ) -> None:
+        ins, outs = self._boundary(operations)
+        if not operations:
+            return
+
+        def region(i: Any, stacks: list[Any]) -> list[Any]:
+            inner = _barred({x: _element(env[x], i) if x in self.varying else env[x] for x in ins})
+            self._compute(operations, inner, place, _Local(place.start + i, {}))
+            results = lax.optimization_barrier([inner[each] for each in outs])
+            pairs = zip(stacks, results, strict=True)
+            return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
+
+        width = place.blocks.width
+        stacks = [jnp.zeros((width, *each.aval.shape), each.aval.dtype) for each in outs]
+        env.update(zip(outs, lax.fori_loop(0, place.count, region, stacks), strict=True))
+
+    def _boundary(
+        self, operations: Sequence[FlatOperation]
+    ) -> tuple[list[FlatValue], list[FlatValue]]:
+        """Return the values that enter a region, and those that others read."""
+        made = {out for operation in operations for out in operation.outs}
+        read = [each for operation in operations for each in operation.ins]
+        entering = dict.fromkeys(
+            x for x in read if x not in made and x.constant is None and x not in self._constant
+        )
+        inside: dict[FlatValue, int] = {}
+        for each in read:
+            inside[each] = inside.get(each, 0) + 1
+        leaving = {*self._program.outs}
+        outs = [x for x in made if x in leaving or self._readers.get(x, 0) > inside.get(x, 0)]
+        order = {out: i for i, out in enumerate(o for op in operations for o in op.outs)}
+        return [*entering], sorted(outs, key=order.__getitem__)
+
+    def _compute(
+        self,
+        operations: Sequence[FlatOperation],
+        env: dict[FlatValue, Any],
+        place: _Place,
+        local: "_Local | None" = None,
+    ) -> None:
+        """Compute operations, and the constants that they read."""
+        local = _Local(None, {}) if local is None else local
+        for operation in operations:
+            needed = [self._constant[x] for x in operation.ins if x in self._constant]
+            self._compute([x for x in needed if x.outs[0] not in env], env, place, local)
+            operands = [x.constant if x.constant is not None else env[x] for x in operation.ins]
+            env.update(zip(operation.outs, local.run(operation, operands), strict=True))
+
+    def _run_collectives(
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
+    ) -> None:
+        read = {each for operation in operations for each in operation.ins}
+        self._compute([self._constant[x] for x in read if x in self._constant], env, place)
+        sums = [each for each in operations if each.eqn.primitive.name in _SUMS]
+        for operation in sums:
+            _require_all_ranks(operation.eqn, place)
+        summed = [x for operation in sums for x in operation.ins]
+        totals = _totals([self._stack(env, x, place) for x in summed], place)
+        env.update(zip([x for each in sums for x in each.outs], totals, strict=True))
+        for operation in operations:
+            if operation.eqn.primitive.name in _SUMS:
+                continue
+            operands = [env[x] if x.constant is None else x.constant for x in operation.ins]
+            flags = [x in self.varying for x in operation.ins]
+            if operation.eqn.primitive.name in _LOOPS:
+                results = _Loop(operation.eqn, flags).run(operands, flags, place)
+            else:
+                _require_all_ranks(operation.eqn, place)
+                stacks = [self._stack(env, x, place) for x in operation.ins]
+                results = _exchanged(operation, stacks, place)
+            env.update(zip(operation.outs, results, strict=True))
+
+    def _stack(self, env: dict[FlatValue, Any], x: FlatValue, place: _Place) -> jax.Array:
+        value = env[x] if x.constant is None else x.constant
+        return value if x in self.varying else _repeated(value, place)
+
+
+def _barred(values: dict[FlatValue, Any]) -> dict[FlatValue, Any]:
+    return dict(zip(values, lax.optimization_barrier([*values.values()]), strict=True))
+
+
+def _element(stack: jax.Array, i: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)
+
+
+def _repeated(x: Any, place: _Place) -> jax.Array:
+    return jnp.broadcast_to(x, (place.blocks.width, *jnp.shape(x)))
+
+
+class _Local(NamedTuple):
+    """What the operations of one region share.
+
+    Attributes:
+      virtual_rank: int32 []; None in a uniform region.
+      broadcasts: (id of an array, shape) -> itself and its broadcast.
+    """
+
+    virtual_rank: jax.Array | None
+    broadcasts: dict[Any, tuple[Any, jax.Array]]
+
+    def run(self, operation: FlatOperation, operands: Sequence[Any]) -> list[Any]:
+        """Run an operation without a collective."""
+        eqn = operation.eqn
+        name = eqn.primitive.name
+        if name == "axis_index":
+            return [self.virtual_rank]
+        if name in _LOOPS:
+            return _controlled(eqn, operands, self._evaluate)
+        if name == _REMAT:
+            if eqn.params["prevent_cse"]:  # as JAX lowers it
+                operands = lax.optimization_barrier([*operands])
+            return self._evaluate(eqn.params["jaxpr"], operands)
+        if name in _ELEMENTWISE:
+            shape = eqn.outvars[0].aval.shape
+            operands = [self._broadcast(x, shape) for x in operands]
+        return operation.run(operands)
+
+    def _broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
+        if jnp.shape(x) in ((), shape):
+            return x
+        key = id(x), shape
+        if key not in self.broadcasts:
+            self.broadcasts[key] = x, lax.broadcast_in_dim(x, shape, range(len(shape)))
+        return self.broadcasts[key][1]
+
+    def _evaluate(self, program: Any, ins: Sequence[Any]) -> list[Any]:
+        flat, inner = _canonical(program), self._replace(broadcasts={})
+        env = _environment(flat, ins)
+        for each in flat.operations:
+            results = inner.run(each, [env[x] for x in each.ins])
+            env.update(zip(each.outs, results, strict=True))
+        return [env[x] for x in flat.outs]
+
+
+_Evaluate = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def _controlled(eqn: Any, operands: Sequence[Any], evaluate: _Evaluate) -> list[Any]:
+    """Run a loop or branches, with `evaluate(program, ins)` for its bodies."""
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        index, *ins = operands
+        branches = [
+            functools.partial(lambda branch, *ins: evaluate(branch, ins), branch)
+            for branch in params["branches"]
+        ]
+        return lax.switch(index, branches, *ins)
+    if eqn.primitive.name == "while":
+        _, _, num_cond, num_body = jaxprs.while_parts(eqn)
+        of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
+        return lax.while_loop(
+            lambda carry: evaluate(params["cond_jaxpr"], [*of_cond, *carry])[0],
+            lambda carry: evaluate(params["body_jaxpr"], [*of_body, *carry]),
+            [*operands[num_cond + num_body :]],
+        )
+    _, num_constants, num_carry = jaxprs.scan_parts(eqn)
+    constants = operands[:num_constants]
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = evaluate(params["jaxpr"], [*constants, *carry, *xs])
+        return outs[:num_carry], outs[num_carry:]
+
+    carry = [*operands[num_constants : num_constants + num_carry]]
+    xs = [*operands[num_constants + num_carry :]]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(body, carry, xs, **options)
+    return [*carry, *ys]
+
+
+def _loop_flags(operation: FlatOperation, flags: list[bool]) -> list[bool]:
+    """Return which results of a loop or branches with collectives vary."""
+    return _Loop(operation.eqn, flags).are_varying
+
+
+class _Loop:
+    """A loop, or branches, with collectives in a body."""
+
+    def __init__(self, eqn: Any, flags: list[bool]) -> None:
+        self._eqn = eqn
+        name, params = eqn.primitive.name, eqn.params
+        if name == "cond":
+            self._num_before, self._num_carry = 1, 0
+            programs = params["branches"]
+            self._refuse_if(flags[0], "branches on a value that differs between ranks")
+        elif name == "while":
+            *_, num_cond, num_body = jaxprs.while_parts(eqn)
+            self._num_before, self._num_carry = num_cond, len(flags) - num_cond - num_body
+            self._first = num_body
+            programs = [params["body_jaxpr"]]
+            self._refuse_if(any(flags[:num_cond]), "loops until a value that differs between ranks")
+        else:
+            _, num_constants, self._num_carry = jaxprs.scan_parts(eqn)
+            self._num_before, self._first = 0, num_constants
+            programs = [params["jaxpr"]]
+        self.flags = flags[self._num_before :]
+        while True:
+            self._regions = [_Regions(_canonical(each), self.flags) for each in programs]
+            found = [each.are_varying for each in self._regions]
+            self.are_varying = [*map(any, zip(*found, strict=True))]
+            if not self._num_carry:
+                break
+            carried = slice(self._first, self._first + self._num_carry)
+            wanted = [a or b for a, b in zip(self.flags[carried], self.are_varying, strict=False)]
+            if wanted == self.flags[carried]:
+                self.are_varying[: self._num_carry] = wanted
+                break
+            self.flags[carried] = wanted
+        if name == "while":
+            decides = _Regions(_canonical(params["cond_jaxpr"]), self._flags_of_condition(flags))
+            self._refuse_if(any(decides.are_varying), "loops until a value differs between ranks")
+
+    def _flags_of_condition(self, flags: list[bool]) -> list[bool]:
+        return [*flags[: self._num_before], *self.flags[self._first :]]
+
+    def _refuse_if(self, is_wrong: bool, why: str) -> None:
+        if is_wrong:
+            _refuse(self._eqn, f"reduces over ranks where it {why}")
+
+    def run(self, operands: Sequence[Any], flags: Sequence[bool], place: _Place) -> list[Any]:
+        """Return the results, stacked where they vary."""
+        name = self._eqn.primitive.name
+        is_scan = name == "scan"
+        first_x = self._num_before + (self._first + self._num_carry if is_scan else len(flags))
+        given = []
+        for i, (x, flag) in enumerate(zip(operands, flags, strict=True)):
+            wanted = i >= self._num_before and self.flags[i - self._num_before]
+            if wanted and not flag:
+                x = _repeated(x, place)
+            given.append(jnp.moveaxis(x, 0, 1) if wanted and i >= first_x else x)
+
+        def evaluate(program: Any, ins: Sequence[Any]) -> list[Any]:
+            if name == "while" and program is self._eqn.params["cond_jaxpr"]:
+                return _Local(None, {})._evaluate(program, ins)
+            regions = self._regions[self._index(program)]
+            outs, are_varying = regions.run(place, ins)
+            wanted = zip(outs, are_varying, self.are_varying, strict=True)
+            return [x if is_one == flag else _repeated(x, place) for x, is_one, flag in wanted]
+
+        results = _controlled(self._eqn, given, evaluate)
+        if not is_scan:
+            return results
+        ys = zip(results[self._num_carry :], self.are_varying[self._num_carry :], strict=True)
+        moved = [jnp.moveaxis(y, 1, 0) if flag else y for y, flag in ys]
+        return [*results[: self._num_carry], *moved]
+
+    def _index(self, program: Any) -> int:
+        branches = self._eqn.params.get("branches", ())
+        return next((i for i, each in enumerate(branches) if each is program), 0)
+
+
+def _refuse(eqn: Any, what: str) -> None:
+    line = source_of(eqn)
+    where = f"{line} " if line else "the step "
+    raise ValueError(
+        with_code(
+            "JDP218",
+            f"{where}{what}, so the bits of a step with virtual_ranks= would depend on the number "
+            "of ranks. Reduce over all ranks of the data axis, outside such code.",
+        )
+    )
+
+
+def _require_all_ranks(eqn: Any, place: _Place) -> None:
+    axes = jaxprs.collective_axes(eqn)
+    if axes != (place.axis_name,) or eqn.params.get("axis_index_groups") is not None:
+        _refuse(eqn, f"reduces over {axes} or groups of ranks")
+
+
+def _exchanged(
+    operation: FlatOperation, stacks: Sequence[jax.Array], place: _Place
+) -> list[jax.Array]:
+    """Run a collective other than a sum on the values of all virtual ranks."""
+    blocks, name = place.blocks, operation.eqn.primitive.name
+    if name == "reduce_scatter":
+        return [_scattered(operation.eqn, total, place) for total in _totals(stacks, place)]
+    slots = blocks.slots()
+    if blocks.num_ranks > 1:
+        stacks = [lax.all_gather(x, place.axis_name, tiled=True) for x in stacks]
+    if not blocks.is_even:
+        stacks = [x[slots] for x in stacks]
+    size = blocks.num_virtual
+    run = jax.vmap(
+        lambda *operands: operation.run(operands), axis_name=place.axis_name, axis_size=size
+    )
+    results = run(*stacks)
+    if name in _UNIFORM_RESULTS:
+        return [x[0] for x in results]
+    mine = jnp.minimum(place.start + jnp.arange(blocks.width), size - 1)
+    return [jnp.take(x, mine, axis=0) for x in results]
+
+
+def _scattered(eqn: Any, total: jax.Array, place: _Place) -> jax.Array:
+    dim, size = eqn.params["scatter_dimension"], place.blocks.num_virtual
+    mine = jnp.minimum(place.start + jnp.arange(place.blocks.width), size - 1)
+    cut = jnp.moveaxis(total.reshape(*total.shape[:dim], size, -1, *total.shape[dim + 1 :]), dim, 0)
+    found = jnp.take(cut, mine, axis=0)
+    return found if eqn.params["tiled"] else jnp.squeeze(found, dim + 1)
+
+
+def _totals(stacks: Sequence[jax.Array], place: _Place) -> list[jax.Array]:
+    """Sum stacks `[width, ...]` over all virtual ranks, by a binary tree."""
+    blocks = place.blocks
+    # A power of two that divides `width`: whole subtrees of this rank.
+    size = blocks.width & -blocks.width if blocks.is_even else 1
+    nodes = [_of_subtrees(x, size) for x in stacks]
+    if blocks.num_ranks == 1:
+        return [_tree([*x]) for x in nodes]
+    found: list[Any] = [None] * len(nodes)
+    for dtype in dict.fromkeys(x.dtype for x in nodes):
+        places = [i for i, x in enumerate(nodes) if x.dtype == dtype]
+        num_nodes, shapes = len(nodes[places[0]]), [nodes[i].shape[1:] for i in places]
+        rows = jnp.concatenate([nodes[i].reshape(num_nodes, -1) for i in places], axis=1)
+        total = _summed(rows, place)
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        pieces = jnp.split(total, ends[:-1])
+        for i, piece, shape in zip(places, pieces, shapes, strict=True):
+            found[i] = piece.reshape(shape)
+    return found
+
+
+def _summed(rows: jax.Array, place: _Place) -> jax.Array:
+    """Sum `[nodes, size]` of each rank over nodes and ranks: each rank sums a part, in order."""
+    blocks = place.blocks
+    num_nodes, size = rows.shape
+    part = -(-size // blocks.num_ranks)
+    rows = jnp.pad(rows, ((0, 0), (0, part * blocks.num_ranks - size)))
+    parts = rows.reshape(num_nodes, blocks.num_ranks, part)
+    mine = lax.all_to_all(parts, place.axis_name, 1, 0)  # [ranks, nodes, part]
+    flat = mine.reshape(-1, part)
+    ordered = [*flat] if blocks.is_even else [flat[i] for i in blocks.slots()]
+    return lax.all_gather(_tree(ordered), place.axis_name, tiled=True)[:size]
+
+
+def _of_subtrees(stack: jax.Array, size: int) -> jax.Array:
+    cut = stack.reshape(-1, size, *stack.shape[1:])
+    return _tree([cut[:, i] for i in range(size)])
+
+
+def _tree(values: list[jax.Array]) -> jax.Array:
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [*map(_added, *zip(*pairs, strict=True)), *values[len(values) // 2 * 2 :]]
+    return values[0]
+
+
+def _added(a: jax.Array, b: jax.Array) -> jax.Array:
+    total = a + b
+    if jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4:
+        found = jnp.finfo(total.dtype)  # XLA would keep intermediate sums in float32
+        return lax.reduce_precision(total, found.nexp, found.nmant)
+    return total

@@ -1,0 +1,281 @@
+"""A step with `virtual_ranks` ends with the same bits on any number of ranks."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from support.training import ranks
+
+import jdp
+
+V, ROWS = 8, 48
+
+
+def draw(*shape, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return (values / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
+
+
+def regression(seed):
+    draws = np.random.default_rng(seed)
+    x = draws.normal(size=(ROWS, 13)).astype(np.float32)
+    return {"x": x, "y": draws.normal(size=(ROWS, 3)).astype(np.float32)}
+
+
+def mlp(params, batch):
+    hidden = jax.nn.gelu(batch["x"] @ params["w"] + params["b"])
+    return ((hidden @ params["v"] - batch["y"]) ** 2).mean()
+
+
+PARAMS = {"w": draw(13, 37), "b": np.zeros(37, np.float32), "v": draw(37, 3)}
+HALVES = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+
+
+def adam():
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
+
+
+def of_mlp(loss_fn=mlp, params=PARAMS, tx=None, **options):
+    """(state, step, batches) of a loss."""
+    tx = jdp.replicated(adam() if tx is None else tx, **options.pop("reduction", {}))
+    accumulate = options.pop("accumulate", None)
+
+    @jdp.train_step(virtual_ranks=V, **options)
+    def step(state, batch):
+        if accumulate:
+            loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, batch)
+        else:
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        norm = optax.tree.norm(state.params)
+        return state.apply_gradients(grads), {"loss": loss, "norm": norm}
+
+    return jdp.TrainState.create(params, tx), step, map(regression, range(4))
+
+
+def dropout():
+    params = {"w": draw(13, 37), "b": np.zeros(37, np.float32), "v": draw(37, 3)}
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        def loss_fn(params):
+            key = jax.random.fold_in(state.key, lax.axis_index("data"))
+            hidden = jax.nn.gelu(batch["x"] @ params["w"] + params["b"])
+            kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+            return ((jnp.where(kept, hidden / 0.8, 0) @ params["v"] - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = jdp.TrainState.create(params, jdp.replicated(adam()), seed=3)
+    return state, step, map(regression, range(4))
+
+
+class ConvNet(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        for features in (8, 16):
+            x = nn.Conv(features, (3, 3))(x)
+            x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
+            x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def convolutions(axis_name=None):
+    def images(seed):
+        draws = np.random.default_rng(seed)
+        x = draws.normal(size=(ROWS, 8, 8, 3)).astype(np.float32)
+        return {"x": x, "y": draws.integers(0, 10, ROWS).astype(np.int32)}
+
+    model = ConvNet(axis_name)
+    variables = ConvNet().init(jax.random.key(0), images(0)["x"][:2])
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        def loss_fn(params):
+            given = {"params": params, "batch_stats": state.model_state}
+            logits, new = model.apply(given, batch["x"], mutable=["batch_stats"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return losses.mean(), new["batch_stats"]
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        stats = jdp.mean_over_ranks(stats)
+        return state.apply_gradients(grads).replace(model_state=stats), {"loss": loss}
+
+    state = jdp.TrainState.create(
+        variables["params"], jdp.replicated(adam()), model_state=variables["batch_stats"]
+    )
+    return state, step, map(images, range(3))
+
+
+def transformer(layers="unrolled"):
+    dim, heads, depth = 32, 4, 3
+
+    def texts(seed):
+        return np.random.default_rng(seed).integers(0, 61, (ROWS, 12)).astype(np.int32)
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def layer(x, p):
+        q, k, v = jnp.split(norm(x) @ p["qkv"], 3, -1)
+        q, k, v = (y.reshape(*y.shape[:2], heads, -1) for y in (q, k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(dim / heads)
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+        x += jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+    shapes = {"qkv": (dim, 3 * dim), "out": (dim, dim), "up": (dim, 99), "down": (99, dim)}
+    stacked = {name: draw(depth, *shape) * np.sqrt(depth) for name, shape in shapes.items()}
+
+    def loss_fn(params, text):
+        x = params["table"][text]
+        if layers == "unrolled":
+            for i in range(depth):
+                x = layer(x, jax.tree.map(lambda p: p[i], params["layers"]))
+        elif layers == "jdp":
+            x, _ = jdp.scan_layers(lambda x, p: (layer(x, p), None), x, params["layers"])
+        else:
+            body = jax.checkpoint(layer) if layers == "remat" else layer
+            x, _ = lax.scan(lambda x, p: (body(x, p), None), x, params["layers"])
+        logits = norm(x) @ params["table"].T
+        labels = text[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], labels).mean()
+
+    state, step, _ = of_mlp(loss_fn, {"table": draw(61, dim) * 8, "layers": stacked})
+    return state, step, map(texts, range(3))
+
+
+def weighted():
+    def loss_fn(params, batch):
+        errors = ((mlp_rows(params, batch)) ** 2).mean(-1)
+        return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+    def mlp_rows(params, batch):
+        return jax.nn.gelu(batch["x"] @ params["w"] + params["b"]) @ params["v"] - batch["y"]
+
+    state, step, batches = of_mlp(loss_fn, weight=lambda batch: batch["mask"].sum())
+    masks = [np.arange(ROWS) < n for n in (ROWS, 29, 3, 1)]  # virtual ranks without a row
+    return state, step, [b | {"mask": mask} for b, mask in zip(batches, masks, strict=True)]
+
+
+def collectives():
+    """The author's own: of values that differ between ranks, also in a scan."""
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        def loss_fn(params):
+            features = batch["x"] @ params["w"]
+            everyone = lax.all_gather(features, "data", tiled=True)
+            return jax.nn.logsumexp(features @ everyone.T / 9, axis=-1).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        shifted = lax.ppermute(batch["x"], "data", [(i, (i + 1) % V) for i in range(V)])
+        parts = lax.psum_scatter(batch["x"].repeat(2, 0)[:8], "data", tiled=True)
+
+        def body(total, x):
+            return total + lax.psum(jnp.sin(total) * x, "data"), lax.pmax(x, "data")
+
+        total, most = lax.scan(body, jnp.float32(0), batch["x"][:5, 0])
+        metrics = {
+            "loss": loss,
+            "shifted": (shifted * batch["x"]).sum(),
+            "parts": jdp.sum_over_ranks((parts**2).sum()),
+            "total": total,
+            "most": most.sum(),
+            "rows": jdp.rows(batch["x"].sum(-1)),
+        }
+        return state.apply_gradients(grads), metrics
+
+    state = jdp.TrainState.create({"w": draw(13, 7)}, jdp.replicated(adam()))
+    return state, step, map(regression, range(3))
+
+
+def of_nnx():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(13, 31, rngs=rngs)
+            self.norm = nnx.BatchNorm(31, rngs=rngs)
+            self.cell = nnx.GRUCell(31, 17, rngs=rngs)
+            self.last = nnx.Linear(17, 3, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.norm(self.first(x))
+            carry = self.cell.initialize_carry(x.shape, rngs=nnx.Rngs(0))
+            for _ in range(3):
+                carry, _ = self.cell(carry, x)
+            return self.last(carry)
+
+    graphdef, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        def loss_fn(params):
+            model = nnx.merge(graphdef, params, state.model_state, copy=True)
+            loss = ((model(batch["x"]) - batch["y"]) ** 2).mean()
+            return loss, nnx.split(model, nnx.Param, ...)[2]
+
+        (loss, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads)
+        return state.replace(model_state=jdp.mean_over_ranks(rest)), {"loss": loss}
+
+    state = jdp.TrainState.create(params, jdp.replicated(adam()), model_state=rest)
+    return state, step, map(regression, range(3))
+
+
+def evaluation():
+    @jdp.eval_step(virtual_ranks=V)
+    def measure(params, batch):
+        return {"loss": mlp(params, batch), "rows": jdp.rows(batch["x"] @ params["w"])}
+
+    return PARAMS, lambda params, batch: (params, measure(params, batch)), map(regression, range(2))
+
+
+STEPS = {
+    "mlp": of_mlp,
+    "bfloat16 sent": lambda: of_mlp(reduction={"reduce_dtype": jnp.bfloat16}),
+    "bfloat16": lambda: of_mlp(params=HALVES, tx=optax.sgd(0.1, momentum=0.9)),
+    "not donated": lambda: of_mlp(donate=False),
+    "accumulated": lambda: of_mlp(accumulate=3),
+    "weighted": weighted,
+    "dropout": dropout,
+    "convolutions": convolutions,
+    "synchronized statistics": lambda: convolutions("data"),
+    "transformer": transformer,
+    "scan": lambda: transformer("scan"),
+    "remat": lambda: transformer("remat"),
+    "jdp.scan_layers": lambda: transformer("jdp"),
+    "collectives": collectives,
+    "nnx": of_nnx,
+    "evaluation": evaluation,
+}
+
+
+def trained(name, n):
+    """The bits of all states and metrics on n ranks."""
+    ranks(n)
+    state, step, batches = STEPS[name]()
+    found = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        found.append(jax.tree.map(np.asarray, metrics))
+    found.append(jax.tree.map(np.asarray, jax.tree.leaves(state)))
+    return found
+
+
+def require_equal_bits(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_bits_are_equal_on_any_number_of_ranks(name):
+    want = trained(name, V)
+    for n in (1, 2, 3, 4, 6):
+        require_equal_bits(trained(name, n), want)
