@@ -17,7 +17,6 @@ from jdp.data.batch_checks import RowCheck
 from jdp.data.dataset import has_rows_of_objects, reader
 from jdp.data.loops import Batches, EpochPlan, Target, place
 from jdp.data.sampler import Sampler
-from jdp.data.sharding import num_blocks
 from jdp.validation import allows, int_at_least
 
 # State methods of an iterator, as in grain, and of a loader, as in PyTorch.
@@ -203,6 +202,7 @@ def batches(
     prefetch: int = 2,
     read_threads: int = 1,
     rows: str = "of all processes",
+    virtual_ranks: int | None = None,
     allow: str | None = None,
 ) -> Batches:
     """Read a dataset in batches that are sharded over all ranks.
@@ -249,6 +249,8 @@ def batches(
       rows: "of all processes": all processes have the same dataset. They compare a few rows when a
         loop begins, and in later epochs, at most once in 1,000 batches. Rows that change between
         readings are not compared. "of this process": rows may differ by design.
+      virtual_ranks: that of the steps (`train_step(virtual_ranks=...)`): batches are padded to a
+        multiple of it. A number of ranks that does not divide it gets every row on every rank.
       allow: "new data" lets a run continue with another number of rows, `seed` or `shuffle`, from
         the same position of the new stream. By default that is an error.
 
@@ -275,9 +277,12 @@ def batches(
     num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = EpochPlan.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
-    target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
-    if mesh is not None:
-        run.padded_size(num_blocks(target.sharding()))
+    if virtual_ranks is not None:
+        virtual_ranks = int_at_least("virtual_ranks", virtual_ranks, least=1)
+    depth = int_at_least("prefetch", prefetch, least=0)
+    target = Target(axis_name, mesh, depth, virtual_ranks)
+    if mesh is not None or virtual_ranks is not None:
+        run.padded_size(target.num_blocks())
     check = None
     if rows == _COMPARED:
         check = RowCheck(read, num_rows, sampler.seed, has_rows_of_objects(dataset))

@@ -173,11 +173,16 @@ class Target(NamedTuple):
     axis_name: AxisName
     mesh: Mesh | None
     prefetch: int
+    virtual_ranks: int | None = None
 
     def sharding(self) -> NamedSharding:
         """Return the sharding, by default over the mesh of `init`."""
         mesh = current_mesh() if self.mesh is None else self.mesh
-        return batch_sharding(mesh, self.axis_name)
+        return batch_sharding(mesh, self.axis_name, self.virtual_ranks)
+
+    def num_blocks(self) -> int:
+        """Return the number of blocks of a batch."""
+        return num_blocks(self.sharding()) if self.virtual_ranks is None else self.virtual_ranks
 
 
 class Batches:
@@ -327,7 +332,7 @@ class Batches:
 
     def _hand_out(self) -> Generator[Any, None, None]:
         sharding = self._target.sharding()
-        size = self._run.padded_size(num_blocks(sharding))
+        size = self._run.padded_size(self._target.num_blocks())
         mine = process_rows(sharding, size)
         host_batches = _HostBatches(self._read, self._sampler, self._run, self._position, mine)
         peers = agree.peers(sharding.mesh)  # type: ignore[arg-type]

@@ -31,11 +31,17 @@ _checked: set[Any] = set()
 _MOST_CHECKED = 100
 
 
-def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
-    """Return a sharding of the first dim: rank r has the r-th block of rows."""
+def batch_sharding(
+    mesh: Mesh, axis_name: AxisName, virtual_ranks: int | None = None
+) -> NamedSharding:
+    """Return a sharding of the first dim: rank r has the r-th block of rows.
+
+    With `virtual_ranks` that the ranks do not divide, every rank has all rows.
+    """
     names = axis.names(axis_name)
     require_axes(mesh, names)
-    return sharding_of_rows(mesh, tuple(names))
+    is_whole = virtual_ranks is not None and virtual_ranks % num_ranks(mesh, names)
+    return NamedSharding(mesh, PartitionSpec()) if is_whole else sharding_of_rows(mesh, names)
 
 
 def num_blocks(sharding: NamedSharding) -> int:
@@ -65,13 +71,6 @@ def process_rows(
     return np.concatenate([np.arange(*block) for block in sorted(blocks)])
 
 
-def batch_sharding_of(mesh: Mesh, axis_name: AxisName, virtual_ranks: int | None) -> NamedSharding:
-    """Return the sharding of a batch, which is whole on ranks with unequally many virtual ranks."""
-    rows = batch_sharding(mesh, axis_name)
-    is_even = virtual_ranks is None or virtual_ranks % num_blocks(rows) == 0
-    return rows if is_even else NamedSharding(mesh, PartitionSpec())
-
-
 def place_batch(
     batch: Any, where: Mesh, axis_name: tuple[str, ...], virtual_ranks: int | None = None
 ) -> Any:
@@ -81,9 +80,9 @@ def place_batch(
         of = [host_arrays.columns(leaf, _name(path)) for path, leaf in named]
         return place_batch(treedef.unflatten(of), where, axis_name, virtual_ranks)
     ranks = num_ranks(where, axis_name) if virtual_ranks is None else virtual_ranks
-    sharding = sharding_of_rows(where, axis_name)
+    sharding = by_rows = sharding_of_rows(where, axis_name)
     if virtual_ranks is not None:
-        sharding = batch_sharding_of(where, axis_name, virtual_ranks)
+        sharding = batch_sharding(where, axis_name, virtual_ranks)
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:
@@ -95,14 +94,16 @@ def place_batch(
         if len(_checked) > _MOST_CHECKED:  # values beside the arrays may differ in each batch
             _checked.clear()
         _checked.add(treedef)
-    return treedef.unflatten([_place_rows(path, leaf, sharding) for path, leaf in named])
+    return treedef.unflatten([_place_rows(path, leaf, sharding, by_rows) for path, leaf in named])
 
 
-def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
+def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding, by_rows: NamedSharding) -> Any:
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         return leaf
-    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-        return leaf
+    if isinstance(leaf, jax.Array):
+        where, dims = leaf.sharding, leaf.ndim
+        if where.is_equivalent_to(sharding, dims) or where.is_equivalent_to(by_rows, dims):
+            return leaf
     if not sharding.is_fully_addressable:
         raise ValueError(
             f"{_name(path)} is an array of this process alone, but {jax.process_count()} "

@@ -339,6 +339,8 @@ class CompiledStep:
         return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
 
     def _waits_in_xla(self, jaxpr: Any) -> bool:
+        if self.spec.virtual_ranks is not None:
+            return self.mesh.size > 1
         return self._has_other_axes() or hazards.has_collectives_of_xla(jaxpr)
 
     def _loses_order(self, jaxpr: Any) -> bool:

@@ -4,6 +4,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jdp import axis, pytrees
 from jdp.analysis import lints, step_refusals
@@ -134,6 +135,7 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
 def _inputs(rank_program: RankProgram, args: tuple, called: tuple) -> Inputs:
     spec = rank_program.spec
     state, traced_batch, *rest = args
+    virtual_ranks.require_fits(spec, rank_program.mesh, called[0])
     _, layout, shard_axes = parted(called[0], rank_program.mesh, spec.axis_name)
     uniform, *parts = layout.parted(jax.tree.leaves(pytrees.hold(state)))
     names, *names_of_parts = layout.parted(spec.paths(0, state))
@@ -143,6 +145,10 @@ def _inputs(rank_program: RankProgram, args: tuple, called: tuple) -> Inputs:
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
     # Types are enough: JAX would also read each array's sharding and layout.
     uniform, parts = jax.tree.map(jax.typeof, (uniform, parts))
+    if spec.virtual_ranks is not None and rank_program.checksum_spec is not None:
+        *rest, checksums = rest
+        shapes = [(spec.virtual_ranks, *each.shape[1:]) for each in checksums]
+        rest.append(tuple(jax.ShapeDtypeStruct(shape, np.uint32) for shape in shapes))
     given_types = uniform, SplitInputs(traced_batch, parts), *rest
     return Inputs(given_types, layout, shard_axes, names, masks[0] if masks else None)
 

@@ -28,6 +28,7 @@ from jdp.step_spec import StepSpec
 from jdp.training import parameters, placing
 from jdp.training.communication_plan import PlannedCollective, planned
 from jdp.training.compiled_step import CompiledStep
+from jdp.validation import int_at_least
 from jdp.worker import progress
 
 _flatten = jax.tree_util.tree_flatten  # without the frame of `jax.tree.flatten`
@@ -577,7 +578,7 @@ def train_step(
     >>> float(state.params["w"]), float(metrics["loss"])
     (0.6000000238418579, 12.5)
     """
-    options = {"virtual_ranks": virtual_ranks, "donate": donate, "returns_state": True}
+    options = {"num_virtual": virtual_ranks, "donate": donate, "returns_state": True}
     return _decorated(fn, axis_name, weight, **options)
 
 
@@ -610,11 +611,21 @@ def eval_step(
     >>> float(metrics["mean"]), metrics["doubled"].tolist()
     (15.0, [0.0, 2.0, 4.0, 6.0])
     """
-    options = {"virtual_ranks": virtual_ranks, "donate": False, "returns_state": False}
+    options = {"num_virtual": virtual_ranks, "donate": False, "returns_state": False}
     return _decorated(fn, axis_name, weight, **options)
 
 
-def _decorated(fn: Any, axis_name: AxisName, weight: Any, **options: Any) -> Any:
+def _decorated(
+    fn: Any, axis_name: AxisName, weight: Any, *, num_virtual: int | None, **options: Any
+) -> Any:
+    if num_virtual is not None:
+        options["virtual_ranks"] = int_at_least("virtual_ranks", num_virtual, least=1)
+        if len(axis.names(axis_name)) > 1:
+            raise ValueError(
+                f"virtual_ranks= takes one data axis, got axis_name={axis_name!r}. Make a mesh "
+                'with one: mesh = jdp.init(), and axis_name="data".'
+            )
+
     def decorate(fn: Callable[..., Any]) -> Step:
         return Step(StepSpec(fn, axis.names(axis_name), weight, **options))
 

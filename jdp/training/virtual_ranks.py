@@ -24,12 +24,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jdp import jax_compat
+from jdp import jax_compat, rank_state
 from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.error_codes import with_code
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
+from jdp.reduction.optimizer import sharding_of
 from jdp.step_spec import StepSpec
+from jdp.training import shard_layout
 
 _CONSTANT, _UNIFORM, _VARYING, _COLLECTIVE = range(4)
 
@@ -44,6 +46,39 @@ _ELEMENTWISE = frozenset(
     "add add_any and atan2 clamp complex div eq ge gt le lt max min mul ne nextafter or pow rem "
     "select_n shift_left shift_right_arithmetic shift_right_logical sub xor".split()
 )
+
+
+def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
+    """Refuse a mesh or a state that cannot have a step's virtual ranks."""
+    number, num_ranks = spec.virtual_ranks, mesh.shape[spec.axis_name[0]]
+    if number is None:
+        return
+    if num_ranks != mesh.size:
+        raise ValueError(
+            f"`{spec.name}` has virtual_ranks={number}, but the mesh {dict(mesh.shape)} has further "
+            "axes, whose sums depend on their sizes. Make the mesh with jdp.init()."
+        )
+    if num_ranks > number:
+        raise ValueError(
+            f"`{spec.name}` has virtual_ranks={number}, but the mesh has {num_ranks} ranks, and a "
+            f"virtual rank is not split. Use at most {number} ranks, or write "
+            f"virtual_ranks={num_ranks}, which trains with other bits."
+        )
+    if any(sharding_of(tx) is not None for _, tx in shard_layout.state_nodes(state)):
+        raise ValueError(
+            f"`{spec.name}` has virtual_ranks={number}, and its state an optimizer of jdp.sharded, "
+            "whose shards belong to ranks. Write jdp.replicated(tx)."
+        )
+    named = jax.tree_util.tree_leaves_with_path(state)
+    for is_own, (path, leaf) in zip(rank_state.flags(state), named, strict=True):
+        name = spec.argument(0) + jax.tree_util.keystr(path)
+        if is_own and number % num_ranks:
+            raise ValueError(
+                f"`{name}` is jdp.per_rank, and {number} virtual ranks cannot be divided among "
+                f"{num_ranks} ranks equally. Use a number of ranks that divides {number}."
+            )
+        if is_own:
+            rank_state.require_dim(name, leaf, number)
 
 
 class Blocks(NamedTuple):
@@ -119,6 +154,11 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
     in_dims = [_dim(spec) for spec in eqn.params["in_specs"]]
     out_dims = [_dim(spec) for spec in eqn.params["out_specs"]]
     program = _canonical(eqn.params["jaxpr"])
+    # Those of a rank, such as the checksum of its process's arguments.
+    are_of_rank = [
+        dim is not None and x.shape[dim] != atom.aval.shape[dim]
+        for x, atom, dim in zip(operands, eqn.invars, in_dims, strict=True)
+    ]
 
     def on_rank(*values: Any) -> list[Any]:
         rank = lax.axis_index(axis_name)
@@ -126,8 +166,12 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
         count = jnp.int32(blocks.width) if blocks.is_even else starts[rank + 1] - starts[rank]
         place = _Place(axis_name, blocks, starts[rank], lax.optimization_barrier(count))
         stacked = [
-            value if dim is None else _stacked(value, dim, blocks.width)
-            for value, dim in zip(values, in_dims, strict=True)
+            value if dim is None else _stacked(value, dim, 1 if is_of_rank else blocks.width)
+            for value, dim, is_of_rank in zip(values, in_dims, are_of_rank, strict=True)
+        ]
+        stacked = [
+            jnp.repeat(value, blocks.width, axis=0) if is_of_rank else value
+            for value, is_of_rank in zip(stacked, are_of_rank, strict=True)
         ]
         flags = [dim is not None for dim in in_dims]
         results, are_varying = _Regions(program, flags).run(place, stacked)
@@ -146,8 +190,8 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
     if not blocks.is_even:
         fillers = blocks.fillers()
         operands = [
-            x if dim is None else _blocks_taken(x, dim, blocks.num_virtual, fillers)
-            for x, dim in zip(operands, in_dims, strict=True)
+            x if dim is None or is_of_rank else _blocks_taken(x, dim, blocks.num_virtual, fillers)
+            for x, dim, is_of_rank in zip(operands, in_dims, are_of_rank, strict=True)
         ]
     results = shard_map(*operands)
     if blocks.is_even:
@@ -302,7 +346,7 @@ class _Regions:
         return _UNIFORM
 
     def _scheduled(self) -> list[list[tuple[int, FlatOperation]]]:
-        """Return the operations of each stage, each as late as possible: forward beside backward."""
+        """Return the operations of each stage, each as late as possible: it saves residuals."""
         ready: dict[FlatValue, int] = {}
         for kind, operation in zip(self._kinds, self._program.operations, strict=True):
             stage = max((ready.get(each, 0) for each in operation.ins), default=0)
@@ -326,17 +370,9 @@ class _Regions:
         ins, outs = self._boundary(operations)
         if not outs:
             return
-
-        def region(*values: Any) -> list[Any]:
-            inner = _barred(dict(zip(ins, values, strict=True)))
-            self._compute(operations, inner, place)
-            return [inner[each] for each in outs]
-
-        def never(*values: Any) -> list[Any]:
-            return [jnp.zeros(each.aval.shape, each.aval.dtype) for each in outs]
-
-        results = lax.cond(place.count > 0, region, never, *[env[each] for each in ins])
-        env.update(zip(outs, results, strict=True))
+        inner = _barred({x: env[x] for x in ins})
+        self._compute(operations, inner, place)
+        env.update(_barred({x: inner[x] for x in outs}))
 
     def _run_varying(
         self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
@@ -345,16 +381,28 @@ class _Regions:
         if not operations:
             return
 
-        def region(i: Any, stacks: list[Any]) -> list[Any]:
-            inner = _barred({x: _element(env[x], i) if x in self.varying else env[x] for x in ins})
+        def region(i: Any, *values: Any) -> list[Any]:
+            inner = _barred(dict(zip(ins, values, strict=True)))
             self._compute(operations, inner, place, _Local(place.start + i, {}))
-            results = lax.optimization_barrier([inner[each] for each in outs])
-            pairs = zip(stacks, results, strict=True)
-            return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
+            return lax.optimization_barrier([inner[each] for each in outs])
+
+        def never(*values: Any) -> list[Any]:
+            return [jnp.zeros(each.aval.shape, each.aval.dtype) for each in outs]
 
         width = place.blocks.width
-        stacks = [jnp.zeros((width, *each.aval.shape), each.aval.dtype) for each in outs]
-        env.update(zip(outs, lax.fori_loop(0, place.count, region, stacks), strict=True))
+        if width == 1:  # without copies into stacks
+            values = [env[x][0] if x in self.varying else env[x] for x in ins]
+            results = lax.cond(place.count > 0, functools.partial(region, 0), never, *values)
+            env.update((x, y[None]) for x, y in zip(outs, results, strict=True))
+            return
+
+        def body(i: Any, stacks: list[Any]) -> list[Any]:
+            values = [_element(env[x], i) if x in self.varying else env[x] for x in ins]
+            pairs = zip(stacks, region(i, *values), strict=True)
+            return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
+
+        stacks = [jnp.broadcast_to(x, (width, *x.shape)) for x in never()]
+        env.update(zip(outs, lax.fori_loop(0, place.count, body, stacks), strict=True))
 
     def _boundary(
         self, operations: Sequence[FlatOperation]
@@ -644,9 +692,21 @@ def _totals(stacks: Sequence[jax.Array], place: _Place) -> list[jax.Array]:
     blocks = place.blocks
     # A power of two that divides `width`: whole subtrees of this rank.
     size = blocks.width & -blocks.width if blocks.is_even else 1
-    nodes = [_of_subtrees(x, size) for x in stacks]
+    nodes = [_of_subtrees(_wide(x), size) for x in stacks]
     if blocks.num_ranks == 1:
-        return [_tree([*x]) for x in nodes]
+        totals = [_tree([*x]) for x in nodes]
+    else:
+        totals = _totals_of_ranks(nodes, place)
+    return [lax.convert_element_type(x, like.dtype) for x, like in zip(totals, stacks, strict=True)]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    # XLA keeps intermediate sums of 16 bits in 32, where it fuses them.
+    is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return lax.convert_element_type(x, jnp.float32) if is_short else x
+
+
+def _totals_of_ranks(nodes: Sequence[jax.Array], place: _Place) -> list[jax.Array]:
     found: list[Any] = [None] * len(nodes)
     for dtype in dict.fromkeys(x.dtype for x in nodes):
         places = [i for i, x in enumerate(nodes) if x.dtype == dtype]
@@ -681,13 +741,5 @@ def _of_subtrees(stack: jax.Array, size: int) -> jax.Array:
 def _tree(values: list[jax.Array]) -> jax.Array:
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)
-        values = [*map(_added, *zip(*pairs, strict=True)), *values[len(values) // 2 * 2 :]]
+        values = [*(a + b for a, b in pairs), *values[len(values) // 2 * 2 :]]
     return values[0]
-
-
-def _added(a: jax.Array, b: jax.Array) -> jax.Array:
-    total = a + b
-    if jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4:
-        found = jnp.finfo(total.dtype)  # XLA would keep intermediate sums in float32
-        return lax.reduce_precision(total, found.nexp, found.nmant)
-    return total
