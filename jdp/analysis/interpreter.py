@@ -16,7 +16,7 @@ from jdp.jax_compat import opened
 
 
 def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
-    """Return the traced body of a high-level primitive, or None."""
+    """Return the traced body of a high-level primitive."""
     primitive = eqn.params.get("_prim")
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
@@ -175,7 +175,7 @@ class Interpreter:
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
-        """Return a literal's or captured array's value, or None."""
+        """Return a literal's or captured array's value."""
         return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
@@ -263,7 +263,7 @@ class Interpreter:
         self.everywhere, self._automatic = outside
 
     def expanded(self, eqn: Any) -> Any | None:
-        """Return the traced body of a high-level primitive, or None."""
+        """Return the traced body of a high-level primitive."""
         if id(eqn) not in self._expanded:
             manual = self.lattice.names(self.everywhere)
             self._expanded[id(eqn)] = expanded(eqn, self._mesh, manual)

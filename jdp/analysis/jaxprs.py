@@ -217,7 +217,7 @@ def _jaxprs_in(values: Collection[Any]) -> list[Any]:
 
 
 def called(eqn: Any) -> Any | None:
-    """Return a call's program with its constants, or None."""
+    """Return a call's program with its constants."""
     for name in _CALLED:
         program = eqn.params.get(name)
         if program is not None and is_jaxpr(program):

@@ -75,7 +75,7 @@ class CommitMemory:
         return [commit for slot in (0, 1) if (commit := self._commit(slot))]
 
     def latest(self, accepts: Callable[[dict[str, Any]], bool] | None = None) -> Commit | None:
-        """Return the latest intact commit with accepted facts, or None."""
+        """Return the latest intact commit with accepted facts."""
         found = [each for each in self.intact() if accepts is None or accepts(each.facts)]
         return max(found, default=None, key=lambda commit: commit.number)
 

@@ -73,7 +73,7 @@ class Sources:
         return facts, read()
 
     def facts(self, key: Key) -> dict[str, Any] | None:
-        """Return the facts of a state, or None."""
+        """Return the facts of a state."""
         if key in self.records:
             return self.records[key][0].facts
         return self._found[key][0] if key in self._found else None
@@ -228,7 +228,7 @@ def _require_equal_intervals(offers: dict[int, dict[str, Any]]) -> None:
 
 
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
-    """Return the latest state that any process offers, or None.
+    """Return the latest state that any process offers.
 
     >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
     >>> found = latest(offers, "runs")

@@ -40,7 +40,7 @@ def box_of(index: Any, shape: Sequence[int]) -> Box:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes, or None."""
+    """Return the intersection of two boxes."""
     pairs = zip(one, other, strict=True)
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
     return box if all(start < stop for start, stop in box) else None

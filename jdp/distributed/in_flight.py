@@ -87,7 +87,7 @@ class StepCall:
 
     @property
     def arguments(self) -> Arguments | None:
-        """What compares the arguments, or None."""
+        """What compares the arguments."""
         return self.program.arguments
 
     def is_checked(self) -> bool:

@@ -19,7 +19,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """Return the page of a code in Markdown, or None."""
+    """Return the page of a code in Markdown."""
     if code.upper() not in codes():
         return None
     return (_pages() / f"{code.upper()}.md").read_text(encoding="utf-8")

@@ -153,7 +153,7 @@ def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
 
 
 def read_claim(given: object) -> list[int] | None:
-    """Return a claim from an untrusted sender, or None."""
+    """Return a claim from an untrusted sender."""
     if isinstance(given, list) and len(given) == 3 and all(type(each) is int for each in given):
         return given
     return None

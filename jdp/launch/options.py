@@ -37,7 +37,7 @@ def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
 
 
 def warning_if_alone(environment: Mapping[str, str]) -> str | None:
-    """Return a warning for a lone launcher among several, or None.
+    """Return a warning for a lone launcher among several.
 
     >>> warning_if_alone({"SLURM_STEP_NUM_TASKS": "1"})
     """
@@ -302,7 +302,7 @@ def require_file(name: str) -> None:
 
 
 def misplaced_flags(command: Sequence[str]) -> str | None:
-    """Return a warning about flags of `jdp run` after the program, or None."""
+    """Return a warning about flags of `jdp run` after the program."""
     name, *arguments = command
     given = [each.partition("=")[0].replace("_", "-") for each in arguments]
     found = next((flag for flag in given if flag in _OF_THE_LAUNCHER), None)

@@ -52,7 +52,7 @@ class FlatProgram(NamedTuple):
 
 
 def opened_call(eqn: Any) -> Any | None:
-    """Return the program of a call to open, or None."""
+    """Return the program of a call to open."""
     if eqn.primitive.name not in _OPENED or eqn.params.get("name") == MICRO_BATCH:
         return None
     return jaxprs.called(eqn)

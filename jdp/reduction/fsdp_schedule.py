@@ -162,7 +162,7 @@ def _acts(eqn: Any) -> bool:
 
 
 def first_floats(tree: Any) -> jax.Array | None:
-    """Return the first float array, to tie a gather to, or None."""
+    """Return the first float array, to tie a gather to."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), None)
 

@@ -19,7 +19,7 @@ from jdp.reduction.step_context import Scope
 
 
 def checking_step(axis_name: AxisName) -> Scope | None:
-    """Return the step that can report overflows, or None."""
+    """Return the step that can report overflows."""
     step = step_context.around(axis_name)
     return None if step is None or step.is_part or step.batch_trace is None else step
 

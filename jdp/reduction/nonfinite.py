@@ -89,7 +89,7 @@ def record(step: Scope | None, grads: Any, state: Any) -> None:
 
 
 def report(step: Scope) -> jax.Array | None:
-    """Return what `why_skipped` reads, `[1, k]` int32, or None."""
+    """Return what `why_skipped` reads, `[1, k]` int32."""
     if not step.skips:
         return None
     is_own = sum(step.watched, jnp.float32(0)) > 0
@@ -98,7 +98,7 @@ def report(step: Scope) -> jax.Array | None:
 
 
 def why_skipped(reported: jax.Array, names: Sequence[tuple[str, ...]]) -> str | None:
-    """Return which gradients led to too many skips in a row, or None.
+    """Return which gradients led to too many skips in a row.
 
     Args:
       reported: `[ranks, k]`, of `report`; only this process's rows are read.

@@ -63,7 +63,7 @@ def divisor(total: jax.Array) -> jax.Array:
 
 
 def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
-    """Return which ranks have an invalid weight, or None.
+    """Return which ranks have an invalid weight.
 
     Args:
       total: `[]`, the sum over ranks of `valid`.

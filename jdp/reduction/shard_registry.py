@@ -268,7 +268,7 @@ def means() -> Mapping[int, jax.Array]:
 
 
 def known(whole: Any) -> Shard | None:
-    """Return this rank's shard of an array, or None."""
+    """Return this rank's shard of an array."""
     scope = step_context.innermost()
     found = None if scope is None else scope.shards.get(id(whole))
     return None if found is None else found[1]

@@ -184,7 +184,7 @@ def updated(
 
 
 def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
-    """Return the axes of the step's split state, or None."""
+    """Return the axes of the step's split state."""
     if not isinstance(tx, Sharded) or not axis.is_bound(tx.axis_name):
         return None
     if step_context.current(tx.axis_name) is None:

@@ -68,7 +68,7 @@ class _SlicedProgram:
         self._needed.difference_update(known)
 
     def _sliced(self, operation: FlatOperation) -> FlatValue | None:
-        """Return the operand of a slice that is computed early, or None."""
+        """Return the operand of a slice that is computed early."""
         if operation.eqn.primitive is not shard_registry.own_slice_p:
             return None
         cut = _Cut(operation.eqn.params["dim"], operation.eqn.params["axes"])

@@ -149,7 +149,7 @@ _numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
-    """Return the traced step's scope over these axes, in any order, or None."""
+    """Return the traced step's scope over these axes, in any order."""
     scope = _scope.get()
     wanted = set(axis.names(axis_name))
     return scope if scope is not None and set(scope.axis_name) == wanted else None

@@ -75,7 +75,7 @@ def record_means(
 
 
 def known_mean(step: Scope | None, leaf: Any) -> jax.Array | None:
-    """Return a sent loss's mean over ranks, or None."""
+    """Return a sent loss's mean over ranks."""
     if step is None or not step.is_here():
         return None
     loss, mean = step.loss_means.get(id(leaf), (None, None))

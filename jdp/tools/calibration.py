@@ -182,7 +182,7 @@ class Calibration:
     def rate(
         self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
     ) -> CollectiveLaw | None:
-        """Return the law of a collective, or None."""
+        """Return the law of a collective."""
         wanted = (operation, algorithm, num_ranks, num_processes)
         for rate in self.rates:
             if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:
@@ -226,7 +226,7 @@ def require_writable(platform: str) -> None:
 
 
 def load(platform: str, path: Path | None = None) -> Calibration | None:
-    """Return the calibration of this host, or None."""
+    """Return the calibration of this host."""
     default = default_path(platform)
     path = path or default
     again = "Measure again: jdp bench --calibrate, which " + (

@@ -132,7 +132,7 @@ class ChainPart(NamedTuple):
 
 
 def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
-    """Return the part of a collective that a fusion is, or None."""
+    """Return the part of a collective that a fusion is."""
     found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
     chain = next((each[1] for each in found if each), None)
     if chain is None:
@@ -177,11 +177,11 @@ class Costs:
         return self._computations.get(called[0] if called else "", Computation())
 
     def part(self, one: Instruction) -> ChainPart | None:
-        """Return the part of a collective, or None."""
+        """Return the part of a collective."""
         return chain_part(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:
-        """Return the instruction's Pallas kernel, or None."""
+        """Return the instruction's Pallas kernel."""
         return find_kernel(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:

@@ -116,7 +116,7 @@ class TargetDevices:
         return self.mesh.devices.flat[0].device_kind
 
     def memory_bytes(self) -> int | None:
-        """Return a device's memory, or None."""
+        """Return a device's memory."""
         found = re.search(r"device_memory_size: (\d+)", self.description)
         return int(found[1]) if found else None
 

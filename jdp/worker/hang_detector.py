@@ -149,7 +149,7 @@ class HangDetector:
         self._stopped_s: dict[int, float] = {}  # since when
 
     def poll(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Return the stall to report at monotonic `now`, or None.
+        """Return the stall to report at monotonic `now`.
 
         Call it a few times a second; a gap is no stall.
         """

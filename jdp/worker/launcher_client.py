@@ -210,7 +210,7 @@ def is_asked_to_resume() -> bool:
 
 @functools.cache
 def current() -> LauncherClient | None:
-    """Return this process's launcher, or None."""
+    """Return this process's launcher."""
     description = os.environ.get(VARIABLE)
     if description is None:
         return None

@@ -31,7 +31,7 @@ from jdp.worker.progress_board import window_of
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return the OOM kills in this process's cgroup, or None."""
+    """Return the OOM kills in this process's cgroup."""
     for file in _of_cgroup(root):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():

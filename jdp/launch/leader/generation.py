@@ -34,7 +34,7 @@ def find(
     statuses: Mapping[int, ProcessStatus],
     steps_of_ended: Mapping[int, int],
 ) -> Cause | None:
-    """Return the cause if a process waits in a step that ended processes did not call, or None."""
+    """Return the cause if a process waits in a step that ended processes did not call."""
     for i, status in statuses.items():
         if i in steps_of_ended or not waits(status) or now - status.progress_s < grace_s:
             continue

@@ -49,7 +49,7 @@ Plan = list[Part]
 
 
 def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
-    """Return the plan of a generation formed now, or None."""
+    """Return the plan of a generation formed now."""
     # A connection may end before its host is removed.
     there = [remote for remote in remotes if remote.channel.is_open]
     # A new host starts its processes from scratch; the others wait only if they need it.
@@ -95,7 +95,7 @@ class Gathering:
         self._enough_since: float | None = None
 
     def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
-        """Return the plan of a generation to form now, or None."""
+        """Return the plan of a generation to form now."""
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
         if chosen is None or not self._electors.may_form(part.remote for part in chosen):
@@ -109,7 +109,7 @@ class Gathering:
         return None if may_wait and len(chosen) < most else chosen
 
     def timeout_error(self, remotes: list[RemoteHost], now: float) -> str | None:
-        """Return the error of the join timeout, or None."""
+        """Return the error of the join timeout."""
         least, most = self._options.nnodes
         may_form = self._electors.may_form(remotes)
         if (

@@ -444,7 +444,7 @@ _RULES: dict[str, Rule] = {
 
 
 def plan(eqn: Any, position: int, dim: Dim, ranks: Ranks) -> Plan | None:
-    """Return how to run an equation with a sliced operand, or None."""
+    """Return how to run an equation with a sliced operand."""
     name = eqn.primitive.name
     if isinstance(dim, Ravel):
         return _RAVELED.get(name, _RAVELED_UNKNOWN)(eqn, position, dim, ranks)

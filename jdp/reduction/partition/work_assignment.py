@@ -67,7 +67,7 @@ class Deal(NamedTuple):
         return [i for i in range(len(self.dims)) if i not in self.shared]
 
     def row_dims(self) -> list[int | None]:
-        """Return each operand's row dim, or None."""
+        """Return each operand's row dim."""
         return [
             0 if self.batch > 1 and i not in self.shared and value.aval.shape else None
             for i, value in enumerate(self.part.ins)
