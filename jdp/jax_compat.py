@@ -95,7 +95,7 @@ _shards_of = operator.attrgetter("_arrays")
 
 
 def any_deleted(arrays: Sequence[Any]) -> bool:
-    """Whether any array or shard was donated, in a twentieth of the time."""
+    """Whether any array or shard was donated; faster than `is_deleted`."""
     if any(map(_is_deleted, arrays)):
         return True
     try:

@@ -16,7 +16,7 @@ class StepSpec:
     Attributes:
       fn: `fn(state, batch, *rest) -> (state, metrics)`; without `returns_state` `-> metrics`.
       axis_name: mesh axes that shard the batch; other axes are left to the compiler.
-      weight_fn: the weight of a rank's rows, or None.
+      weight_fn: returns the weight of a rank's rows; None: equal weights.
       warned: warnings already shown; grows.
       virtual_ranks: for how many ranks the function is traced; None: those of the mesh.
       keywords: (position, name) of the last arguments, which `fn` gets by keyword.

@@ -76,9 +76,6 @@ class Bits:
       sum over groups of ranks: a factor other than 1/n corrects a repeated sum;
     - by_ranks: it may have been multiplied by a number of ranks;
     - capped: it may be a constant that replaces the computed value, as in `max(x, 1)`.
-
-    Args:
-      sizes: number of ranks along each mesh axis, by name.
     """
 
     def __init__(self, sizes: Mapping[str, int]):

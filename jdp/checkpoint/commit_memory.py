@@ -154,8 +154,8 @@ class CommitMemory:
         for start in {next_one.start - _VALUES, last - _VALUES}:
             np.max(self._mapped[start : start + num_bytes][own][::_PAGE_BYTES], initial=0)
 
-    # Storing into a mapping takes half the time of a write call. It raises SIGBUS when the host is
-    # out of memory, so all pages are allocated first.
+    # Storing into a mapping is faster than a write call, and raises SIGBUS when the host is out of
+    # memory, so all pages are allocated first.
     def _make_room(self, stop: int) -> None:
         num_bytes, start = stop - _VALUES, self._base + _VALUES
         if num_bytes > self._mapped.size:

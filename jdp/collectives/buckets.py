@@ -1,4 +1,4 @@
-"""Buckets: gradient leaves that are reduced together."""
+"""Buckets: gradient leaves reduced together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
             buckets.append(bucket)
         bucket.append(i)
         filling[dtype] = bucket, used + num_bytes
-    # Of several dtypes, the first bucket may be complete last.
+    # Of several dtypes, the first bucket may complete last.
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 

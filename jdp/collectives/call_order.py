@@ -49,12 +49,12 @@ class _Outside:
         self.num_equal: Counter[int] = Counter()
 
 
-# Part of the key of JAX's trace caches: a user's jitted function must not reuse an all-reduce of a
-# step in a program that does not order its all-reduces.
+# Part of the key of JAX's trace caches: a program with unordered all-reduces must not reuse an
+# all-reduce that a user's jitted function traced in a step.
 _traced_where = jax.make_user_context("")
 _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 _outside = _Outside()
-# Steps that are part of another program, by function name.
+# Steps inside other programs, by function name.
 _num_steps: Counter[str] = Counter()
 
 
@@ -154,7 +154,7 @@ def first_token() -> jax.Array | None:
 def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """Return `(token, *args) -> (token, result)` for a function with native calls in a loop.
 
-    Its first call follows the given token; it returns that of its last call. None passes through.
+    Its first call follows the given token; it returns the last call's. None passes through.
     """
 
     @functools.wraps(fn)

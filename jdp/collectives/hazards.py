@@ -32,7 +32,7 @@ class _Chains(NamedTuple):
     """The native calls of a jaxpr and its bodies.
 
     Attributes:
-      num_chains: calls that do not wait for another call.
+      num_chains: calls that wait for no other call.
       is_repeated: whether two calls share a number.
     """
 
@@ -48,7 +48,7 @@ class _Chains(NamedTuple):
         )
 
 
-# Indices of the inputs, or outputs, that are the last call's token.
+# Indices of the inputs, or outputs, with the last call's token.
 _Places = frozenset[int]
 _NONE: _Places = frozenset()
 
@@ -99,7 +99,7 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
 
 
 class _Tokens(set[int]):
-    """The ids of the variables that hold the last token of a chain."""
+    """The ids of variables with the last token of a chain."""
 
     def __init__(self, ids: Iterable[int]):
         super().__init__(ids)
@@ -148,8 +148,8 @@ def _of_loop(
     return within._replace(num_chains=within.num_chains + begun), leaving
 
 
-# Whether a program reads arrays after a native all-gather has overwritten them. XLA would copy them
-# first, which takes longer than a gather that overwrites nothing.
+# XLA would first copy an array that is read later, which takes longer than a gather that overwrites
+# nothing.
 
 
 _GATHER = "jdp_all_gather"  # the one primitive that overwrites operands
@@ -189,10 +189,10 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 
 # Whether XLA may run one of its collectives beside a native call, on CPUs.
 #
-# XLA has one thread for each device, and one pool with as many threads for all devices. Threads of
-# both wait for other ranks, and large operations also need the pool. If a rank may wait in a native
-# call and in a collective of XLA, all threads may wait: a deadlock. In such a program the
-# native calls wait on jdp's own threads.
+# XLA has one thread for each device, and one pool with as many threads for all. Threads of both
+# wait for other ranks, and large operations also need the pool. If a rank may wait in a native call
+# and in a collective of XLA, all threads may wait: a deadlock. So native calls of such a program
+# wait on jdp's own threads.
 #
 # A loop returns to XLA while its call waits on such a thread. XLA then starts collectives after the
 # loop before those inside have run, so ranks match different collectives, silently. Such a program
@@ -206,7 +206,7 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
 _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS
 
-# XLA runs these as programs of their own, and inlines other bodies.
+# XLA runs these as programs of their own, and inlines others.
 _CONTROL_FLOW = {"cond", "scan", "while"}
 
 # A body is analysed once for each call, up to this number.
@@ -247,7 +247,6 @@ class _Wait(NamedTuple):
     """An operation that waits for other ranks.
 
     Attributes:
-      bit: its own.
       before: bits of the operations that it depends on.
       within: ids of enclosing loops and branches with collectives of XLA.
     """
@@ -271,7 +270,7 @@ def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wai
 class _Waits:
     """The operations of a program that wait for other ranks, each with a bit.
 
-    A variable's value is the bits of all operations that it depends on.
+    A variable's value is the bits of the operations that it depends on.
     """
 
     def __init__(self, jaxpr: Any) -> None:

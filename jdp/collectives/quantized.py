@@ -24,7 +24,7 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _QUANTIZED = ("float32", "bfloat16", "float16")
 # Smaller leaves, such as biases and norms, would save few bytes.
 _MIN_SIZE = 4096
-# XLA:CPU takes 15 times as long for a sum over two rows as for an addition.
+# XLA:CPU sums two rows 15 times as slowly as it adds them.
 _MAX_UNROLLED = 16
 
 Leaf = tuple[jax.Array, int | None]  # with the dim of its shards; None: it stays whole
@@ -77,7 +77,7 @@ def quantized(
 
 
 def options_of(all_reduce: Any) -> dict[str, Any] | None:
-    """Return the options of `summed_shards` if an algorithm is `quantized` or a partial of it."""
+    """Return the options of `summed_shards` if an algorithm is `quantized` or its partial."""
     given: dict[str, Any] = {}
     while isinstance(all_reduce, functools.partial):
         given = {**all_reduce.keywords, **given}

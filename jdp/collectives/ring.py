@@ -44,7 +44,7 @@ def ring(
     for bucket in buckets:
         before, after = split_scale(scale, bucket[0].dtype)
         total = _ring(scaled(pack(bucket), before), axes)
-        # The analysis cannot prove that results of `ppermute` are uniform.
+        # The analysis cannot prove results of `ppermute` uniform.
         total = mark(total, kind=ALL_REDUCED, path="", axes=axes)
         results.append([scaled(leaf, after) for leaf in unpack(total, like=bucket)])
     return results

@@ -34,10 +34,9 @@ def reduce_scatter(
 
     Args:
       dims: the sharded dim of each leaf, a multiple of the number of ranks, in the order of
-        `lax.axis_index(axis_name)`. None: every rank keeps the whole sum, so that small leaves need
-        no call of their own.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
+        `lax.axis_index(axis_name)`. None: every rank keeps the whole sum, so small leaves need no
+        call of their own.
+      scale, mesh: as for `collectives.auto`.
       further: how the compiler splits each leaf, along other dims than `dims`.
       all_reduce: `collectives.quantized` quantizes shards, too, unless `further` splits a leaf.
     """
@@ -81,8 +80,8 @@ def all_gather(
 
     Args:
       overwrite: for each leaf None or an array like its result, whose memory a native call reuses.
-        XLA writes this rank's shard into a dead array, so only the other shards are copied; it
-        copies a live array first.
+        XLA writes this rank's shard into a dead array, and only other shards are copied; it copies
+        a live array first.
       further: how the compiler splits each leaf, along other dims than `dims`.
     """
     names = axis.names(axis_name)

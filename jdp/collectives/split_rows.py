@@ -1,4 +1,4 @@
-"""Exchanges rows of a table that is sharded over ranks, without gathering the table.
+"""Exchanges rows of a sharded table, without gathering the table.
 
 If the rows are sharded, each rank sends the ids of its needed rows to their owners, each id once.
 It receives the rows; to add, it sends them too. This takes rounds of a fixed size: one if all ranks
@@ -6,7 +6,7 @@ own about equally many of the needed rows, up to n if one rank owns all. If anot
 every rank gets all ids, and each sends its part of the rows back in one round.
 
 In a round with s rows for each of n ranks, a rank sends n s ids and n s rows, in two calls; to add,
-in one. If several rounds are possible, one call before them finds their number.
+in one. If several rounds are possible, a call before them finds their number.
 """
 
 import functools
@@ -100,8 +100,6 @@ def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
     """Return how many rows a rank requests from each rank in one round.
 
     A little more than an equal share, at most `num_ids` and `rows_per_rank`.
-
-    (1282, 48, 20)
     """
     equal = -(-num_ids // num_ranks)
     return min(num_ids, rows_per_rank, equal + equal // 4 + 32)
@@ -138,7 +136,7 @@ class _Route(NamedTuple):
 
 
 def _num_smaller(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """As `jnp.searchsorted`, which fails in a typed shard_map beside an axis of the compiler."""
+    """As `jnp.searchsorted`, which fails in a typed shard_map beside a compiler's axis."""
     found = jnp.zeros(values.shape, jnp.int32)
     for i in reversed(range(ascending.size.bit_length())):
         more = found + 2**i
@@ -220,7 +218,7 @@ _NO_SECOND_TRANSPOSE = (
 
 
 def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return rows of a table that is sharded over the ranks of `axes`; its transpose is `add_rows`.
+    """Return rows of a table sharded over `axes`; its transpose is `add_rows`.
 
     Args:
       part: this rank's shard, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
@@ -242,8 +240,8 @@ def add_rows(
     return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
-# Because JAX cannot transpose a loop with collectives. Under `vmap` the ids of a batch are one
-# lookup, where JAX would batch the loop.
+# JAX cannot transpose a loop with collectives. Under `vmap` the ids of a batch are one lookup,
+# where JAX would batch the loop.
 take_p = jax.extend.core.Primitive("jdp_take_rows")
 add_p = jax.extend.core.Primitive("jdp_add_rows")
 
@@ -321,7 +319,7 @@ for _primitive, _exchange, _transpose in (
 
 
 # (rank, group, scale, token, shard or rows, ids) -> (token, rows or shard). One equation is several
-# calls, some in a loop whose length depends on the ids; in the order of a step it counts as one.
+# calls, some in a loop of data-dependent length; in the order of a step it counts as one.
 _NATIVE = {each: jax.extend.core.Primitive(f"{each.name}_native") for each in (take_p, add_p)}
 _ONE = np.float32(1)
 
@@ -331,7 +329,7 @@ def exchanged(
 ) -> list[jax.Array] | None:
     """Return the results of a `take_rows` or `add_rows` equation by native calls.
 
-    None for other equations, where `shards` uses XLA, and in a loop or function, where no token
+    None for other equations, where `shards` uses XLA, and in loops or functions, where no token
     orders the calls.
     """
     if eqn.primitive not in _NATIVE or operands[0].dtype.name not in COPIED_DTYPES:

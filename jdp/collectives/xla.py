@@ -52,8 +52,8 @@ def xla(
 def combine_options(num_bytes: int) -> dict[str, int]:
     """Return XLA's options for merging a step's psums on GPUs, or {} for its defaults.
 
-    A merged psum starts with its last gradient, and the backward pass cannot hide the last psum. So
-    a step with few gradients is faster with at least eight psums, unless their start dominates.
+    A merged psum starts with its last gradient, and the last psum stays exposed. So a step with few
+    gradients is faster with at least eight psums, unless their start dominates.
 
     >>> combine_options(32 * MiB)
     {'xla_gpu_all_reduce_combine_threshold_bytes': 8388608}
@@ -79,7 +79,7 @@ def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
 def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
     """Return the factors (`[]` float) before and after the sum.
 
-    A factor after the sum rounds once, but a sum of float16 may exceed 65504 although its mean does
+    A factor after the sum rounds once, but a sum of float16 may exceed 65504 when its mean does
     not.
     """
     return (scale, 1.0) if dtype == jnp.float16 else (1.0, scale)

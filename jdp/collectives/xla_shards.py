@@ -13,7 +13,7 @@ from jdp import axis, jax_compat
 from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives.xla import Scale, scaled, split_scale
 
-# Of each leaf of each bucket; None: the compiler splits none of them.
+# Of each leaf of each bucket; None: none is split by the compiler.
 Further = Sequence[Sequence[FurtherSpec]] | None
 
 
@@ -109,7 +109,7 @@ def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) 
 
 
 def _scattered_rows(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
-    """Scatter a vector as rows: XLA:TPU sums all of a vector on each device (v5e:2x4)."""
+    """Scatter a vector as rows, since XLA:TPU sums all of a vector on each device (v5e:2x4)."""
     # A TPU tile has 8 rows of 128.
     if leaf.ndim != 1 or not leaf.size or leaf.size % (8 * 128 * lax.axis_size(names)):
         return _scattered(leaf, dim, names, aborts)
@@ -158,7 +158,7 @@ def _is_short(part: jax.Array) -> bool:
     return part.dtype in (jnp.bfloat16, jnp.float16)
 
 
-# XLA:CPU widens a gather of 16-bit floats, and would send twice their bytes.
+# XLA:CPU would widen a gather of 16-bit floats.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _gathered_bits(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
     bits = _gathered(lax.bitcast_convert_type(part, jnp.uint16), dim, names)

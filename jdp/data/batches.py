@@ -213,13 +213,12 @@ def batches(
     in every batch marks the rows that count. All batches of a run have the same leaves and shapes.
 
     Batches with a mask have the same rows on any number of ranks, padded to a multiple of that
-    number. 12 rows on 5 ranks become 15, of which the last 3, all on rank 4, do not count. Without
-    a mask, such a batch is an error.
+    number. 12 rows on 5 ranks become 15, of which the last 3, all on rank 4, do not count.
 
     The mask is [rows] bool, True for a row that counts. It is the key "mask" of a dict, the last
     element of a tuple, or a field `mask` of a named tuple; any other batch x becomes (x, mask).
-    Write `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to exclude the padding.
-    Gradients are then those of the rows that count, even if a rank has only padding.
+    Write `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to exclude the padding, even
+    if a rank has nothing else.
 
     Args:
       dataset: an array with rows as its first dim; a dict, mapping, tuple or registered dataclass
@@ -244,8 +243,8 @@ def batches(
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
       read_threads: number of threads that call the `__getitem__` of single rows, >= 1. More than 1
         helps if reading waits (disk, network) or decodes outside the GIL; the order stays the same.
-        `__getitem__` must then be thread-safe: one that fills a shared buffer, or moves the
-        position of an open file, would return wrong rows without an error.
+        `__getitem__` must then be thread-safe: with a shared buffer or file position it would
+        return wrong rows without an error.
       rows: "of all processes": all processes have the same dataset. They compare a few rows when a
         loop begins, and in later epochs, at most once in 1,000 batches. Rows that change between
         readings are not compared. "of this process": rows may differ by design.
@@ -306,8 +305,8 @@ def shard_batches(
     Use it for loaders that read and shuffle by themselves: a PyTorch DataLoader, grain, a
     generator. The loader must select this process's rows, and return equally many batches on every
     process. If one process ends or leaves its loop after another number, all processes get an
-    error. Processes compare the shapes of their first batches, and again when they change, since a
-    step is compiled for each set of shapes. Values are copied, so the loader may reuse its memory.
+    error. Processes compare the shapes of their first batches, and again when they change. Values
+    are copied, so the loader may reuse its memory.
 
     Args:
       loader: this process's host batches: trees of arrays, or of values that convert to NumPy (a

@@ -22,7 +22,6 @@ from jdp.worker import progress
 
 # Gathers of each group, which make the store's keys unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
-# Gathers of each group that found a failure.
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 _SAME_CALLS = (

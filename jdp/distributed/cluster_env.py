@@ -100,7 +100,6 @@ class ProcessPlace(NamedTuple):
       process_id: from 0, on all hosts.
       coordinator: "address:port" of process 0.
       local_id: from 0, on this host.
-      num_local: processes of this host.
     """
 
     method: str | None

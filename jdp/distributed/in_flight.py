@@ -41,7 +41,6 @@ class CalledProgram:
     """What calls keep of the program that they run, without its executables.
 
     Attributes:
-      arguments: compares the arguments between processes, or None.
       jaxprs: the latest programs of the step on its mesh, with the names of their inputs.
       check: raises a RuntimeError for a failure that JAX does not report.
       why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
@@ -63,7 +62,6 @@ class StepCall:
 
     Attributes:
       number: of the call among those of the step, from 1.
-      given: the compared arguments.
       reports: of the ranks; None during the dispatch.
       weight: of the batch, `[]` float, ready when the call has run; -inf after an overflow of a sum
         of integers.

@@ -37,8 +37,7 @@ HEARTBEAT_TIMEOUT_S = 30
 # the clock jumped by more.
 _LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
 
-# JAX imports the first two in 20 ms when it lowers its first program; `socket` the third when it
-# connects to a host by name.
+# JAX imports the first two when it first lowers a program; `socket` the third for a host by name.
 _LATE_IMPORTS = ("jaxlib.mlir.dialects.mhlo", "jaxlib.mlir.dialects.builtin", "encodings.idna")
 
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -81,7 +80,7 @@ def _prepare() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     build_info.source_digest()  # processes compare it, and it is cached
-    # A full collection takes 60 ms; after `freeze`, later ones skip the existing objects.
+    # After `freeze`, later collections skip the existing objects.
     gc.collect()
     gc.freeze()
 
@@ -200,7 +199,7 @@ def init(
     `jdp run`, mpiexec, Slurm's srun or Kubernetes, with torchrun's variables, or after your own
     `jax.distributed.initialize()`. Call it before anything that creates an array. Under `jdp run`,
     standby processes also run the lines before `init`, and wait in it. A second call replaces the
-    mesh; states that are already on another mesh stay there.
+    mesh; states already on another mesh stay there.
 
     Args:
       mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.

@@ -16,7 +16,7 @@ from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.pytrees import is_array, is_key
 
-# Smaller ones are copied on the host first: less than a millisecond for the second copy.
+# Smaller ones are copied on the host first.
 LARGE_BYTES = 1 << 20
 
 

@@ -190,7 +190,6 @@ class Lifeline:
     Args:
       channel: of an authenticated peer.
       died: called once if the other launcher has died.
-      is_direct: whether no proxy is between the ends.
     """
 
     def __init__(self, channel: Channel, died: Callable[[], None], is_direct: bool) -> None:

@@ -150,7 +150,7 @@ def _derived(
 
 
 def _is_local(eqn: Any) -> bool:
-    """Whether an equation only computes on this rank, and so may run twice."""
+    """Whether an equation only computes on this rank, so may run twice."""
     inside = [inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body)]
     return not any(_acts(each) for each in (eqn, *inside))
 
@@ -204,7 +204,7 @@ class ScheduledEvaluator:
         self._gathered: dict[FlatValue, jax.Array] = {}
         # with the gathered arrays they were computed from
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
-        # Last results of parameters, and the arrays that a gather waits for.
+        # Last results of parameters, and the arrays before a gather.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
         # since the last gather, and in the group before
@@ -255,7 +255,7 @@ class ScheduledEvaluator:
         """Gather a group after the use of the group before the last one."""
         parts = [self._shards[value] for value in members]
         ties = self._ties
-        # A gradient has the time of one group to be sent in.
+        # A gradient is sent in the time of one group.
         self._ties = [*self._used_last, *self._sent_before]
         self._sent_before, self._sent = self._sent, []
         if self._is_native:

@@ -16,10 +16,8 @@ from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
 
-# Two linear operations, each the transpose of the other. Each rank differentiates its loss l_r; the
-# step's loss is sum(s_r l_r), with shares s_r of 1. `as_local(p)` returns a uniform p, with the
-# mean of the ranks' cotangents. `as_mean(l)` returns the mean, whose uniform cotangent is that of
-# each l_r.
+# Two linear operations, each the transpose of the other. Each rank differentiates its own loss l_r;
+# the step's loss is sum(s_r l_r), with shares s_r of 1.
 
 
 class Average(Protocol):

@@ -180,7 +180,7 @@ def _checked(
     paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
 ) -> list[jax.Array]:
     floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    # A jdp step is never typed, and the question takes time.
+    # A jdp step is never typed, and asking takes time.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
         require_local(paths, floats, axis_name)
     if not is_mean_of_step:

@@ -109,8 +109,8 @@ class Hooks:
     """Identities around each layer and around the scan, for their backward passes.
 
     The scan carries a *slot*, in the backward pass this rank's gradient of the layer before. Each
-    layer returns the mean of the slot, and stores its own gradient there. So the means are shifted
-    by one layer: the first is zero, and the last is computed after the loop.
+    layer returns the slot's mean, and stores its own gradient there. So the means are shifted by
+    one layer: the first is zero, and the last is computed after the loop.
     """
 
     def __init__(

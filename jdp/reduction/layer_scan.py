@@ -224,7 +224,7 @@ class LayerLoop(NamedTuple):
         self, stacked: Sequence[jax.Array], i: Any, share: Any, ready: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Return the whole layer after layer `i`, `[]` int."""
-        # Without a loop XLA would gather all layers before it computes the first.
+        # Without a loop XLA would gather all layers first.
         (following,) = wait_order.after([self.after(i)], ready if self.unroll != 1 else [])
         return self.shards.gathered(stacked, following, share)
 
@@ -386,7 +386,7 @@ def scan_sharded(
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
-    """Run `lax.scan` over stacked parameters of which this rank has shards.
+    """Run `lax.scan` over sharded stacked parameters.
 
     Each round computes one layer, and gathers the next. The backward loop recomputes each layer,
     and scatters the gradient of the layer after it. At most two layers are whole at once. The

@@ -17,8 +17,7 @@ from jdp.reduction import (
     step_context,
 )
 
-# Unsharded gradients always become means: a step must not depend on sizes or on the number of
-# ranks.
+# Unsharded gradients always become means: a step must not depend on sizes or the number of ranks.
 
 
 class WholeMeans:
@@ -97,7 +96,7 @@ def local_value_and_grad(
     loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
 ) -> Callable[..., tuple[Any, Any]]:
     """Return `jax.value_and_grad(loss_fn)` of this rank's rows."""
-    # A jdp step is never typed, and the question takes time.
+    # A jdp step is never typed, and asking takes time.
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 

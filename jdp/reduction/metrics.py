@@ -121,8 +121,8 @@ _MOST_PACKED = 1024  # elements
 def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[jax.Array]:
     """Sum small leaves as one vector.
 
-    XLA merges sums that are ready at the same time. It would merge one of two means with the
-    gradients, and metrics that depend on that mean would need another call.
+    XLA would merge one of two simultaneous means with the gradients, and metrics that depend on
+    that mean would need another call.
     """
     small = [i for i, x in enumerate(leaves) if x.size <= _MOST_PACKED and x.dtype == jnp.float32]
     if len(small) < 2:

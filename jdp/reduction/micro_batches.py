@@ -328,7 +328,7 @@ class _MicroBatchedLoss(NamedTuple):
         options: Any = {"is_sent": is_sent, "is_at_once": k == 1, "besides": self.statistics}
         wholes = WholeMeans(params, self.axis_name, **options)
         shards = shard_gradients.shard_gradients(params, self.axis_name, wholes, self.statistics)
-        # The jitted part does not show whether the values are typed.
+        # The jitted part does not show whether values are typed.
         return shards or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes
         )
@@ -352,7 +352,7 @@ class _MicroBatchedLoss(NamedTuple):
             batch, rest, k, is_whole=step_context.platform() == "cpu"
         )
         # A product with 1 / 2**i is exact and joins the sum; a later division reads and writes all
-        # gradients again.
+        # again.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
         full, rows_of_loop = 1 / k if is_scaled else 1, num_rows(looped[0], dim=1)
 
@@ -398,7 +398,7 @@ class _MicroBatchedLoss(NamedTuple):
             own = rows_count if micro.weight is None else micro.weight
             if not grads.means:
                 return (own,), ((means, grads.local),), rows
-            # A mean over all ranks counts by the weight of all of them.
+            # A mean over all ranks has the weight of all.
             of_all = own if micro.weight is None else row_weight.total_weight(own, self.axis_name)
             return (own, of_all), ((means, grads.local), grads.means), rows
 

@@ -129,7 +129,7 @@ def mark_gradients(grads: Any, owner: Any) -> None:
     dtype = owner.sharding.gather_dtype
     scope.updated.add(dtype.name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        # Without the result: a known shard belongs to the gradient itself.
+        # Not the result: a known shard belongs to the gradient itself.
         if isinstance(leaf, jax.Array) and narrower(leaf, dtype) is not None:
             mark(leaf, kind=OF_MASTERS, path=jax.tree_util.keystr(path), axes=())
 

@@ -1,4 +1,4 @@
-"""Updates that `skip_nonfinite` skips: what a step keeps then, and what it reports."""
+"""Updates that `skip_nonfinite` skips: what a step keeps and reports."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,20 +14,20 @@ from jdp.reduction.step_context import Scope
 
 
 def are_nonfinite(leaves: Sequence[Any]) -> jax.Array:
-    """Return which leaves have NaN or infinity, or a sum that overflows: `[leaves]` bool."""
+    """Return which leaves have NaN, infinity, or a sum that overflows: `[leaves]` bool."""
     flags = [~jnp.isfinite(_sum(leaf)) for leaf in leaves]
     return jnp.stack(flags) if flags else jnp.zeros(0, bool)
 
 
 def _sum(x: Any) -> jax.Array:
-    """Return a number that is not finite if any of `x` is not: the fastest such pass on CPUs."""
+    """Return a nonfinite number if any of `x` is: the fastest such pass on CPUs."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return jnp.float32(0)
     return jnp.sum(x, dtype=jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
 def kept(is_skipped: Any, old: Any, new: Any) -> Any:
-    """Return a new tree, after a skipped update the old one; one of another structure is new."""
+    """Return a new tree, after a skipped update the old one unless of another structure."""
     if is_skipped is None or jax.tree.structure(old) != jax.tree.structure(new):
         return new
 
@@ -39,14 +39,14 @@ def kept(is_skipped: Any, old: Any, new: Any) -> Any:
 
 
 def was_skipped(old: Any, new: Any) -> jax.Array | None:
-    """Return whether an optimizer skipped its update, from its states; None if it never does."""
+    """Whether an optimizer skipped its update, from its states; None if it never does."""
     pairs = zip(fields(old, "num_skipped"), fields(new, "num_skipped"), strict=True)
     flags = [before != after for before, after in pairs]
     return jnp.stack(flags).any() if flags else None
 
 
 def fields(state: Any, name: str) -> list[Any]:
-    """Return the leaves of that name; nnx does not keep the types of states."""
+    """Return the leaves of that name; nnx loses the types of states."""
     named = jax.tree_util.tree_leaves_with_path(state)
     return [leaf for path, leaf in named if name in pytrees.keys(path)]
 
@@ -60,7 +60,7 @@ def expect_skips(step: Scope, state: Any) -> None:
 
 
 def watch(step: Scope | None, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return gradients; let a step report whether they are finite, if the next skip is an error."""
+    """Return gradients; if the next skip is an error, let a step report nonfinite ones."""
     if step is None or not step.last_skips or not step.is_here() or not leaves:
         return [*leaves]
 
@@ -101,7 +101,7 @@ def why_skipped(reported: jax.Array, names: Sequence[tuple[str, ...]]) -> str | 
     """Return which gradients led to too many skips in a row.
 
     Args:
-      reported: `[ranks, k]`, of `report`; only this process's rows are read.
+      reported: `[ranks, k]`, of `report`; only this process's are read.
       names: the paths of the gradients of each update.
     """
     rows = {x.index[0].start or 0: np.asarray(x.data)[0] for x in reported.addressable_shards}

@@ -120,7 +120,7 @@ class _Blocks(NamedTuple):
     axes: tuple[str, ...]
 
     def exchanged(self, rows: jax.Array, *, by_block: bool) -> jax.Array:
-        """Return the received rows, ordered by block and source, or by source and block."""
+        """Return the received rows, by block and source, or by source and block."""
         if jnp.shape(rows)[:1] != (self.num_given,):
             raise ValueError(
                 f"`back` of jdp.ragged_all_to_all got rows {list(jnp.shape(rows))}. They return to "
@@ -185,13 +185,13 @@ def _require_counts(rows: jax.Array, counts: jax.Array, max_rows: int, num_ranks
 def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> jax.Array:
     """Return 0, or NaN on all ranks of the mesh after reporting blocks that do not fit.
 
-    The program runs to its end, since ranks that stop would leave the others waiting.
+    The program continues, because other ranks would wait for those that stop.
 
     Args:
       given: `[n, n, k]`, the counts by source and destination.
       sizes: rows at each source and at each destination.
     """
-    # A rank with a negative count must not look like one without.
+    # A negative count must not look like none.
     by_rank = jnp.where((given < 0).any(2), -1, given.sum(2))
     others = tuple(name for name in axis.enclosing_mesh().manual_axes if name not in axes)
     groups = by_rank[None]
@@ -221,7 +221,7 @@ def _is_misfit(groups: Any, sizes: tuple[int, int]) -> Any:
 
 
 def _report(groups: Any, *, sizes: tuple[int, int], names: tuple[str, str]) -> np.float32:
-    """Record the first group that does not fit, and return NaN; 0 if all fit."""
+    """Record the first misfit, and return NaN; 0 if all fit."""
     groups = np.asarray(groups)
     wrong = _is_misfit(groups, sizes)
     if not wrong.any():  # under a vmap, which calls both branches
@@ -250,7 +250,7 @@ def _report(groups: Any, *, sizes: tuple[int, int], names: tuple[str, str]) -> n
     return np.float32(np.nan)
 
 
-# groups -> NaN, on the host. `explain` compiles for devices that are absent, without a host.
+# groups -> NaN, on the host; `explain` compiles for absent devices, without a host.
 _misfit_p = jax.extend.core.Primitive("jdp_misfit")
 _misfit_p.def_impl(_report)
 

@@ -15,7 +15,7 @@ import jax.extend.core
 from jdp import axis
 from jdp.analysis import marks
 
-# Errors of JAX where the context has no mesh, and of JAX 0.10 where an all_gather's result does not
+# Errors of JAX without a mesh in the context, and of JAX 0.10 where an all_gather's result does not
 # vary.
 _NEEDS_MESH = re.compile(
     r"requires a non-empty mesh|not under a mesh context|context mesh cannot be empty"

@@ -33,7 +33,7 @@ def number(given: Any) -> jax.Array:
 
 
 def valid(given: Any) -> jax.Array:
-    """Return a weight, NaN if invalid; NaN reaches every rank, and `why_invalid` finds it."""
+    """Return a weight, NaN if invalid; NaN reaches every rank, see `why_invalid`."""
     weight = number(given)
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
 
@@ -46,8 +46,8 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply by a weight, `[]`, in at least float32; a weight of 0 gives 0, even for NaN."""
-    # lax traces in a fifth of jnp's time, for each leaf of a model.
+    """Multiply by a weight, `[]`, in at least float32; 0 gives 0, even for NaN."""
+    # lax traces in a fifth of jnp's time.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
     if weight.ndim:  # under vmap
         weight = jnp.broadcast_to(weight, x.shape)

@@ -17,7 +17,7 @@ from jdp.reduction.layer_hooks import Hooks, floats_of, is_float
 
 NAME = "jdp.scan_layers"
 
-# Whether another scan of layers, which reduces gradients, is being traced.
+# Whether another scan of layers, which reduces, is being traced.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
 
 

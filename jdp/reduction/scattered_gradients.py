@@ -22,7 +22,7 @@ from jdp.reduction.optimizer import Sharded
 
 # They sum as a native reduce-scatter does.
 _AS_SCATTERED = (collectives.auto, collectives.native)
-# A process reads all whole leaves of every other process, in an all-reduce only its share.
+# Of whole leaves a process reads those of every other process, in an all-reduce only its share.
 _MAX_WHOLE_BYTES = 2**16
 
 

@@ -43,11 +43,11 @@ def shard_gradients(
 
 
 class ShardGradients:
-    """The derivative of losses in parameters, if some of them have an owner.
+    """The derivative of losses in parameters, if some have an owner.
 
     Args:
-      shards: position of a leaf with an owner -> its shard.
-      sent: positions of those whose gradients are averaged where they are computed.
+      shards: position of an owned leaf -> its shard.
+      sent: positions of those with gradients averaged where they are computed.
     """
 
     sends = True
@@ -143,8 +143,8 @@ class ShardGradients:
     ) -> tuple[FlatProgram, int, Callable[[Sequence[Any]], Any]]:
         """Return a loss with its gradients as one program.
 
-        Its inputs are the parameters, and the sent shards. Its outputs are the arrays of the value,
-        whose number is returned, then the gradients of all inputs. The function restores the value.
+        Inputs: the parameters, and the sent shards. Outputs: the arrays of the value, whose number
+        is returned, then the gradients of all inputs. The function restores the value.
         """
         others: list[Any] = []
         trees: list[Any] = []

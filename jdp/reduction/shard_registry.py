@@ -23,8 +23,8 @@ from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, step_context
 
-# For the proof, a slice at the rank's position would differ from rank to rank. So it is a
-# primitive, whose result has the class of its operand, and combined shards are marked.
+# In the proof, a slice at the rank's position would differ from rank to rank. So it is a primitive
+# with its operand's class, and combined shards are marked.
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -38,7 +38,7 @@ def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def checked_slice(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark this rank's shard; the proof refuses a step if it may not be one."""
+    """Mark this rank's shard; the proof refuses a step where it may not be one."""
     return mark(part, kind=PART, path="", axes=tuple(axes))
 
 
@@ -52,7 +52,7 @@ def combined_parts(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return mark(total, kind=MEAN, path="", axes=tuple(axes))
 
 
-# The proof would take a slice at the rank's position for a varying value.
+# The proof would see a slice at the rank's position as varying.
 own_slice_p = Primitive("jdp_own_slice")
 
 
@@ -98,7 +98,6 @@ class Shard(NamedTuple):
       gather_dtype: None: its own.
       reduce_dtype: of its sent gradient; None: its own.
       all_reduce: the algorithm of its owner, from stage 2 on.
-      further: how the compiler splits the array.
     """
 
     value: jax.Array
@@ -139,7 +138,7 @@ def gathered(
 
 
 def further_spec(array: Any, axis_name: AxisName) -> FurtherSpec:
-    """Return how the compiler splits an array along further axes, as far as known."""
+    """Return how the compiler splits an array along further axes, if known."""
     scope = step_context.innermost()
     if scope is None or not isinstance(array, jax.core.Tracer):
         return axis.further_spec(array, axis_name)
@@ -156,7 +155,7 @@ def remember_further(arrays: Iterable[Any], specs: Iterable[FurtherSpec]) -> Non
 
 
 def remember_further_like(tree: Any, like: Any, axis_name: AxisName) -> None:
-    """Record that the compiler splits the arrays of a tree as those of equal shape in another."""
+    """Record that the compiler splits a tree's arrays as those of equal shape in another."""
     leaves, treedef = jax.tree.flatten(tree)
     others, other_treedef = jax.tree.flatten(like)
     if treedef == other_treedef:
@@ -167,7 +166,7 @@ def remember_further_like(tree: Any, like: Any, axis_name: AxisName) -> None:
 def dim_of(owner: Any, array: Any, num_shards: int) -> int | None:
     """Return the dim along which an optimizer splits an array, None if it stays whole.
 
-    A dim that the compiler splits over further axes stays so: its shards on this axis would not be
+    A dim split over further axes by the compiler stays so: its shards on this axis would not be
     slices of the array.
     """
     spec = further_spec(array, owner.axis_name)

@@ -69,7 +69,7 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
     if not num_rows or not ids.size:
         return fill
     inside = jnp.clip(ids, 0, num_rows - 1)
-    # In the state's dtype, in which gradients are added up.
+    # In the state's dtype, in which gradients add up.
     rows = mixed_precision.cast(_rows(table, inside.astype(_index_dtype(num_rows))), dtype)
     if out_of_range == "clip":
         return rows
@@ -85,7 +85,7 @@ def _integers(ids: Any) -> jax.Array:
             f"ids must be integers, got {found.dtype}{list(found.shape)}: they index the rows of "
             "the table. Write ids.astype(jnp.int32)."
         )
-    # In a smaller type the number of rows may not fit.
+    # A smaller type may not hold the number of rows.
     return found if found.dtype.itemsize >= 4 else found.astype(jnp.int32)
 
 
@@ -161,7 +161,7 @@ def _log_whole(table: Any, scope: Scope) -> None:
         return
     _logged.add(name)
     _log.log(
-        # Without any shard the author has not asked for a split table.
+        # Without any shard the author asked for no split table.
         logging.WARNING if scope.shards else logging.INFO,
         f"jdp.sharded_embedding looks up the whole table {name}, so each of {n} ranks holds all "
         f"{int(np.prod(shape)) * dtype.itemsize:,} bytes of it in the step. {_advice(shape, n)}",

@@ -83,7 +83,7 @@ def log_whole_gradients(leaves: Sequence[Any]) -> None:
 
 
 class GradientPieces:
-    """The gradients of one update, this rank's or with `synced` the means of all ranks."""
+    """The gradients of one update, this rank's or with `synced` means over ranks."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class GradientPieces:
         return [pieces[i] for i in range(len(leaves))]
 
     def _going_along(self, chosen: Sequence[int]) -> list[int]:
-        """Return the whole gradients, if the calls of the others can reduce them."""
+        """Return the whole gradients, if the others' calls can reduce them."""
         whole = [i for i in chosen if self._dims[i] is None]
         arrays = [gradients.require_float(self._paths[i], self._leaves[i]) for i in whole]
         return whole if scattered_gradients.takes_along(arrays, self._tx) else []
@@ -194,7 +194,7 @@ def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
 
 
 class Update:
-    """An update of a sharded optimizer on this rank; if it applies, `run` adds it to parameters."""
+    """An update of a sharded optimizer on this rank; `run` adds it to parameters if it applies."""
 
     def __init__(self, tx: Sharded, axes: tuple[str, ...], grad_tree: Any, *, applies: bool = True):
         self._tx = tx
@@ -243,7 +243,7 @@ class Update:
         ]
 
         def replaced() -> list[Any]:
-            """Return the old array in place of each result, if of its shape and dtype."""
+            """Return the old array in place of each result of its shape and dtype."""
             return [*given[1].like(returned[0]), *given[0].like(returned[1])]
 
         def dims_of(shapes: list[jax.ShapeDtypeStruct]) -> list[int | None]:
@@ -279,7 +279,7 @@ class Update:
         return not jax_compat.CPU_COPIES_SLICES and shards.is_native(self._axes, step.mesh)
 
     def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Delay parts of old parameters until the last gradient was sent, so XLA copies none."""
+        """Delay old parameters until the last gradient was sent, so XLA copies none."""
         token = call_order.token()
         chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
         values = [pieces[i].value for i in chosen]

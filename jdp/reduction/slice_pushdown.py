@@ -1,7 +1,7 @@
-"""Slice before elementwise operations, so that their operands are not gathered.
+"""Slice before elementwise operations, so no operand is gathered.
 
-`optax.apply_updates`, which Flax calls, adds whole updates to whole parameters, of which the step
-keeps this rank's slice.
+`optax.apply_updates`, which Flax calls, adds whole updates to whole parameters; the step keeps a
+slice.
 """
 
 import inspect
@@ -50,11 +50,11 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SlicedProgram:
-    """A program that computes slices early; `known` maps gathered arrays to their slices."""
+    """A program that slices early; `known` maps gathered arrays to their slices."""
 
     def __init__(self, program: FlatProgram, known: Mapping[FlatValue, _Cut]):
         self._program = program
-        # Of values that are known, or elementwise computed from such.
+        # Of known values, or elementwise computed from such.
         self._cuts = dict(known)
         for operation in program.operations:
             cut = next((self._cuts[v] for v in operation.ins if v in self._cuts), None)
@@ -68,7 +68,7 @@ class _SlicedProgram:
         self._needed.difference_update(known)
 
     def _sliced(self, operation: FlatOperation) -> FlatValue | None:
-        """Return the operand of a slice that is computed early."""
+        """Return the operand of a slice computed early."""
         if operation.eqn.primitive is not shard_registry.own_slice_p:
             return None
         cut = _Cut(operation.eqn.params["dim"], operation.eqn.params["axes"])

@@ -1,4 +1,4 @@
-"""The `Scope` of the step that is being traced."""
+"""The `Scope` of the traced step."""
 
 import contextlib
 import itertools
@@ -23,10 +23,10 @@ class Choices(NamedTuple):
     """How one program of a step differs from its others.
 
     Attributes:
-      why_xla: why `collectives.auto` must leave its gradients to XLA, or None.
-      uniform: paths of the gradients that the probe found equal on every rank; None in the probe.
-      ready: path of a gradient -> its position in the probe's order of readiness, or None.
-      late: for a proof for another platform or more ranks: whether `scan_layers` reduces late by
+      why_xla: why `collectives.auto` must use XLA, or None.
+      uniform: paths of the uniform gradients; None in the probe, which finds them.
+      ready: path of a gradient -> its position by readiness in the probe, or None.
+      late: in a proof for another platform or more ranks: whether `scan_layers` reduces late by
         default; None in a program that runs.
       beside_xla: whether collectives of XLA may run beside its native calls.
     """
@@ -39,7 +39,7 @@ class Choices(NamedTuple):
     in_place: bool = False
 
 
-PLAIN = Choices()  # of a function that is traced by itself
+PLAIN = Choices()  # of a function traced alone
 
 
 class Reduction(NamedTuple):
@@ -56,29 +56,24 @@ class Scope:
 
     Attributes:
       num_rows: rows of the batch on this rank, None for an empty batch.
-      weight_fn: returns the weight of a batch; None: equal weights.
       weight: `[]` float, of this rank's rows, NaN if invalid; None without `weight_fn`.
       raw_weight: `[]` float, the result of `weight_fn`.
       total: `[]` float, sum of `weight` over ranks; None if not yet computed.
       mesh: None if a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
       why_no_gradient: why a sum over ranks of different weights has no transpose, or empty.
-      weighed: names of the jdp functions that weight ranks.
-      last_skips: whether a skipped update would be the last one before an error, `[]` bool each.
-      watched: whether gradients of this rank are not finite, `[]` float each, 0 if not asked for.
-      skips: of each update the updates left to skip, which gradients are not finite, their paths.
+      weighed: names of jdp's functions that weight ranks.
+      last_skips: whether a skipped update would be the last before an error, `[]` bool each.
+      watched: whether gradients of this rank are nonfinite, `[]` float each, 0 if not asked for.
+      skips: of each update the updates left to skip, its nonfinite gradients, their paths.
       integer_sums: whether an integer sum over ranks overflowed, and the author's line.
-      split: paths of the gradients of `collectives.split`.
-      marked: paths of the gradients marked for reduction.
-      gathers: texts of the arrays that a sharded update gathers whole.
-      owned: texts of the matrices that this update computes on one rank each.
+      split, marked, gathers, owned, averaged: as in `TraceFindings`.
       losses: not yet sent.
       loss_means: id of a loss -> itself and its mean over the ranks.
       shards: id of a whole array -> itself and this rank's shard.
       whole_owners: id of an unsharded parameter -> itself and its optimizer, if that splits others.
-      means: id of a gradient that is the mean over ranks -> itself.
+      means: id of a mean gradient -> itself.
       further: id of an array -> itself, and how the compiler splits it.
-      averaged: paths of the gradients averaged where they were computed.
       groups: bytes of parameters gathered together.
       loss_dtypes: id of a parameter -> itself, its dtype in losses, and its optimizer.
       reduce_dtype: of the sent gradients; None: their own.
@@ -143,7 +138,7 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
-# JAX keeps its traces of jitted functions apart for each value.
+# JAX keeps its traces of jitted functions apart by value.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 
@@ -190,7 +185,7 @@ def platform() -> str:
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return this rank's share of the total weight: 0 for a total of 0, NaN after an overflow."""
+    """Return this rank's share of the total weight: 0 for 0, NaN after an overflow."""
     scope = current(axis_name)
     if scope is not None and weight is scope.weight and scope.total is not None:
         total = scope.total  # Summed once, at the start of the step.
@@ -260,7 +255,7 @@ def _weighed(weight_fn: Callable[[Any], Any], batch: Any, nested: bool) -> jax.A
 
 
 def _traced_apart(scope: Scope) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without functions traced with another step's weight or late reduction."""
+    """Return a context without functions traced with another weight or late reduction."""
     is_plain = scope.weight is None and scope.choices.late is None and scope.reduce_dtype is None
     return contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces))
 

@@ -36,8 +36,8 @@ def take_means(
 ) -> list[jax.Array]:
     """Return the losses that an all-reduce of gradients also sends.
 
-    Empty if it has another weight than the step, may round, runs outside the step's trace, or
-    starts each bucket when complete, because aux may be ready late.
+    Empty if it has another weight than the step, may round, is outside the step's trace, or starts
+    each bucket when complete, because aux may be ready late.
     """
     if step is None or not step.is_here() or weight is not step.weight:
         return []
@@ -198,7 +198,7 @@ def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
     if step is not None and axis.size(axes) == 1:  # XLA keeps a sum over one rank
         return mark(x, kind=ALL_REDUCED, path="", axes=axis.in_mesh_order(axes))
-    # On CPU another collective wakes all ranks again, and on GPU the first JAX delays all
+    # On CPU another collective wakes all ranks again; on GPU the first one makes JAX delay all
     # reductions to hide it.
     if step is not None and step.reductions:
         last = step.reductions[-1]

@@ -19,8 +19,8 @@ from jdp.reduction import rank_trace
 def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
     """Return values, but not before some others have been computed.
 
-    XLA drops `lax.optimization_barrier` before it merges and schedules collectives on GPUs, and
-    with JAX 0.10 before it merges equal operations on CPUs.
+    XLA drops `lax.optimization_barrier` before it schedules collectives on GPUs, and with JAX 0.10
+    before it merges equal operations on CPUs.
 
     >>> float(after([jnp.float32(2)], [jnp.float32(jnp.nan)])[0])
     2.0
@@ -46,7 +46,7 @@ _tied_p.multiple_results = True
 
 def _run(*operands: jax.Array, count: int) -> list[jax.Array]:
     firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in operands[count:]]
-    # XLA does not see that no number differs from itself and equals itself.
+    # XLA does not see that no number both equals and differs from itself.
     never = functools.reduce(jnp.logical_or, ((x != x) & (x == x) for x in firsts))
     values = [jnp.where(never, jnp.zeros_like(x), x) for x in operands[:count]]
     return [*values, *operands[count:]]
@@ -107,7 +107,7 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Group equations by the last wait that they need, which begins each group."""
+    """Group equations by their last wait, which begins each group."""
     parts: defaultdict[int, list[Any]] = defaultdict(list)
     wait_of: dict[Any, int] = {}
     _sort(eqns, wait_of, parts)
@@ -118,7 +118,7 @@ def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[An
     for eqn in eqns:
         wait = max((wait_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
         if wait and not _is_wait(eqn) and (inner := _opened(eqn)) is not None:
-            # An optimizer's jitted function takes all leaves, and so needs all waits.
+            # An optimizer's jitted function takes all leaves, and so all waits.
             _sort(inner, wait_of, parts)
             continue
         wait += _is_wait(eqn)

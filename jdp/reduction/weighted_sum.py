@@ -41,7 +41,7 @@ class Weighting(NamedTuple):
     why_not: str = ""
 
     def term(self, x: jax.Array) -> jax.Array:
-        """Return this rank's term, in the dtype of `x`; a weight of 0 gives 0, even for NaN."""
+        """Return this rank's term, in the dtype of `x`; weight 0 gives 0, even for NaN."""
         if self.is_adjoint and not self.why_not and _is_float(x):
             if self.forward is None or self.before is None:
                 return _weigh(x, self.forward, self.before)
@@ -150,8 +150,8 @@ def _weigh(
     return _weigh_p.bind(jnp.asarray(x), *factors, has=has, why_not=why_not)
 
 
-# (x, *factors) -> x. `has` says which of forward and backward exist. A factor has no dims, or those
-# of x, each possibly 1.
+# (x, *factors) -> x. `has`: which of forward and backward exist. A factor has no dims, or those of
+# x, each possibly 1.
 _weigh_p = jax.extend.core.Primitive("jdp_weigh")
 
 

@@ -53,9 +53,9 @@ def _rounded(x: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeRates:
-    """Rates of each of some devices of one host, while all compute and others idle.
+    """Rates of large matmuls, and of scaling a large array, on each of some devices of a host.
 
-    They are those of large matmuls, and of scaling a large array.
+    All of these devices compute, and others idle.
     """
 
     num_ranks: int

@@ -149,9 +149,6 @@ _SUMMED = frozenset("psum pmax pmin reduce_scatter psum_invariant".split())
 class _Evaluator:
     """Runs the program of a step on its mesh, an operation at a time.
 
-    An operation with a body runs as a whole. Its body runs by itself only if NaN or infinity
-    appears in it.
-
     Attributes:
       reached: the values that count: gradients, terms of sums over ranks, and results.
     """

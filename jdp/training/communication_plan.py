@@ -254,9 +254,9 @@ class PlannedCollective:
         "collective-permute".
       algorithm: "native" for the compiled kernels of jdp, "xla" for collectives of XLA.
       leaves: the whole arrays: those that a sum takes, and that a gather returns.
-      line: of the author's code, such as "train.py:41"; empty if there is none.
-      is_of_author: whether the author's code calls it, and not jdp.
-      num_loops: the loops around it, over micro-batches or layers. It runs in each iteration.
+      line: of the author's code, such as "train.py:41"; empty if none.
+      is_of_author: whether the author's code calls it, not jdp.
+      num_loops: the loops around it, over micro-batches or layers.
       number: of a native call in the step, else None.
       operands: what the program gives it: shards, and the arrays that it overwrites.
     """

@@ -70,7 +70,7 @@ class LauncherClient:
     Args:
       connection: a socket to the launcher.
       board_file: descriptor of the host's progress board.
-      commit_file: memfd of the host's commits, which outlives this process.
+      commit_file: memfd of the host's commits.
       forks: answers fork requests while this process waits.
 
     Attributes:

@@ -42,8 +42,6 @@ class HostWaits(NamedTuple):
     """Waits of the training thread between two dispatches, as (begin, end) in ns.
 
     Attributes:
-      data: for batches.
-      others: for other processes.
       paused: saving, evaluating, committing, the author's phases.
     """
 

@@ -204,7 +204,6 @@ class Slot:
     than it is, never as stalled.
 
     Attributes:
-      counter: writes its counts.
       write_phase: `write_phase(progress_ns, since_ns, phase)`, one C call; `phase` is a `record`.
       write_step: `write_step(steps, progress_ns, since_ns, phase)`, likewise.
     """

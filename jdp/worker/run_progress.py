@@ -63,16 +63,13 @@ class RunSummary(NamedTuple):
 
     Attributes:
       step: the last that all processes called, counted over all lives of the run.
-      loss: the last in `jdp.log`.
+      loss, learning_rate, gradient_norm: the last in `jdp.log`.
       steps_per_s: lately, from two steps on.
       rows_per_s: examples in these steps, if jdp supplied the batches.
       data_share: fraction of that time in which the slowest loader's process waits for data.
       commit: step of the last commit that all hosts have.
-      checkpoint: step of the last checkpoint.
-      recoveries: from failures.
       ettr: effective training time ratio: the fraction of the time since the first step with new
         progress, without recoveries and repeated steps. None without a launcher.
-      learning_rate, gradient_norm: the last in `jdp.log`.
       activity: a phase of over two seconds, such as "compiling for 7 s".
       target: step at which the loop over `jdp.batches` ends.
 

@@ -29,7 +29,7 @@ def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
 
 
 # XLA keeps all leaves of a native call, whose token the next call reads. A step gathers its whole
-# state and reads few leaves, so JAX's dead-code elimination drops the others before XLA.
+# state and reads few leaves, so JAX drops the others before.
 
 
 _NUM_BEFORE = call_order.TOKEN + 1
@@ -128,7 +128,7 @@ def _sum_transpose(
     cotangents: Sequence[Any], rank: Any, group: Any, scale: Any, token: Any, *leaves: Any,
     axes: tuple[str, ...], number: int, **params: Any,
 ) -> list[Any]:  # fmt: skip
-    # As for psum: each rank's loss depends on the sum, so the cotangents add up; but not in a typed
+    # As for psum: each rank's loss depends on the sum, so cotangents add up, except in a typed
     # shard_map, where all ranks have the same one.
     given = [ad.instantiate_zeros(ct) for ct in cotangents[1:]]
     if axis.is_typed(axes):
@@ -143,7 +143,7 @@ def _sum_transpose(
     return [None] * _NUM_BEFORE + given
 
 
-# Rows of a vmap are summed independently, unless vmap gives them the axis's name.
+# Rows of a vmap are summed independently, unless they have the axis's name.
 def _sum_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Any, **params: Any
 ) -> tuple[Any, Any]:
@@ -232,7 +232,7 @@ def _put_into_wholes(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return operands in which some leaves are slices of the arrays that they overwrite.
 
-    XLA fuses a leaf with its write; the barrier keeps XLA's copy of the array apart.
+    The barrier keeps XLA's copy of the array apart from the write that XLA fuses.
     """
 
     def operands(*args: jax.Array) -> list[jax.Array]:
@@ -406,8 +406,7 @@ class Calls:
         self, primitive: Any, bucket: Sequence[jax.Array], scale: Scale, **params: Any
     ) -> list[jax.Array]:
         """Return the sums of leaves of one dtype, times `scale`."""
-        # The call fuses a number's scaling into its rounding. Integers are scaled as XLA's sums
-        # are.
+        # The call fuses a number's scaling into its rounding. Integers are scaled as in XLA's sums.
         dtype = bucket[0].dtype
         is_fused = isinstance(scale, (int, float)) and jnp.issubdtype(dtype, jnp.floating)
         fused = np.asarray(scale if is_fused else 1, "float64" if dtype == "float64" else "float32")
@@ -447,7 +446,7 @@ class Calls:
 
 
 def _group(axes: tuple[str, ...]) -> jax.Array:
-    # Ranks that differ along another axis belong to another reduction.
+    # Ranks along another axis belong to another reduction.
     around = axis.enclosing_mesh()
     others = tuple(n for n in around.axis_names if n in around.manual_axes and n not in axes)
     return lax.axis_index(others) if others else jnp.int32(0)

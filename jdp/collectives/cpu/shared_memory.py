@@ -18,7 +18,7 @@ from jdp.worker import progress
 def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
     """Return why the ranks along `axes` share no memory.
 
-    The first call for a mesh attaches the memory, so all its processes must make it.
+    The first call for a mesh attaches the memory; all its processes must make it.
     """
     if jax.process_count() == 1:
         return None

@@ -25,12 +25,12 @@ from jdp.collectives.gpu.start_done import pairs
 from jdp.collectives.xla import xla
 from jdp.distributed import agree, kv_store
 
-# The test compares a reduction with lax.psum. A matmul runs beside it, as in a step: XLA must be
-# able to load it while the reduction waits.
+# The test compares a reduction with lax.psum, beside a matmul, which XLA must be able to load while
+# the reduction waits.
 
 
 # (dtype, size), at least one for each algorithm of jdp/csrc/cuda/plan.cc. Values count up to the
-# modulus, so that all sums are exact.
+# modulus, so all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}
 _WIDTH = 512  # of the matmul
@@ -114,7 +114,7 @@ class UnavailableError(Exception):
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
     """Return the communicator of the ranks along `axes` of a mesh of GPUs.
 
-    All processes make the first call, which opens it. With described GPUs, programs only compile.
+    All processes make the first call, which opens it. Programs for described GPUs only compile.
     """
     made = Communicator(mesh, axes)
     made.open()

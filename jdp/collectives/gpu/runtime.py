@@ -47,9 +47,8 @@ class End(NamedTuple):
     """One rank of a communicator, on a GPU of this process.
 
     Attributes:
-      communicator: its key, an attribute of XLA's calls.
-      ordinal: XLA's device number, by which a call finds its rank: CUDA's number among the visible
-        devices, `jax.Device.local_hardware_id`.
+      ordinal: XLA's device number, by which a call finds its rank: CUDA's among visible devices,
+        `jax.Device.local_hardware_id`.
     """
 
     communicator: int
@@ -131,7 +130,7 @@ def abort() -> None:
 
 def reset() -> None:
     """Clear an abort, and failed and unfinished reductions, while all processes are idle."""
-    # The first round waits for all kernels, so that none writes after the second one clears.
+    # The first round waits for all kernels, so none writes after the second clears.
     for end in 2 * _open_ends:
         end.call("reset")
 

@@ -102,7 +102,7 @@ def done(
     call = jax.ffi.ffi_call(call_order.DONE, shapes, input_output_aliases=aliases)
     after = token if after is None else after
     after, *leaves = call(token, after, *bucket, **_attributes(names, number, communicator))
-    # The analysis assumes that results of a foreign call differ as its operands do.
+    # The analysis assumes that a foreign call's results differ as its operands do.
     leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=names) for leaf in leaves]
     if not isinstance(scale, (int, float)) or scale != 1:
         is_mean = isinstance(scale, float) and scale == 1.0 / axis.size(axis_name)

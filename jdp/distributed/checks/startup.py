@@ -56,9 +56,7 @@ class TracedProgram:
     """A program whose facts and lines were not requested yet.
 
     Args:
-      name: of its step.
       facts_of: returns JSON of what the program depends on beside the author's code.
-      lines_of: returns the lines of the program.
     """
 
     def __init__(self, name: str, facts_of: Callable[[], Any], lines_of: Callable[[], Lines]):
@@ -121,9 +119,6 @@ class ProgramText(NamedTuple):
     """The program of a step in the form that is compared.
 
     Attributes:
-      name: of the author's function.
-      lines: of its lowered text.
-      constants: the arrays that it captures.
       source: index of a line -> file and line of the author's code, or "".
     """
 

@@ -58,7 +58,6 @@ def _any_alive(refs: Refs) -> bool:
     return any(ref() is not None for ref in refs)
 
 
-# One thread takes less than a millisecond for it.
 _PIECE_BYTES = 1 << 20
 
 

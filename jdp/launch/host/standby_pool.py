@@ -14,7 +14,6 @@ class Standbys:
     step of a generation, or when the host joins a running one.
 
     Args:
-      number: of standbys to keep.
       start: starts one, given its likely local id, and the process to fork or None.
       ready: called when all of them wait, or when there will be none.
     """

@@ -140,8 +140,8 @@ class Membership:
 
     Attributes:
       home: id of the leader's own host.
-      is_ending: whether the run ends, so that no host may join.
-      is_over: whether it has ended, so that hosts leave.
+      is_ending: no host may join.
+      is_over: hosts leave.
     """
 
     def __init__(

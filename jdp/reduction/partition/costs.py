@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from jdp.analysis import jaxprs
 from jdp.reduction.partition.values import ROUNDS_OF_WHILE
 
-# Operations in the time of one sent byte: 1e14/s at 500 GB/s, or 1e12/s at 5 GB/s.
+# Operations in a sent byte's time: 1e14/s at 500 GB/s, or 1e12/s at 5 GB/s.
 _FLOPS_PER_BYTE = 200
 # For each m * n * min(m, n) of an (m, n) matrix: of eigenvalues, the most.
 _FLOPS_OF_FACTORING = 10
 _FACTORINGS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve".split()
 )
-# How often a rank sends the operand, besides the share (n - 1) / n.
+# How often a rank sends the operand, without the share (n - 1) / n.
 _SENDINGS = {"all_to_all": 1, "pmax": 2, "pmin": 2, "psum": 2, "psum_invariant": 2}
 
 

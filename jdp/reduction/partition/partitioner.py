@@ -32,7 +32,7 @@ from jdp.reduction.partition.values import (
 
 
 def _cond(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Choose for each result a dim that a branch returns; the others slice theirs."""
+    """Choose a result's dim from a branch; the others slice theirs."""
     index, operands = ins[0].at(None), ins[1:]
     branches = eqn.params["branches"]
     avals = [atom.aval for atom in eqn.invars[1:]]
@@ -75,7 +75,7 @@ def _scan(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
     def probe(dims: LoopDims) -> Any:
         return partitioner.probe(program, avals, dims.flat())
 
-    # Rounds use rows, so the first dim cannot stay sliced.
+    # Rounds use rows, so the first dim stays whole.
     rows = [_moved(value.dim, -1) for value in xs]
     dims = _settled(probe, LoopDims(_dims(constants), _dims(carry), rows), num_carry)
     dims = _cheaper(probe, dims, ins, eqn.params["length"])
@@ -391,7 +391,7 @@ class Piece(NamedTuple):
 
 
 class Partitioned(NamedTuple):
-    """Results on slices, the gathered values in order, and the matrices that one rank computed."""
+    """Results on slices, the gathered values in order, and the matrices of one rank each."""
 
     pieces: list[Piece]
     gathers: list[Gather]
@@ -407,9 +407,9 @@ def partitioned(
     """Run a function of whole arrays on the slices of each rank, with the same result.
 
     Arrays needed whole are gathered once and reported; other changes of the sliced dim are
-    all-to-alls. Matrices multiplied in the same way are computed by one rank each if that is
-    estimated to be faster. The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one
-    sliced dim of each array. Custom derivatives are lost.
+    all-to-alls. Matrices multiplied alike are computed by one rank each if that is estimated to be
+    faster. The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of
+    each array. Custom derivatives are lost.
     """
     size = axis.size(axes)
     if size > 1 and axis.is_typed(axes):

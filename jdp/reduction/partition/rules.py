@@ -42,7 +42,7 @@ def same(eqn: Any, ins: Sequence[Dim], outs: Sequence[Dim], **changes: Any) -> P
 
 
 def along(eqn: Any, dim: int) -> list[Dim]:
-    """Return `dim` for each operand that is not a scalar."""
+    """Return `dim` for each operand but scalars."""
     return [dim if atom.aval.shape else None for atom in eqn.invars]
 
 
@@ -73,7 +73,7 @@ def _fit(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> bool:
 
 
 def is_elementwise(eqn: Any, num_dims: int) -> bool:
-    """Whether results depend only on the same elements of operands, within one rank."""
+    """Whether results depend only on the same elements of operands, within a rank."""
     if eqn.primitive.name == "jdp_mark":
         return True
     try:
@@ -87,7 +87,7 @@ def is_elementwise(eqn: Any, num_dims: int) -> bool:
 # The answer does not depend on sizes.
 @functools.lru_cache(maxsize=4096)
 def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -> bool:
-    """Whether `vmap` over a new first dim, and over a new last one, keeps the primitive."""
+    """Whether `vmap` over a new first and a new last dim keeps the primitive."""
     settings = dict(params)
 
     def bind(*operands: Any) -> Any:
@@ -176,7 +176,7 @@ _INDEXING = {"gather": _gather, **dict.fromkeys(_SCATTERS, _scatter)}
 
 
 def _dot_general(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Slice the other operand in the same way if it has the dim."""
+    """Slice the other operand likewise if it has the dim."""
     contracted, batch = eqn.params["dimension_numbers"]
     ins: list[Dim] = [None, None]
     ins[position] = dim

@@ -63,18 +63,18 @@ ROUNDS_OF_WHILE = 10
 
 
 class Ravel(NamedTuple):
-    """A vector reshaped from an array of `shape`, of which each rank has a slice along `dim`."""
+    """A vector reshaped from an array of `shape`, with a slice along `dim` on each rank."""
 
     shape: tuple[int, ...]
     dim: int
 
 
-# The sliced dim of a value, None if it is whole.
+# The sliced dim of a value, None if whole.
 Dim = int | Ravel | None
 
 
 class Gather(NamedTuple):
-    """A value gathered whole on every rank, for the `primitive` of an equation or an "output"."""
+    """A value gathered on every rank, for the `primitive` of an equation or an "output"."""
 
     primitive: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Gather(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Matrices of one shape that one rank each computed, at most `count_of_rank` of them."""
+    """Matrices of one shape that single ranks computed, at most `count_of_rank` on each."""
 
     count: int
     count_of_rank: int
@@ -173,7 +173,7 @@ class Ranks:
 
 
 class Value:
-    """An array of the whole program, and this rank's part of it; `dim` needs no communication."""
+    """An array of the whole program, and this rank's part; `dim` needs no communication."""
 
     def __init__(self, aval: Any, dim: Dim):
         self.shape: tuple[int, ...] = tuple(aval.shape)

@@ -53,7 +53,7 @@ class Deal(NamedTuple):
     """The assignment of isomorphic parts' matrices to ranks.
 
     Attributes:
-      shared: positions of the operands that are equal for all parts.
+      shared: positions of operands equal for all parts.
       batch: number of rows into which the other operands are cut; 1: not cut.
     """
 
@@ -188,7 +188,7 @@ class _Owners:
         self._partitioner, self._deal = partitioner, deal
         self._ranks: Ranks = partitioner.ranks
         self._num_parts, self._per_rank = num_parts, per_rank
-        # An operand that is not cut gets a new first dim.
+        # An uncut operand gets a new first dim.
         self._new = 0 if deal.batch > 1 else 1
 
     def results(self, values: Sequence[Sequence[Any]]) -> list[list[Computed]]:

@@ -169,8 +169,7 @@ def _computation(
 ) -> tuple[ComputeRates, ...]:
     """Return measured rates of computation, on the first process.
 
-    One process measures one device, as many as cores, and all. Several measure only without a file
-    of one process.
+    Several processes measure only without a file of one process.
     """
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]

@@ -186,16 +186,13 @@ class Row(NamedTuple):
       compute_s: forward and backward pass of a rank of mean speed.
       exposed_s: exposed communication, if all ranks are equally fast.
       straggler_s: the rest: waiting for the slowest rank.
-      low_s: a step at the best of all assumed rates.
-      high_s: at the worst.
+      low_s, high_s: a step at the best, and at the worst, of all assumed rates.
       efficiency: time of a step on one GPU that holds everything, over `step_s`.
-      efficiency_low: the lowest of three: this one; with fast computation, slow links and many
-        stragglers; and the reverse.
-      efficiency_high: the highest of them.
+      efficiency_low, efficiency_high: the extremes of this one, of fast computation with slow links
+        and many stragglers, and of the reverse.
       memory_bytes: of a rank: state, gradients, groups, and `activation_bytes`.
       ettr: share of time in steps that count.
-      ettr_low: at the worst of all assumed rates.
-      ettr_high: at the best.
+      ettr_low, ettr_high: at the worst, and at the best, of all assumed rates.
     """
 
     method: str

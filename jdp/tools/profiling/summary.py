@@ -76,10 +76,10 @@ class Parts(NamedTuple):
     """Nanoseconds of one step of one rank, which add up to its time.
 
     Attributes:
-      data: the rank is idle, and its process waits for a batch.
+      data: idle, and its process waits for a batch.
       computation: it computes, also while it communicates.
       communication: it communicates without computing.
-      host: the rank is idle, and its process does not wait for a batch.
+      host: idle otherwise.
     """
 
     data: int
