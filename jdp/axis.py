@@ -106,7 +106,7 @@ def is_without_mesh() -> bool:
 
 
 def platform(mesh: Mesh | None) -> str:
-    """Return the platform of a mesh; of JAX's default backend for None."""
+    """Return a mesh's platform; of JAX's default backend for None."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 

@@ -46,7 +46,7 @@ except (ImportError, AttributeError):
 
 
 def trace_of(x: Any) -> Any:
-    """Return the JAX trace of a tracer."""
+    """Return a tracer's JAX trace."""
     return getattr(x, "_trace", None)
 
 

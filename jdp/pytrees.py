@@ -57,7 +57,7 @@ def key_impl(key: Any) -> str:
 
 @functools.cache
 def num_bits(dtype: Any) -> int:
-    """Return the bits of an element: 6 for a float6, 1 for a bool."""
+    """Return an element's bits: 6 for a float6, 1 for a bool."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return 1
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -130,7 +130,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The path of an array in the held tree, as one key."""
+    """An array's path in the held tree, as one key."""
 
     keys: tuple[Any, ...]
 

@@ -52,7 +52,7 @@ class StepSpec:
         return range(len([each for each in required if each in positional]), len(positional) + 1)
 
     def argument(self, i: int) -> str:
-        """Return the name of an argument by its position."""
+        """Return an argument's name by its position."""
         names = dict(enumerate(self.signature.parameters)) | dict(self.keywords)
         return names.get(i, f"argument {i}")
 

@@ -76,7 +76,7 @@ class WayBack:
                 waiting += self.before(node)
 
     def before(self, node: Node) -> Iterator[Node]:
-        """Yield the operands of a value, in any body."""
+        """Yield a value's operands, in any body."""
         frame, variable = node
         if jaxprs.is_literal(variable):
             return
@@ -91,7 +91,7 @@ class WayBack:
             yield from (Node(frame, atom) for atom in eqn.invars)
 
     def varying_before(self, node: Node) -> Iterator[Node]:
-        """Yield the differing operands of a value."""
+        """Yield a value's differing operands."""
         return (each for each in self.before(node) if self.differs(each))
 
     def differs(self, node: Node) -> bool:
@@ -101,14 +101,14 @@ class WayBack:
         return bool(value_of(node.frame.record.env.get(node.variable, 0)) & self._bits)
 
     def maker(self, node: Node) -> Any | None:
-        """Return the equation of a value, None for an input."""
+        """Return a value's equation, None for an input."""
         record = node.frame.record
         if id(record) not in self._makers:
             self._makers[id(record)] = {v: eqn for eqn in record.jaxpr.eqns for v in eqn.outvars}
         return self._makers[id(record)].get(node.variable)
 
     def plain(self, node: Node) -> Any | None:
-        """Return the equation of a value without bodies, else None."""
+        """Return a value's equation without bodies, else None."""
         eqn = self.maker(node)
         if eqn is None or node.frame.record.calls(eqn) or is_source(eqn):
             return None

@@ -166,7 +166,7 @@ class Interpreter:
         # Values divided by numbers, and sizes of sums: see `local`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
-        # Gathers: the class of a shard, the axes, and the dim of ranks.
+        # Gathers: a shard's class, the axes, and the dim of ranks.
         self.gathered: dict[Any, tuple[int, int, int]] = {}
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 

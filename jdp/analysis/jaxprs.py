@@ -136,7 +136,7 @@ def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
-    """Return the bodies of each equation by id."""
+    """Return each equation's bodies by id."""
     return _nested(opened(jaxpr))[1]
 
 
@@ -293,7 +293,7 @@ def scan_parts(eqn: Any) -> tuple[Any, int, int]:
 
 
 def branches(eqn: Any) -> list[Any]:
-    """Return the branches of a cond."""
+    """Return a cond's branches."""
     return [opened(branch) for branch in eqn.params["branches"]]
 
 
@@ -305,7 +305,7 @@ def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
 
 
 def mapped_body(eqn: Any) -> Any:
-    """Return the body of a shard_map."""
+    """Return a shard_map's body."""
     return opened(eqn.params["jaxpr"])
 
 

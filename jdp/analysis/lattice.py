@@ -42,7 +42,7 @@ class AbstractValue(NamedTuple):
     duplicated: frozenset[str] = frozenset()
 
     def either(self, other: "AbstractValue") -> "AbstractValue":
-        """Join with the facts of another call."""
+        """Join with another call's facts."""
         pairs: Any = zip(self, other, strict=True)
         joined = AbstractValue._make(mine | its for mine, its in pairs)
         return joined._replace(zero=self.zero and other.zero)

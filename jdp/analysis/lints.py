@@ -410,7 +410,7 @@ def _divided(eqn: Any, counts: set[float]) -> str:
     is_product = eqn.primitive.name == "mul"
     factors = filter(None, map(jaxprs.number, eqn.invars if is_product else eqn.invars[1:]))
     by = [1 / factor if is_product else factor for factor in factors]
-    # The inverse of a number is rounded.
+    # A number's inverse is rounded.
     if not any(math.isclose(each, count, rel_tol=1e-2) for each in by for count in counts):
         return ""
     frames = () if eqn.source_info.traceback is None else eqn.source_info.traceback.frames

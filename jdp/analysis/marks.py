@@ -11,7 +11,7 @@ from jax.interpreters import ad, batching, mlir
 
 # A gradient before its reduction.
 LOCAL = "local"
-# The result of a collective, see `mark`.
+# A collective's result, see `mark`.
 ALL_REDUCED = "all_reduced"
 # An input of a step's weight, which does not count as used.
 WEIGHED = "weighed"
@@ -49,7 +49,7 @@ MESHLESS = "meshless"
 WEIGHTED_SUM = "jdp_weighted_sum"
 # The scope of losses with narrow parameters.
 NARROW_LOSS = "jdp_narrow_loss"
-# The jitted function of a micro-batch and its gradient.
+# A micro-batch's jitted function and its gradient.
 MICRO_BATCH = "jdp_micro_batch"
 
 

@@ -51,7 +51,7 @@ class ProgramLines(NamedTuple):
 
 
 def lines_of(jaxpr: Any) -> ProgramLines:
-    """Return the lines of a program."""
+    """Return a program's lines."""
     texts: dict[str, tuple[str, str]] = {}
     known: dict[int, Counter[str]] = {}
     counts = _counts(jaxpr, texts, known)
@@ -62,7 +62,7 @@ def _times(number: int) -> str:
     return {0: "nowhere", 1: "once"}.get(number, f"{number} times")
 
 
-# A body counts for each call; `known` is by the id of a body.
+# A body counts for each call; `known` is by a body's id.
 def _counts(
     jaxpr: Any, texts: dict[str, tuple[str, str]], known: dict[int, Counter[str]]
 ) -> Counter[str]:

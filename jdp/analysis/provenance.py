@@ -63,7 +63,7 @@ class Provenance(WayBack):
         return Node(self.top, self.body.invars[i])
 
     def of_mark(self, eqn: Any) -> Node | None:
-        """Return the operand of a mark."""
+        """Return a mark's operand."""
         frame = self.frame_of("mark", eqn)
         return None if frame is None else Node(frame, eqn.invars[0])
 

@@ -299,7 +299,7 @@ def _join(causes: Sequence[tuple[_Differentiated, ...]]) -> tuple[_Differentiate
 
 
 class _Place(NamedTuple):
-    """The context of an equation; `in_micro_batch`: a micro-batch transposed as a whole."""
+    """An equation's context; `in_micro_batch`: a micro-batch transposed as a whole."""
 
     is_transposed: bool = False
     is_ours: bool = False

@@ -32,10 +32,10 @@ class Checkpointer:
     waits only while the previous write is in progress. So a crash loses at most the steps of two
     intervals.
 
-    Commits occupy twice the memory of the state on each host, where each process writes a share.
-    CPU devices write into it directly. Other devices, or processes without jdp's native library,
-    keep a copy of the share on their devices. A checkpoint takes the size of the state on the
-    devices of process 0 while it is written.
+    Commits occupy twice the state's memory on each host, where each process writes a share. CPU
+    devices write into it directly. Other devices, or processes without jdp's native library, keep a
+    copy of the share on their devices. A checkpoint takes the state's size on the devices of
+    process 0 while it is written.
 
     All processes must make the same calls. The state may be replicated or sharded over any number
     of ranks, and can be restored to any other number, in any placement. If it is sharded over
@@ -130,7 +130,7 @@ class Checkpointer:
           The restored state, or that of step 0.
 
         Raises:
-          TypeError: `batches` has no position, or JAX does not support the type of a leaf.
+          TypeError: `batches` has no position, or JAX does not support a leaf's type.
           ValueError: the saved state is of a different model (the error names the leaves), or has
             no data position although `batches` is given; `batches` reads other data than the run
             began with (see `allow` of `jdp.batches`).

@@ -21,7 +21,7 @@ _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 2".ljust(16, b"\0")
 _PAGE_BYTES = 4096
 _ALIGNMENT = 64
-# The file is sparse. An area holds the records, the facts of each commit, and the values.
+# The file is sparse. An area holds the records, each commit's facts, and the values.
 _AREA_BYTES = 1 << 42
 _FACTS_BYTES = 1 << 30
 MARKS = 3 << 30  # between facts and values, for `host_commits.py`

@@ -222,7 +222,7 @@ class Folder:
         part.mkdir()
 
     def gathering(self, life: int, step: int, tag: str) -> Path:
-        """Make and return the folder in which hosts gather the shards of a commit."""
+        """Make and return the folder in which hosts gather a commit's shards."""
         path = self.path / f"{step}-{life}-{tag}{_GATHERING}"
         path.mkdir(exist_ok=True)
         return path
@@ -330,7 +330,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _manifest_with_files(path: Path) -> dict[str, Any]:
-    """Return a manifest, and check the sizes of the files."""
+    """Return a manifest, and check the files' sizes."""
     found = manifest.read(path)
     for name, (num_bytes, _) in found["files"].items():
         try:

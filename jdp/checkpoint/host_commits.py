@@ -56,7 +56,7 @@ class CommitMarks:
         self._file, self._number = file, number
 
     def write(self, mark: CommitMark, reason: str = "") -> None:
-        """Write the mark of this process, and why it ends."""
+        """Write this process's mark, and why it ends."""
         text = reason.encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         if mark.status == ENDED:
             with contextlib.suppress(OSError):  # out of memory, perhaps
@@ -66,7 +66,7 @@ class CommitMarks:
         os.pwrite(self._file, data, MARKS + self._number * _MARK_BYTES)
 
     def read(self, number: int) -> CommitMark | None:
-        """Return the mark of a share; None: none, or being written."""
+        """Return a share's mark; None: none, or being written."""
         data = os.pread(self._file, _MARK_BYTES, MARKS + number * _MARK_BYTES)
         mark, checksum = data[: _MARK.size], data[_MARK.size :]
         is_whole = len(data) == _MARK_BYTES and zlib.crc32(mark).to_bytes(4) == checksum
@@ -90,7 +90,7 @@ _ABSENT_S = 10.0
 
 
 class HostCommits:
-    """The commit memory of a host, as one of its processes uses it.
+    """A host's commit memory, as one of its processes uses it.
 
     Attributes:
       shared: memory of commits written together.

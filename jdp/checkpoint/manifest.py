@@ -29,7 +29,7 @@ class TornError(Exception):
 
 
 def write(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder to disk."""
+    """Write a folder's manifest to disk."""
     manifest = json.loads(json.dumps({"facts": facts, "files": files}))
     for fault in _faults(manifest):
         raise ValueError(f"{fault}, which a checkpoint must not hold")

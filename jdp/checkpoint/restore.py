@@ -1,4 +1,4 @@
-"""Restores all processes: values, and the position of the data."""
+"""Restores all processes: values, and the data's position."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -73,7 +73,7 @@ class Sources:
         return facts, read()
 
     def facts(self, key: Key) -> dict[str, Any] | None:
-        """Return the facts of a state."""
+        """Return a state's facts."""
         if key in self.records:
             return self.records[key][0].facts
         return self._found[key][0] if key in self._found else None

@@ -1,4 +1,4 @@
-"""The serialized arrays of a state: names, shapes, dtypes and bytes."""
+"""A state's serialized arrays: names, shapes, dtypes and bytes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,12 +30,12 @@ class SavedLeaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the values."""
+        """The values' size."""
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
 def describe(state: Any) -> list[SavedLeaf]:
-    """Describe the arrays of a state, in order.
+    """Describe a state's arrays, in order.
 
     >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
     ["['w'] float32[2, 3]"]

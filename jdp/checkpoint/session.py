@@ -53,7 +53,7 @@ def require_alone(session: Committing) -> None:
 def commits_of(
     session: Committing, launcher: LauncherClient, assigned: Assignment, num_processes: int
 ) -> HostCommits | None:
-    """Return the commit memory of this process."""
+    """Return this process's commit memory."""
     require_alone(session)
     num_shares = assigned.num_local if num_processes > 1 else 1
     if assigned.local_id >= num_shares:

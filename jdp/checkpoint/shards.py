@@ -15,7 +15,7 @@ Box = tuple[tuple[int, int], ...]  # start and stop in each dim
 class LeafPart(NamedTuple):
     """A shard of a leaf, written by one process."""
 
-    leaf: int  # index among the arrays of the state
+    leaf: int  # index among the state's arrays
     box: Box
     writer: int  # process; 0 for an unsplit leaf
 
@@ -100,13 +100,13 @@ def names(facts: Mapping[str, Any]) -> list[str]:
 
 
 def described(facts: Mapping[str, Any]) -> list[SavedLeaf]:
-    """Return the description of each piece."""
+    """Return each piece's description."""
     leaves = leaves_of(facts)
     return [described_part(leaves, piece) for piece in pieces(facts)]
 
 
 def described_part(leaves: Sequence[SavedLeaf], part: LeafPart) -> SavedLeaf:
-    """Return the description of a shard."""
+    """Return a shard's description."""
     return leaves[part.leaf]._replace(shape=tuple(_sizes(part.box)))
 
 

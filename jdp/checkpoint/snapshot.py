@@ -428,7 +428,7 @@ def _layout(found: WrittenPieces) -> _CommitLayout:
     return _CommitLayout(found.leaves, targets, size, routes, others)
 
 
-# Offset of each whole leaf, and the start of the shards.
+# Offset of each whole leaf, and the shards' start.
 def _whole_leaves(found: WrittenPieces) -> tuple[dict[int, int], int]:
     here = dict.fromkeys(piece.leaf for piece in found.pieces if piece.part is None)
     offsets, size = {}, 0

@@ -37,7 +37,7 @@ class CommitPart(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """The shards of a commit in some records; a JSON list between processes."""
+    """A commit's shards in some records; a JSON list between processes."""
 
     held: list[tuple[int, int]]  # ranges of shard indices
     num_parts: int  # of the commit

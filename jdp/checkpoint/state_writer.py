@@ -28,7 +28,7 @@ KEY_OF_LOADER = "loader"
 
 
 class StateWriter:
-    """A thread that writes the states of a run in order; later calls raise its errors.
+    """A thread that writes a run's states in order; later calls raise its errors.
 
     A state is not written if a step that led to it failed a check. Each process raises that error
     by its next write; the thread could raise it on only one process. Processes without `is_here`
@@ -184,7 +184,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
 
 
 def position_of(batches: Any) -> dict[str, Any]:
-    """Return the data position of this process, as facts."""
+    """Return this process's data position, as facts."""
     if batches is None:
         return {"position": None}
     state = state_of_data(batches)

@@ -206,7 +206,7 @@ class StatePiece(NamedTuple):
 
 
 class WrittenPieces(NamedTuple):
-    """The pieces of a state, whole leaves first."""
+    """A state's pieces, whole leaves first."""
 
     leaves: list[SavedLeaf]  # of all leaves; the same list for states of one kind
     pieces: list[StatePiece]
@@ -320,7 +320,7 @@ def is_split(state: Any) -> bool:
 
 
 def on_devices(pieces: Sequence[StatePiece]) -> Mapping[jax.Device, list[int]]:
-    """Return the indices of the pieces on each device."""
+    """Return the pieces' indices on each device."""
     found: dict[jax.Device, list[int]] = defaultdict(list)
     for i, piece in enumerate(pieces):
         if isinstance(piece.values, jax.Array):

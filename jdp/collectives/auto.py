@@ -1,4 +1,4 @@
-"""The all-reduce that fits the devices of the ranks."""
+"""The all-reduce that fits the ranks' devices."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ def auto(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks; None if unknown, as inside a `shard_map` of your own.
+      mesh: the ranks' mesh; None if unknown, as inside a `shard_map` of your own.
 
     Returns:
-      The same lists, summed and scaled, in the dtype of each leaf.
+      The same lists, summed and scaled, in each leaf's dtype.
     """
     chosen, reason = choice(axis_name, mesh)
     _log_once(

@@ -84,7 +84,7 @@ def joined(summed: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate the leaves of a bucket."""
+    """Concatenate a bucket's leaves."""
     return jnp.concatenate([leaf.ravel() for leaf in bucket])
 
 

@@ -18,7 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-# The calls of the CPU library, and the index of the token.
+# The calls of the CPU library, and the token's index.
 NATIVE = frozenset(
     "jdp_add_rows_native jdp_all_gather jdp_all_reduce jdp_all_to_all jdp_reduce_scatter "
     "jdp_take_rows_native".split()
@@ -175,7 +175,7 @@ def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 
 def passed(token: jax.Array) -> None:
-    """Record the token of an all-reduce, for the next one."""
+    """Record an all-reduce's token, for the next one."""
     order = _order.get()
     if order is not None:
         order.token, order.trace = token, jax.extend.core.get_opaque_trace_state()

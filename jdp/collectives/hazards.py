@@ -60,7 +60,7 @@ class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
 
 
 def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Places]:
-    """Return the chains of a jaxpr, and the outputs that hold its last token."""
+    """Return a jaxpr's chains, and the outputs that hold its last token."""
     jaxpr = jaxprs.opened(jaxpr)
     key = id(jaxpr), entering
     if key in known:

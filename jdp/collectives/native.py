@@ -40,13 +40,13 @@ def native(
         float32 and rounded once. XLA sums unsupported dtypes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks, needed for several processes or GPUs. To compile for a mesh, its
+      mesh: the ranks' mesh, needed for several processes or GPUs. To compile for a mesh, its
         devices need not exist.
       algorithm: "direct": each free rank sums a part of a bucket from all ranks; "ring": chunks
         move around a ring. Between GPUs the size of a bucket selects the algorithm.
 
     Returns:
-      The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
+      The same lists, summed and scaled, in each leaf's dtype; equal bits on every rank.
 
     Raises:
       ValueError: it cannot run here, with the reason; `collectives.auto` uses XLA instead.
@@ -92,7 +92,7 @@ def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
 
     Args:
       all_reduce: the algorithm.
-      mesh: the mesh of the ranks; None if unknown.
+      mesh: the ranks' mesh; None if unknown.
     """
     return all_reduce is split or (all_reduce is native and _platform(mesh) == "gpu")
 

@@ -52,13 +52,13 @@ def quantized(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks; None: JAX's default devices.
+      mesh: the ranks' mesh; None: JAX's default devices.
       dtype: on the wire: int8, float8_e4m3fn or float8_e5m2.
       block: numbers that share a float32 scale, >= 16. A block with NaN or infinity becomes NaN,
         one with a subnormal scale becomes 0.
 
     Returns:
-      The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
+      The same lists, summed and scaled, in each leaf's dtype; equal bits on every rank.
 
     Raises:
       ValueError: another `dtype`, `block` below 16, or inside `shard_map(check_vma=True)`.

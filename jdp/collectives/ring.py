@@ -33,7 +33,7 @@ def ring(
       mesh: unused.
 
     Returns:
-      The same lists, summed and scaled, in the dtype of each leaf.
+      The same lists, summed and scaled, in each leaf's dtype.
 
     Raises:
       ValueError: inside `shard_map(check_vma=True)`, which types results of `ppermute` as varying.

@@ -33,7 +33,7 @@ def reduce_scatter(
     native in the same cases. It is linear; `all_gather` is its transpose.
 
     Args:
-      dims: the sharded dim of each leaf, a multiple of the number of ranks, in the order of
+      dims: each leaf's sharded dim, a multiple of the number of ranks, in the order of
         `lax.axis_index(axis_name)`. None: every rank keeps the whole sum, so small leaves need no
         call of their own.
       scale, mesh: as for `collectives.auto`.

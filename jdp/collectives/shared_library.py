@@ -20,7 +20,7 @@ _IS_SOURCE = (
 
 
 class Loaded(NamedTuple):
-    """The functions of a library, or why it is missing."""
+    """A library's functions, or why it is missing."""
 
     functions: Any
     why_missing: str | None

@@ -31,7 +31,7 @@ Token = Any
 
 
 class Collectives(Protocol):
-    """The calls of an exchange, each with a unique name."""
+    """An exchange's calls, each with a unique name."""
 
     num_ranks: int
 
@@ -111,7 +111,7 @@ class _Route(NamedTuple):
     Attributes:
       wanted: `[ids]`, each needed row once, ascending, padded with an invalid row.
       start: `[n + 1]`, where each rank's rows begin in `wanted`.
-      place: `[ids]`, the index of each id in `wanted`.
+      place: `[ids]`, each id's index in `wanted`.
       owner: `[ids]`, the rank that owns each id.
       num_rounds: `[]`, the same on every rank; or an int.
       size: rows per round.
@@ -240,8 +240,8 @@ def add_rows(
     return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
-# JAX cannot transpose a loop with collectives. Under `vmap` the ids of a batch are one lookup,
-# where JAX would batch the loop.
+# JAX cannot transpose a loop with collectives. Under `vmap` a batch's ids are one lookup, where JAX
+# would batch the loop.
 take_p = jax.extend.core.Primitive("jdp_take_rows")
 add_p = jax.extend.core.Primitive("jdp_add_rows")
 

@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 Scale = float | jax.Array
 
 MiB = 2**20
-# GPUs of a host send about this in the startup time of an all-reduce.
+# GPUs of a host send about this in an all-reduce's startup time.
 _LEAST_COMBINED = 8 * MiB
 # XLA's default of `xla_gpu_all_reduce_combine_threshold_bytes`.
 _MOST_COMBINED = 30 * MiB
@@ -35,10 +35,10 @@ def xla(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: the mesh of the ranks, since CPUs need another program; None: JAX's default devices.
+      mesh: the ranks' mesh, since CPUs need another program; None: JAX's default devices.
 
     Returns:
-      The same lists, summed and scaled, in the dtype of each leaf.
+      The same lists, summed and scaled, in each leaf's dtype.
     """
     results = []
     for bucket in buckets:

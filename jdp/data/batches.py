@@ -40,7 +40,7 @@ class LoaderBatches(Generator[Any, None, None]):
 
     @property
     def position(self) -> int:
-        """The number of batches that the loop got since the start of the run."""
+        """The number of batches that the loop got since the run's start."""
         return self._position
 
     def get_state(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def batches(
         even if the last batch is full. "drop": leave it out.
       mask: True: every batch has a mask, and any `batch_size` works on any number of ranks.
         Default: only in a run by `epochs` with `tail="pad"`.
-      position: where to begin, in rows since the start of the run: a saved `Batches.position`.
+      position: where to begin, in rows since the run's start: a saved `Batches.position`.
       axis_name: the mesh axis or axes that shard the batch.
       mesh: default: the mesh of `jdp.init`, looked up when a loop begins.
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
@@ -318,8 +318,8 @@ def shard_batches(
 
     Returns:
       An iterator over the global batches, for one pass. Call again for the next epoch. `close`, or
-      the end of the loop, ends the background thread, and drops batches read ahead. A loader may
-      have a state: `get_state` and `set_state` of its iterator, as in grain, or `state_dict` and
+      the loop's end, ends the background thread, and drops batches read ahead. A loader may have a
+      state: `get_state` and `set_state` of its iterator, as in grain, or `state_dict` and
       `load_state_dict`, as in PyTorch's StatefulDataLoader. `jdp.Checkpointer` then takes the
       iterator as `batches`, and saves each process's state after the last batch that the loop got.
       The run then resumes at that batch, on the same number of processes.

@@ -121,7 +121,7 @@ def record_mask(batch: Any) -> None:
 
 
 def find_mask(batch: Any) -> Any | None:
-    """Find the padding mask of a batch.
+    """Find a batch's padding mask.
 
     The last element of a tuple counts only if `jdp.batches` made it: it could be the user's bool
     labels. In a dict, a bool `[rows]` leaf "mask" counts.

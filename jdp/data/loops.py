@@ -100,7 +100,7 @@ class EpochPlan(NamedTuple):
         return full + (rest > 0 and self.tail != "drop")
 
     def next_rows(self, position: int) -> int:
-        """Return the rows of the batch at `position`, without padding; 0 after the end."""
+        """Return the batch's rows at `position`, without padding; 0 after the end."""
         left = max(self.end - position, 0)
         if self.num_steps is not None and left:
             return self.batch_size
@@ -189,14 +189,14 @@ class Batches:
     """The batches of one run, from `position` to its end.
 
     A `for` loop starts at `position`: after a `break` the next loop continues with the next batch.
-    After the end of the run, another loop is an error unless `position` is set: to 0 for the same
+    After the run's end, another loop is an error unless `position` is set: to 0 for the same
     batches again. Only one loop runs at a time; a new one ends the previous one.
 
     `close`, or the end of a `with` block, ends a loop and its background thread.
 
     Args:
       read: reads rows of the dataset, given their numbers, [rows] int.
-      allows_new_data: whether `set_state` accepts the state of another stream.
+      allows_new_data: whether `set_state` accepts another stream's state.
       check: compares rows between the processes; None if they may differ.
     """
 
@@ -246,7 +246,7 @@ class Batches:
     def get_state(self) -> dict[str, Any]:
         """Return the position and the facts that determine the stream of rows, for JSON.
 
-        `jdp.Checkpointer` saves this with the state of a run.
+        `jdp.Checkpointer` saves this with a run's state.
         """
         own = {"position": self._position, "num_batches": self._num_done}
         return own | facts_of(self._sampler)
@@ -378,7 +378,7 @@ _NUM_NAMED = 16
 
 
 class _HostBatches(Iterator[Any]):
-    """The host batches of this process, from a position of the run.
+    """This process's host batches, from a position of the run.
 
     `mine` is [rows] int, this process's rows within a batch; `rows` is [rows] int, the dataset's
     rows read last. `checksums` are of rows to compare, by the position of the batch that they

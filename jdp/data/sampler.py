@@ -1,4 +1,4 @@
-"""The order of the rows: one endless stream of row numbers."""
+"""The rows' order: one endless stream of row numbers."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,9 @@ _HALF = np.uint64(32)
 def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
     """Return the rows at positions of the order that the keys determine.
 
-    A Feistel network permutes the cells of a grid: the `num_rows` rows and fewer than
-    sqrt(num_rows) extra cells. From an extra cell the network is applied again (cycle walking), so
-    the result is a permutation.
+    A Feistel network permutes a grid's cells: the `num_rows` rows and fewer than sqrt(num_rows)
+    extra cells. From an extra cell the network is applied again (cycle walking), so the result is a
+    permutation.
 
     Args:
       positions: [n] int, each at least 0 and less than `num_rows`.
@@ -69,7 +69,7 @@ class Sampler(Iterator[np.ndarray]):
     All epochs together are one endless stream of row numbers. Epoch e is a permutation that depends
     only on (seed, e). The only state to save is `position`, the number of rows returned so far. The
     order does not depend on the batch size or the number of ranks, so a run can resume at the same
-    row with others. Batches continue across the end of an epoch, and all are full.
+    row with others. Batches continue across an epoch's end, and all are full.
 
     The cost of shuffling does not grow with the number of rows: above 2**16 rows, a keyed
     permutation computes row numbers on demand.

@@ -52,7 +52,7 @@ def num_blocks(sharding: NamedSharding) -> int:
 def process_rows(
     sharding: NamedSharding, num_rows: int, devices: Collection[jax.Device] | None = None
 ) -> np.ndarray:
-    """Return the rows of a global batch on the devices of a process, by default this one.
+    """Return the rows of a global batch on a process's devices, by default this one.
 
     The sharding determines them, not the order of processes in a mesh or of device ids.
 

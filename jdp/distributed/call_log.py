@@ -59,7 +59,7 @@ class CallLog:
         }
 
 
-# Threads of this process in a comparison, or at the end of a loop.
+# Threads of this process in a comparison, or at a loop's end.
 num_waiting = 0
 # Loops over batches that this process is in, and the one whose end it waits in.
 open_loops: set[str] = set()

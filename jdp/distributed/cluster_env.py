@@ -110,7 +110,7 @@ class ProcessPlace(NamedTuple):
     num_local: int = 1
 
     def devices(self, num_gpus: int, environment: Mapping[str, str]) -> list[int]:
-        """Return the visible GPUs of this process, [] for all of them.
+        """Return this process's visible GPUs, [] for all of them.
 
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]

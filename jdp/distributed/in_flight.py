@@ -45,7 +45,7 @@ class CalledProgram:
       check: raises a RuntimeError for a failure that JAX does not report.
       why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
       why_skipped: returns which gradients led to too many skipped updates, given `reports.skips`
-        and the paths of the gradients.
+        and the gradients' paths.
       waits_in_xla: whether the last traced program has collectives of XLA.
     """
 
@@ -407,7 +407,7 @@ def _wait_for(weight: Any) -> bool:
 
 
 def _forget(spec: StepSpec) -> None:
-    """Remove the calls of a step; others may have their own errors."""
+    """Remove a step's calls; others may have their own errors."""
     others = [call for call in _calls if call.spec is not spec]
     _forgotten.extend(call.weight for call in _calls if call.spec is spec)
     _calls.clear()

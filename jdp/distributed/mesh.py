@@ -209,7 +209,7 @@ def init(
         devices of a further axis are neighbours, on one host if its size divides theirs.
       cpu_ranks: train on this many virtual CPU devices, 1 to 1024. Must precede anything that asks
         JAX for a device.
-      devices: the devices of the mesh, in rank order. Default: all devices of all processes.
+      devices: the mesh's devices, in rank order. Default: all devices of all processes.
       timeout_s: seconds, > 0, without a finished step after which the run ends with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`

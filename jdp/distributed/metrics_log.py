@@ -112,7 +112,7 @@ def log(
 
     Raises:
       TypeError: `metrics` is not a mapping, a metric is not a number, or `also` has another type.
-      ImportError: the library of a tracker is not installed.
+      ImportError: a tracker's library is not installed.
       ValueError: a metric is not a scalar, has more than 64 bits, was donated, or is named "step",
         "time" or like another one; `state` has no such value or was donated; or the file holds the
         steps of an earlier run.

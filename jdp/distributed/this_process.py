@@ -1,4 +1,4 @@
-"""The state of this process in a run, and which processes share its host."""
+"""This process's state in a run, and which processes share its host."""
 
 import contextlib
 import os

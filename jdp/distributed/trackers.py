@@ -55,7 +55,7 @@ class RunNote:
         self.names = {frozenset(each) for each in found["names"]} if is_same else set()
 
     def run_id(self, begin: Callable[[], str]) -> str:
-        """Return the id of the run, or of a new one."""
+        """Return the run's id, or a new one's."""
         if self._id is None:
             self._id = begin()
         return self._id
@@ -80,7 +80,7 @@ class TrackedRun(Protocol):
         """Return the values of a line that the resumed run lacks."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the values of a step."""
+        """Write a step's values."""
 
     def flush(self) -> None:
         """Write out buffered values."""
@@ -168,7 +168,7 @@ class _WandB:
         note.last = max(note.last, self._run.step - 1)
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return values if step >= self._note.last else {}  # W&B merges the values of a step
+        return values if step >= self._note.last else {}  # W&B merges a step's values
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(values), step=step)
@@ -262,7 +262,7 @@ class FileTracker:
         self._is_retry = False
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the values of a step, after lines that the run lacks."""
+        """Write a step's values, after lines that the run lacks."""
         if frozenset(values) not in self._note.names:
             self._note.names.add(frozenset(values))
             self._note.write()
@@ -318,7 +318,7 @@ class TrackerQueue:
         num_runs = len(self._runs)
         with self._opening:
             found = [self._opened(each) for each in given]
-            # Not by the writing thread: none can start at the end of the interpreter.
+            # Not by the writing thread: none can start at the interpreter's end.
             if found and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._dispatch, name="jdp track", daemon=True
@@ -339,7 +339,7 @@ class TrackerQueue:
         return self._runs[-1]
 
     def put(self, step: int, values: Mapping[str, Any], trackers: Sequence[Tracker]) -> None:
-        """Queue the values of a step, which the file has; in one thread."""
+        """Queue a step's values, which the file has; in one thread."""
         if trackers:
             self._lines.put((step, values, trackers))
 
@@ -373,7 +373,7 @@ class TrackerQueue:
         return True
 
     def raise_error(self) -> None:
-        """Raise the error of a tracker, once."""
+        """Raise a tracker's error, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 def find(options: Options) -> Rendezvous:
-    """Return the rendezvous of this run; hold the own address, if any."""
+    """Return this run's rendezvous; hold the own address, if any."""
     if not options.endpoints:
         return Rendezvous([("127.0.0.1", 0)], 0, _listening(("127.0.0.1", 0)))
     addresses = options.endpoints
@@ -144,7 +144,7 @@ def _listening(address: Address) -> socket.socket:
 
 
 def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
-    """Return the claim of a launcher; the smallest leads.
+    """Return a launcher's claim; the smallest leads.
 
     All launchers must agree on the order: the leader of a running generation, then the latest known
     generation (a restarted launcher knows none), then the order of `--rdzv-endpoint`.
@@ -251,7 +251,7 @@ class LeaderSearch:
         if self.leads or not self.is_elective or time.monotonic() < self._wait_until:
             return False
         self._num_rounds += 1
-        # Without a generation a launcher must not lead, except at the start of the run.
+        # Without a generation a launcher must not lead, except at the run's start.
         if self.own is None or not (self.own == 0 or self._generation() >= 0):
             return False
         # Each better claim gets one round first.

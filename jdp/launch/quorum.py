@@ -99,7 +99,7 @@ class Electors:
             self._electorate = self._electorate.merged(Electorate(**known))
 
     def record_death(self, remote: RemoteHost) -> None:
-        """Record the death of a launcher."""
+        """Record a launcher's death."""
         self._electorate = self._electorate.with_dead(remote.id)
 
     def may_form(self, remotes: Iterable[RemoteHost]) -> bool:

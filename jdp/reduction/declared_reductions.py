@@ -21,7 +21,7 @@ _OVER_ROUNDS: dict[str, Callable[..., Any]] = {"max": jnp.max, "min": jnp.min, "
 
 
 def operations(params: Any, declared: Mapping[str, str] | None) -> dict[int, str]:
-    """Return the operation of each statistic, by position."""
+    """Return each statistic's operation, by position."""
     declared = declared or {}
     for key, name in declared.items():
         if name not in _OVER_RANKS:

@@ -65,7 +65,7 @@ def flatten(
     *,
     drops_dead: bool = True,
 ) -> FlatProgram:
-    """Flatten a program; `called` returns the program of a call."""
+    """Flatten a program; `called` returns a call's program."""
     ins = [FlatValue(variable.aval) for variable in jaxprs.opened(program).invars]
     flat = FlatProgram([], ins, [], [])
     flat.outs.extend(_append(program, ins, calls, flat, called))

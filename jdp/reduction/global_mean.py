@@ -16,8 +16,8 @@ from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
 
-# Two linear operations, each the transpose of the other. Each rank differentiates its own loss l_r;
-# the step's loss is sum(s_r l_r), with shares s_r of 1.
+# Two linear operations, each the other's transpose. Each rank differentiates its own loss l_r; the
+# step's loss is sum(s_r l_r), with shares s_r of 1.
 
 
 class Average(Protocol):

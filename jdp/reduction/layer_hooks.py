@@ -55,7 +55,7 @@ def instantiated(cotangents: Any) -> Any:
 def mapped_together(values: Sequence[Any]) -> list[jax.Array]:
     """Return `values` unchanged. A `vmap` that maps one of them maps all.
 
-    A `jax.custom_vjp` may need the cotangent of each row, but gets the sum for an unmapped output.
+    A `jax.custom_vjp` may need each row's cotangent, but gets the sum for an unmapped output.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: mapped_together([x, jnp.float32(1)]))(jnp.arange(2.0))
@@ -95,12 +95,12 @@ def is_float(leaf: Any) -> bool:
 
 
 def floats_of(tree: Any) -> list[jax.Array]:
-    """Return the float leaves of a tree."""
+    """Return a tree's float leaves."""
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def with_floats(tree: Any, floats: Sequence[jax.Array]) -> Any:
-    """Replace the float leaves of a tree."""
+    """Replace a tree's float leaves."""
     left = iter(floats)
     return jax.tree.map(lambda leaf: next(left) if is_float(leaf) else leaf, tree)
 

@@ -273,7 +273,7 @@ def layer_gradients(
     of: Perturbed,
     cotangents: tuple[Sequence[Any], Sequence[Any]],
 ) -> Operands:
-    """Return the gradient of each operand, or None."""
+    """Return each operand's gradient, or None."""
     return _Backward(forward, operands, share, of).run(*cotangents)
 
 

@@ -32,7 +32,7 @@ def is_sum_checked(step: Scope, term: Any) -> bool:
 
 
 def upper_half(term: jax.Array) -> jax.Array:
-    """Return the upper half of the bits, whose sum has room."""
+    """Return the bits' upper half, whose sum has room."""
     return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
 
 
@@ -67,8 +67,8 @@ def mean_over_ranks(
     """Average a tree over ranks; the result is equal on every rank.
 
     The result is usable at once: in a `lax.cond`, as batch statistics, as a target. Inside a loss
-    its gradient is exact, with the weights of the step. As the loss itself use `global_mean`, since
-    each rank's gradient through this mean is only its own.
+    its gradient is exact, with the step's weights. As the loss itself use `global_mean`, since each
+    rank's gradient through this mean is only its own.
 
     Args:
       x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0.
@@ -139,8 +139,8 @@ def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[ja
 def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Sum a tree over ranks, for counts and histograms.
 
-    Its gradient is exact, with the weights of the step. A rank whose rows have weight 0 in the step
-    has no gradient.
+    Its gradient is exact, with the step's weights. A rank whose rows have weight 0 in the step has
+    no gradient.
 
     Args:
       x: tree of numeric arrays, any shapes; booleans count as 0 and 1.
@@ -185,7 +185,7 @@ def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Return the elementwise maximum of a tree over ranks; NaN if any rank has NaN.
 
     `lax.pmax` loses NaN on CPUs, and gives different results between processes. The gradient is
-    exact, with the weights of the step; ranks that share the maximum share it.
+    exact, with the step's weights; ranks that share the maximum share it.
 
     Args:
       x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:
@@ -371,7 +371,7 @@ def rows(x: Any) -> Any:
 
     Returns:
       The marked tree, to return among the metrics. The caller gets arrays whose first dim is the
-      whole batch, in the order of the batch.
+      whole batch, in the batch's order.
 
     Raises:
       ValueError: if a first dim is not the number of this rank's rows.
@@ -405,7 +405,7 @@ def batch_norm_statistics(
     """Return mean and variance of each feature over all weighted rows of all ranks.
 
     The results are those of the whole batch for any number of ranks, and equal on every rank, so a
-    state may keep them. Gradients are exact, with the weights of the step. A rank with only padding
+    state may keep them. Gradients are exact, with the step's weights. A rank with only padding
     contributes nothing. If no row counts, both results are 0. In micro-batches they are those of a
     micro-batch of all ranks.
 
@@ -414,7 +414,7 @@ def batch_norm_statistics(
         like rows.
       mask: `[rows]` or `[rows, positions]`, bool or float >= 0, the weight of each. Where it is 0,
         `x` may be NaN. Default: equal weights.
-      feature_dim: the dim of the features in `x`, 1 for `[rows, features, height, width]`.
+      feature_dim: the features' dim in `x`, 1 for `[rows, features, height, width]`.
       axis_name: the data axis.
 
     Returns:

@@ -19,7 +19,7 @@ from jdp.reduction import step_context
 
 
 def float_dtype(option: str, given: Any) -> np.dtype | None:
-    """Return the dtype of an option.
+    """Return an option's dtype.
 
     >>> float_dtype("gather_dtype", "bfloat16")
     dtype(bfloat16)

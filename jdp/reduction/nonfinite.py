@@ -55,7 +55,7 @@ def fields(state: Any, name: str) -> list[Any]:
 
 
 def expect_skips(step: Scope, state: Any) -> None:
-    """Record, at the start of a step, whether the next skip would be an error."""
+    """Record, at a step's start, whether the next skip would be an error."""
     step.last_skips.extend(each <= 1 for each in fields(state, "skips_left"))
 
 
@@ -76,7 +76,7 @@ def watch(step: Scope | None, leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def record(step: Scope | None, grads: Any, state: Any) -> None:
-    """Let a step report the new state of an optimizer."""
+    """Let a step report an optimizer's new state."""
     if step is None or not step.is_here():
         return
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
@@ -102,7 +102,7 @@ def why_skipped(reported: jax.Array, names: Sequence[tuple[str, ...]]) -> str | 
 
     Args:
       reported: `[ranks, k]`, of `report`; only this process's are read.
-      names: the paths of the gradients of each update.
+      names: the paths of each update's gradients.
     """
     rows = {x.index[0].start or 0: np.asarray(x.data)[0] for x in reported.addressable_shards}
     values, start, found = next(iter(rows.values())), 0, []

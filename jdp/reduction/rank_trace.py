@@ -1,4 +1,4 @@
-"""Trace the program of a rank without the mesh in types.
+"""Trace a rank's program without the mesh in types.
 
 Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. So
 the trace has no mesh, and a mark removes it from the types of values. A program with a bare

@@ -143,8 +143,8 @@ class ShardGradients:
     ) -> tuple[FlatProgram, int, Callable[[Sequence[Any]], Any]]:
         """Return a loss with its gradients as one program.
 
-        Inputs: the parameters, and the sent shards. Outputs: the arrays of the value, whose number
-        is returned, then the gradients of all inputs. The function restores the value.
+        Inputs: the parameters, and the sent shards. Outputs: the value's arrays, whose number is
+        returned, then the gradients of all inputs. The function restores the value.
         """
         others: list[Any] = []
         trees: list[Any] = []

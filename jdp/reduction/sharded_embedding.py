@@ -45,7 +45,7 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
         drops their gradient.
 
     Returns:
-      `[*ids.shape, ...]`, in the dtype of the table.
+      `[*ids.shape, ...]`, in the table's dtype.
 
     Raises:
       TypeError: if `ids` are not integers, or for "nan" if the dtype of `table` has no NaN.

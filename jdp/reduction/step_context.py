@@ -188,7 +188,7 @@ def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
     """Return this rank's share of the total weight: 0 for 0, NaN after an overflow."""
     scope = current(axis_name)
     if scope is not None and weight is scope.weight and scope.total is not None:
-        total = scope.total  # Summed once, at the start of the step.
+        total = scope.total  # Summed once, at the step's start.
     else:
         total = row_weight.total_weight(weight, axis_name)
     share = jnp.asarray(weight, float) / row_weight.divisor(total)

@@ -1,4 +1,4 @@
-"""Sums over ranks whose gradients are those of the weighted loss of the step.
+"""Sums over ranks whose gradients are those of the step's weighted loss.
 
 Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The loss of the
 step is sum(s_r l_r). Each rank differentiates its own l_r, and multiplies only the complete
@@ -30,7 +30,7 @@ class Weighting(NamedTuple):
     Attributes:
       forward: `[]`, multiplies this rank's term; None: 1.
       is_adjoint: whether ranks have different weights, so that JAX's transpose would be wrong.
-      after: `[]`, multiplies the cotangent of the sum.
+      after: `[]`, multiplies the sum's cotangent.
       before: `[]`, multiplies the cotangent of this rank's term; None: 1.
     """
 
@@ -100,7 +100,7 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
 def factors(
     weight: jax.Array | None, axis_name: AxisName, *, mean: bool
 ) -> tuple[Weighting, float]:
-    """Return the weights of gradients before their sum, and the factor of the sum."""
+    """Return the weights of gradients before their sum, and the sum's factor."""
     if weight is not None:
         return weighting(weight, axis_name, mean=mean), 1.0
     return Weighting(None), 1.0 / axis.size(axis_name) if mean else 1.0

@@ -133,7 +133,7 @@ def find_batch_size(
 
     Raises:
       ValueError: if the fewest rows do not fit, there is no limit, there is no number of rows to
-        try, or the arrays of the batch have different first dims.
+        try, or the batch's arrays have different first dims.
       TypeError: if a number is not an integer, or `step` is neither a step nor returns one.
 
     >>> import jax, jax.numpy as jnp, optax, jdp

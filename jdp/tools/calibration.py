@@ -135,7 +135,7 @@ class CollectiveLaw:
         result of an all-gather, otherwise the input.
       largest_error: the largest |predicted / measured - 1| over `points`.
       points: the measured (bytes, median seconds), ascending.
-      cpu_points: the same for the CPU seconds of a call on all ranks together.
+      cpu_points: the same for a call's CPU seconds on all ranks together.
     """
 
     operation: str
@@ -182,7 +182,7 @@ class Calibration:
     def rate(
         self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
     ) -> CollectiveLaw | None:
-        """Return the law of a collective."""
+        """Return a collective's law."""
         wanted = (operation, algorithm, num_ranks, num_processes)
         for rate in self.rates:
             if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:
@@ -226,7 +226,7 @@ def require_writable(platform: str) -> None:
 
 
 def load(platform: str, path: Path | None = None) -> Calibration | None:
-    """Return the calibration of this host."""
+    """Return this host's calibration."""
     default = default_path(platform)
     path = path or default
     again = "Measure again: jdp bench --calibrate, which " + (

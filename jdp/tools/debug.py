@@ -128,7 +128,7 @@ def _on_one_device(x: Any) -> Any:
 
 
 class _Event(NamedTuple):
-    """Where NaN or infinity begins; `number` is its place in the order of the program."""
+    """Where NaN or infinity begins; `number` is its place in the program's order."""
 
     number: int
     found: FirstNonfinite
@@ -147,7 +147,7 @@ _SUMMED = frozenset("psum pmax pmin reduce_scatter psum_invariant".split())
 
 
 class _Evaluator:
-    """Runs the program of a step on its mesh, an operation at a time.
+    """Runs a step's program on its mesh, an operation at a time.
 
     Attributes:
       reached: the values that count: gradients, terms of sums over ranks, and results.
@@ -275,7 +275,7 @@ class _Evaluator:
         return self._run(program, ins) if _has_news(outs, ins) else outs
 
     def _inside(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues] | None:
-        """Run the body of an operation; None if it has none."""
+        """Run an operation's body; None if it has none."""
         if eqn.primitive.name == "cond":
             return self._branches(eqn, ins)
         if eqn.primitive.name == "scan":
@@ -367,7 +367,7 @@ class _Evaluator:
         )
 
     def _rows(self, flags: np.ndarray) -> tuple[int, ...] | None:
-        """Return the rows of the batch with a flag; a micro-batch has consecutive rows."""
+        """Return the batch's rows with a flag; a micro-batch has consecutive rows."""
         of_rank, start = self._num_rows // len(flags), 0
         size = flags.shape[1]
         if self._rounds and any(each.params.get("name") == MICRO_BATCH for each in self._calls):

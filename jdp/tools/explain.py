@@ -42,7 +42,7 @@ def explain(
         `jax.eval_shape(make_state)`; a global batch, whose rows the number of ranks divides; and
         others.
       on: the devices: `"8xH200"`, `"16xH100"` (two hosts of 8), `"v5e:2x4"`, `"cpu:4"`, or a mesh.
-        Default: the mesh of the state.
+        Default: the state's mesh.
       rates: rates for the predicted time, such as `{"matmul_flops": 600e12}`. The report names all,
         with units, and the defaults.
       **keywords: keyword arguments of the step. Pass those named `on` or `rates` by position, or in

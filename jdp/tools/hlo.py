@@ -39,11 +39,11 @@ class Instruction(NamedTuple):
         return re.findall(rf"\b{attribute}=%?([\w.\-]+)", self.rest)[0]
 
     def number(self) -> int:
-        """Return the number of a parameter."""
+        """Return a parameter's number."""
         return int(self.rest.split(")")[0])
 
     def element(self) -> int:
-        """Return the element number of a get-tuple-element."""
+        """Return a get-tuple-element's element number."""
         return int(re.findall(r"\bindex=(\d+)", self.rest)[0])
 
     def attributes(self) -> str:
@@ -81,7 +81,7 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The users of each result by name."""
+        """Each result's users by name."""
         users: dict[str, list[Instruction]] = defaultdict(list)
         for one in self:
             for name in dict.fromkeys(one.operands()):
@@ -90,7 +90,7 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def root(self) -> Instruction | None:
-        """The instruction of the result; None if empty."""
+        """The result's instruction; None if empty."""
         return next((one for one in self if one.is_root), self[-1] if self else None)
 
 
@@ -118,7 +118,7 @@ _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 
 
 class Array(NamedTuple):
-    """The type of an array in a program."""
+    """An array's type in a program."""
 
     dtype: str
     dims: tuple[int, ...]

@@ -49,7 +49,7 @@ _MAX_DISTANCE = 12
 
 
 class ParameterFlow:
-    """Finds parameters by the dataflow of a program."""
+    """Finds parameters by a program's dataflow."""
 
     def __init__(self, program: HloProgram):
         self._computations = program.computations

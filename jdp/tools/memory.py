@@ -31,7 +31,7 @@ def state_parts(state: Any) -> dict[str, str]:
 
 
 def category(name: str, parts: Mapping[str, str]) -> str:
-    """Return the purpose of an argument.
+    """Return an argument's purpose.
 
     >>> names = [f"args[0]{path}" for path in (".params['w']", ".params_ema", "['params'].w")]
     >>> [category(name, {}) for name in names]

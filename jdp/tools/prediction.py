@@ -61,7 +61,7 @@ class Likely:
         return self._start_s + max(matmul_s, work.num_bytes / self._memory)
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
-        """Return the seconds of a collective: measured, or its start and its bytes over links."""
+        """Return a collective's seconds: measured, or its start and its bytes over links."""
         n = len(groups[0]) if groups else self._num_ranks
         if n == 1:
             return self._start_s

@@ -25,7 +25,7 @@ DESCRIBED = "XLA's device description"
 _DATA_SHEET = f"{PUBLISHED} (NVIDIA's data sheet)"
 _OF_DEVICES = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
 
-# The reached part of a peak: lowest, likely, highest.
+# A peak's reached part: lowest, likely, highest.
 _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
 # The reached part of measured rates: a step's matmuls and arrays are smaller.
 _OF_LARGE_MATMULS, _OF_LARGE_ARRAYS = (0.5, 0.75, 1.0), (0.5, 1.0, 2.0)
@@ -185,7 +185,7 @@ def _tpu(target: TargetDevices) -> dict[str, Rate]:
 
 
 def _cpu(target: TargetDevices) -> dict[str, Rate]:
-    # All ranks share the cores of a host.
+    # All ranks share a host's cores.
     share = (os.cpu_count() or 1) / target.mesh.size
     source = f"{ASSUMED}: {os.cpu_count() or 1} cores for {target.mesh.size} ranks"
     thirds = (0.3, 1, 3)

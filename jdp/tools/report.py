@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step.
+    """A step's predicted time.
 
     Attributes:
       likely_s: seconds at the likely rates.

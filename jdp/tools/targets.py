@@ -138,7 +138,7 @@ def target(on: str | Mesh, axis_names: tuple[str, ...], further: Further = NONE)
 
 
 def require_name(on: str) -> None:
-    """Raise a ValueError with the forms of names if a text is not the name of a target.
+    """Raise a ValueError with the forms of names if a text is not a target's name.
 
     >>> require_name("cpu:0")
     Traceback (most recent call last):

@@ -27,11 +27,11 @@ class Speeds(Protocol):
     """Times of operations."""
 
     def compute_s(self, work: Work) -> float:
-        """Return the seconds of an operation."""
+        """Return an operation's seconds."""
         ...
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
-        """Return the seconds of a collective."""
+        """Return a collective's seconds."""
         ...
 
 

@@ -23,7 +23,7 @@ _ON_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 def replica_groups(one: Instruction) -> list[tuple[int, ...]]:
-    """Return the ranks of each group, ascending; empty if the text has no groups.
+    """Return each group's ranks, ascending; empty if the text has no groups.
 
     A group of a `collective-permute` is a pair: sender, receiver.
     """
@@ -75,7 +75,7 @@ class SentArrays:
       number: of a native call; None for XLA's.
       arrays: its operands, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
-      groups: the devices of each group; empty if all meet, or if unknown.
+      groups: each group's devices; empty if all meet, or if unknown.
       ends_s: end of the first run, when its result is used.
     """
 

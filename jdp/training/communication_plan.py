@@ -59,7 +59,7 @@ class LeafNames:
         self._stacked = set[str]()
         self._num_stand_ins = 0
         self._packed: dict[Any, list[Any]] = {}  # the vectors in each vector
-        self._parts: dict[str, list[tuple[str, int]]] = {}  # by the stand-in of a vector
+        self._parts: dict[str, list[tuple[str, int]]] = {}  # by a vector's stand-in
 
     def sent(self, atom: Any, paths: Paths) -> str:
         """Return a reduced gradient's name, or a stand-in."""

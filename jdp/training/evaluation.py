@@ -34,10 +34,9 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
         `functools.partial`.
 
     Returns:
-      The metrics of the step, as numpy: floats averaged by weight over all batches (in float64,
-      complex ones in complex128), also those of `jdp.sum_over_ranks` and `jdp.max_over_ranks`;
-      integers and booleans summed; `jdp.rows` concatenated in the order of the batches, without
-      padding rows.
+      The step's metrics, as numpy: floats averaged by weight over all batches (in float64, complex
+      ones in complex128), also those of `jdp.sum_over_ranks` and `jdp.max_over_ranks`; integers and
+      booleans summed; `jdp.rows` concatenated in the batches' order, without padding rows.
 
     Raises:
       ValueError: there are no batches.

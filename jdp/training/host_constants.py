@@ -137,7 +137,7 @@ _noting = _Noting()
 
 
 def _plain(fn: Any) -> tuple[Any, Any]:
-    """Return the function of a callable, and the object whose method it is."""
+    """Return a callable's function, and the object whose method it is."""
     fn, of = inspect.unwrap(fn), None
     while isinstance(fn, functools.partial | types.MethodType):
         of = getattr(fn, "__self__", of)

@@ -1,7 +1,7 @@
 """Checks that the averages of an optimizer keep their digits in their dtype.
 
-optax makes most of its state in the dtype of the parameters. 16 bits suffice for a mean of
-gradients, but not for a slow mean of their squares.
+optax makes most of its state in the parameters' dtype. 16 bits suffice for a mean of gradients, but
+not for a slow mean of their squares.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ _FIELDS = ("step", "params", "opt_state", "model_state", "seed")
 
 
 def state_nodes(state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the nodes of a state, in the order of its leaves, each with its optimizer or None.
+    """Yield a state's nodes, in the order of its leaves, each with its optimizer or None.
 
     A node is an optimizer with its state; another variable of nnx, whose optimizer has a matching
     `wrt`; or another leaf.
@@ -241,7 +241,7 @@ class StateLayout:
 def parted(
     state: Any, mesh: Mesh, axis_name: AxisName
 ) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
-    """Return the arrays of a state by group, its layout, and the axes of its shards."""
+    """Return a state's arrays by group, its layout, and the axes of its shards."""
     rank_state.require_dims(pytrees.restore(state))
     held = pytrees.hold(state)
     leaves, treedef = jax.tree.flatten(held)
@@ -255,7 +255,7 @@ def parted(
 def whole_state(
     lists: Sequence[Sequence[Any]], layout: StateLayout, axes: tuple[str, ...]
 ) -> list[list[Any]]:
-    """Return the arrays of a state as the author's function sees them."""
+    """Return a state's arrays as the author's function sees them."""
     own, *by_dim = lists
     _, _, *specs = layout.parted(layout.further)
     parts = [

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 
-# Erase to the end of the row; go up one row.
+# Erase to the row's end; go up one row.
 _ERASE, _UP = b"\x1b[K", b"\x1b[A"
 
 

@@ -72,5 +72,5 @@ starts threads for each and would abort. Write a smaller number; jdp plan predic
 
 
 def num_cpus() -> int:
-    """Count the CPU cores of this process."""
+    """Count this process's CPU cores."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Messages between the parts of a run: one JSON object a line, over a socket.
+"""Messages between a run's parts: one JSON object a line, over a socket.
 
 A *process* and its *host* (`jdp/worker/launcher_client.py`, `jdp/launch/host/worker_process.py`)
 use a socket pair; hosts and the *leader* (`jdp/launch/host/agent.py`,

@@ -1,4 +1,4 @@
-"""The status of a process: phase, steps, counts."""
+"""A process's status: phase, steps, counts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -68,11 +68,11 @@ class Counter:
         self._words[_DATA_NS] += ns
 
     def write_commit(self, step: int) -> None:
-        """Write the step of a commit."""
+        """Write a commit's step."""
         self._words[_COMMIT] = step + 1
 
     def write_checkpoint(self, step: int) -> None:
-        """Write the step of a checkpoint."""
+        """Write a checkpoint's step."""
         self._words[_CHECKPOINT] = step + 1
 
     def write_evaluating(self, is_evaluating: bool) -> None:
@@ -117,7 +117,7 @@ ENDED = "the script has ended"
 
 
 class ProcessStatus(NamedTuple):
-    """The status of a process; plain values, which a host can send.
+    """A process's status; plain values, which a host can send.
 
     Attributes:
       pid: 0 if the slot is free.

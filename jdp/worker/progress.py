@@ -197,7 +197,7 @@ def _covered(intervals: list[tuple[int, int]], begin_ns: int, end_ns: int) -> in
 
 
 class OwnProgress:
-    """The progress of this process, for all threads; `own` is the only instance.
+    """This process's progress, for all threads; `own` is the only instance.
 
     Attributes:
       phases: (record, begin) of active phases; the last is shown, the first is the base phase.
@@ -290,7 +290,7 @@ os.register_at_fork(after_in_child=_forked)
 class Phase:
     """A reusable context in which the process is in a phase.
 
-    `limit_s` is without progress; inf for no limit, 0 for the default of the name.
+    `limit_s` is without progress; inf for no limit, 0 for the name's default.
     """
 
     __slots__ = ("_record",)

@@ -1,4 +1,4 @@
-"""The status of each process in shared memory, which the launcher reads.
+"""Each process's status in shared memory, which the launcher reads.
 
 A process alone writes its slot, by word stores without locks, so its last status stays readable
 however it hangs or ends.

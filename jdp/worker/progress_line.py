@@ -1,4 +1,4 @@
-"""Shows the progress of a script without a launcher."""
+"""Shows a script's progress without a launcher."""
 
 import builtins
 import contextlib

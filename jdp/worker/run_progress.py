@@ -40,7 +40,7 @@ class RunHistory(NamedTuple):
 
 
 class LeaderLoss(NamedTuple):
-    """The loss of a leader, as a follower saw it.
+    """A leader's loss, as a follower saw it.
 
     Attributes:
       at: time.monotonic() when it was noticed.
@@ -59,7 +59,7 @@ class LeaderLoss(NamedTuple):
 
 
 class RunSummary(NamedTuple):
-    """The progress of a run; unknown values are None.
+    """A run's progress; unknown values are None.
 
     Attributes:
       step: the last that all processes called, counted over all lives of the run.
@@ -139,7 +139,7 @@ class _Sample(NamedTuple):
 
 
 class RunProgress:
-    """Adds up the progress of a run; without a launcher no time is lost."""
+    """Adds up a run's progress; without a launcher no time is lost."""
 
     def __init__(self, *, has_launcher: bool = True) -> None:
         self._has_launcher = has_launcher

@@ -175,7 +175,7 @@ mlir.register_lowering(all_reduce_p, _lower_sum, platform="cpu", cacheable=False
 
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
-#   dims: the split dim of each leaf, None for a whole leaf of a reduce-scatter; of an all-to-all
+#   dims: each leaf's split dim, None for a whole leaf of a reduce-scatter; of an all-to-all
 #     the pair of split and concatenated dims,
 #   overwrites: of an all-gather, for each leaf whether its result reuses the memory of an operand
 #     after the leaves, whose value is ignored,
@@ -281,7 +281,7 @@ def _transpose(
     whole = [i for i, dim in enumerate(dims) if dim is None]
     cut = [i for i, dim in enumerate(dims) if dim is not None]
     found = {i: given[i] for i in whole}
-    if whole and not axis.is_typed(params["axes"]):  # as the cotangents of an all-reduce
+    if whole and not axis.is_typed(params["axes"]):  # as an all-reduce's cotangents
         token, *sums = reduce_scatter_p.bind(
             rank, group, _ONE, token, *found.values(), dims=(None,) * len(whole),
             number=call_order.derived(number, "cotangent of whole"), **params,
@@ -314,7 +314,7 @@ def _batch(
         for x, place in zip(leaves, places[_NUM_BEFORE:], strict=True)
     ]
     is_batched = [place is not None for place in places[_NUM_BEFORE:]]
-    if axis_data.name in axes:  # its rows have the name of the axis
+    if axis_data.name in axes:  # its rows have the axis's name
         if axes != (axis_data.name,):
             raise NotImplementedError(
                 f"{primitive.name} over {axes} is ambiguous, because a vmap also uses the name "

@@ -52,7 +52,7 @@ def self_test_difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
 
 
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
-    """Return the jitted program of the self-test.
+    """Return the self-test's jitted program.
 
     For each bucket, and for the matmul, it returns `[ranks, 2]` float32: the number of wrong
     values, NaN included, and the largest difference.

@@ -38,7 +38,7 @@ def split(
       mesh: unused.
 
     Returns:
-      The same lists, summed and scaled, in the dtype of each leaf.
+      The same lists, summed and scaled, in each leaf's dtype.
     """
     numbers = [call_order.next_number(bucket) for bucket in buckets]
     return pairs(buckets, axis_name, scale=scale, numbers=numbers)

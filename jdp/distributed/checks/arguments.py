@@ -107,7 +107,7 @@ class Arguments:
 
     @property
     def spec(self) -> P:
-        """The sharding of a checksum in a step: over its data axes."""
+        """A checksum's sharding in a step: over its data axes."""
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def checksums(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:

@@ -20,7 +20,7 @@ _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0
 def folded(
     where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Hash every device's shard of every leaf, and combine the hashes of a device.
+    """Hash every device's shard of every leaf, and combine a device's hashes.
 
     It uses no collective, and does not wait. `numbers` are ints >= 0, so that equal leaves
     contribute differently.

@@ -40,7 +40,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
       state: any tree; leaves that are not arrays are ignored.
       every: of the calls for trees of this structure, check the first and every `every`-th after
         it, >= 1. The other calls do nothing.
-      axis_name: the data axis of the mesh: a name, or a tuple of names.
+      axis_name: the mesh's data axis: a name, or a tuple of names.
 
     Returns:
       16 hexadecimal digits, equal for equal bits on any number of ranks, to compare runs; None from

@@ -35,7 +35,7 @@ _MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
 
 class Lines(Protocol):
-    """The lines of a program, such as `analysis.program_lines.ProgramLines`."""
+    """A program's lines, such as `analysis.program_lines.ProgramLines`."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -116,7 +116,7 @@ _OF_CONSTANT = (
 
 
 class ProgramText(NamedTuple):
-    """The program of a step in the form that is compared.
+    """A step's program in the form that is compared.
 
     Attributes:
       source: index of a line -> file and line of the author's code, or "".

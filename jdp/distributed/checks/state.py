@@ -146,7 +146,7 @@ def _first_difference(group: tuple[int, ...], pair: tuple[int, int], shapes: lis
 
 
 def digests(values: Sequence[np.ndarray]) -> list[str]:
-    """Return a digest of the elements of each array, as text.
+    """Return a digest of each array's elements, as text.
 
     Digests of large arrays come from a CRC-32 of each MiB: a difference in one MiB is missed once
     in 2**32 times.

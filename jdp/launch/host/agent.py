@@ -79,7 +79,7 @@ class KnownRun:
         self.record_past(known)
 
     def record_loss(self, leader: str, why: str, silent_s: float) -> None:
-        """Record the loss of a leader after `silent_s`."""
+        """Record a leader's loss after `silent_s`."""
         text = f"the leader at {leader} was lost: {why}"
         self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
 
@@ -138,7 +138,7 @@ class CoordinatorPort:
 
     @property
     def number(self) -> int:
-        """The number of the port."""
+        """The port's number."""
         return self._socket.getsockname()[1]
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""The console of a launcher: output lines, and below them the progress."""
+"""A launcher's console: output lines, and below them the progress."""
 
 import os
 import select

@@ -82,7 +82,7 @@ RETRY_S = 0.5
 
 
 class LeaderConnection:
-    """Joins the run, and detects the loss of the leader.
+    """Joins the run, and detects the leader's loss.
 
     Args:
       introduce: returns the facts of `join`, without the proof.

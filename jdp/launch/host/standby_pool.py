@@ -8,7 +8,7 @@ from jdp.worker.exit_codes import in_words
 
 
 class Standbys:
-    """The standbys of this host.
+    """This host's standbys.
 
     They are forks of a process that waits in `jdp.init()`. Without forks they start after the first
     step of a generation, or when the host joins a running one.

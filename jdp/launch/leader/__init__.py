@@ -1,1 +1,1 @@
-"""The leader of a run."""
+"""A run's leader."""

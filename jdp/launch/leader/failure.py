@@ -24,7 +24,7 @@ class Cause:
       is_of_program: whether a process failed by itself; false for a lost host and for SIGKILL.
       error: last line of the script's traceback.
       step: last step that the process called.
-      is_sure: whether it cannot be the consequence of another failure.
+      is_sure: whether it cannot be another failure's consequence.
       grows: not a fault: there is room for more processes.
       noticed: time.monotonic().
     """

@@ -1,4 +1,4 @@
-"""The leader of a run: it begins generations on hosts, and recovers after a failure.
+"""A run's leader: it begins generations on hosts, and recovers after a failure.
 
 The launcher at the rendezvous address leads. With several addresses, the hosts elect one
 (`jdp/launch/election.py`), which needs a quorum for each generation (`jdp/launch/quorum.py`). An
@@ -144,7 +144,7 @@ class RunEnd:
 
 
 class Succession:
-    """Inherits the past of a run from hosts, and sends it to them.
+    """Inherits a run's past from hosts, and sends it to them.
 
     Of the hosts in the latest generation `number`, the one that knows most recoveries counts.
     """

@@ -1,4 +1,4 @@
-"""The hosts of a run: which may join, have joined, and are lost."""
+"""A run's hosts: which may join, have joined, and are lost."""
 
 import asyncio
 import functools
@@ -130,7 +130,7 @@ _THROUGH_PROXY = (
 
 
 class Membership:
-    """The hosts of a run, in the order of their `join`.
+    """A run's hosts, in the order of their `join`.
 
     Args:
       joined: called with a host and the facts of its `join`; returns whether a generation runs.

@@ -99,7 +99,7 @@ class RunCollector:
 
 
 class MetricsEndpoint:
-    """Serves the metrics of a run on all addresses; port 0 is any free one."""
+    """Serves a run's metrics on all addresses; port 0 is any free one."""
 
     def __init__(self, port: int, read: Callable[[], RunMetrics]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app

@@ -1,4 +1,4 @@
-"""Watches the progress of a generation, and reports hanging or slow processes.
+"""Watches a generation's progress, and reports hanging or slow processes.
 
 All processes take the same time for a step, since they reduce together: a slow process waits less
 than the others. If waits are unknown (see `progress_board`), its devices idle longer before a step.

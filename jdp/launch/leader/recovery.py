@@ -181,7 +181,7 @@ class Recoveries:
         self._begin_outage(why, generation.step if generation.stepped else None)
 
     def history(self) -> RunHistory:
-        """Return the past of the run, for the next leader."""
+        """Return the run's past, for the next leader."""
         return self._report.history()._replace(failures=self._budget.failures())
 
     def take_over(self, history: RunHistory, why: Cause) -> str:

@@ -1,4 +1,4 @@
-"""Reports the progress of a run, to the console and as events."""
+"""Reports a run's progress, to the console and as events."""
 
 import json
 import math
@@ -43,7 +43,7 @@ class RunReport:
         self._show_at, self._event_at = -math.inf, math.inf
 
     def history(self) -> RunHistory:
-        """Return the past of the run, without failures."""
+        """Return the run's past, without failures."""
         return self._progress.history(time.monotonic())
 
     def summary(self) -> RunSummary | None:

@@ -404,7 +404,7 @@ def partitioned(
     axes: tuple[str, ...],
     want: Sequence[int | None] | Callable[[list[jax.ShapeDtypeStruct]], Sequence[int | None]],
 ) -> Partitioned:
-    """Run a function of whole arrays on the slices of each rank, with the same result.
+    """Run a function of whole arrays on each rank's slices, with the same result.
 
     Arrays needed whole are gathered once and reported; other changes of the sliced dim are
     all-to-alls. Matrices multiplied alike are computed by one rank each if that is estimated to be

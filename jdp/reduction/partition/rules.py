@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     """How to run an equation on slices.
 
     Attributes:
-      ins: the sliced dim of each operand, None for the whole.
+      ins: each operand's sliced dim, None for the whole.
       outs: the same for results.
       partial: "sum", "max", ...: how the ranks' results combine into the whole, or empty.
     """

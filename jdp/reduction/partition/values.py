@@ -69,7 +69,7 @@ class Ravel(NamedTuple):
     dim: int
 
 
-# The sliced dim of a value, None if whole.
+# A value's sliced dim, None if whole.
 Dim = int | Ravel | None
 
 

@@ -66,7 +66,7 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
 
 
 def compute_rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
-    """Return the rates of each device, while all compute."""
+    """Return each device's rates, while all compute."""
     flops = {dtype: matmul_flops_per_s(mesh, dtype) for dtype in ("float32", "bfloat16")}
     return ComputeRates(num_ranks, flops, memory_bytes_per_s(mesh))
 

@@ -40,8 +40,8 @@ class Case(NamedTuple):
     """A collective of arrays of one size.
 
     Attributes:
-      size: a rank's elements, as in nccl-tests: of the result of an all-gather, otherwise the
-        input. The number of ranks divides it, except for an all-reduce.
+      size: a rank's elements, as in nccl-tests: of an all-gather's result, otherwise the input. The
+        number of ranks divides it, except for an all-reduce.
     """
 
     operation: str

@@ -76,7 +76,7 @@ def fault_summary(
 
 
 def fault_parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the parts of a recovery, in seconds."""
+    """Return a recovery's parts, in seconds."""
     record = fault.record
     recovery = record["at"] - fault.at
     told = record["end_s"] + record["form_s"] + record["restore_s"] + record["step_s"]
@@ -99,7 +99,7 @@ _MARGIN_STEPS = 5
 
 
 class FaultSetting(NamedTuple):
-    """The faults of a run, with exponentially distributed times between; `step_s` is the least."""
+    """A run's faults, with exponentially distributed times between; `step_s` is the least."""
 
     mtbf_s: float
     num_faults: int

@@ -41,7 +41,7 @@ _LOADING = ("cache_retrieval_time_sec",)
 
 
 class TrainingPlan(NamedTuple):
-    """The plan of the training; a step takes at least `step_s`."""
+    """The training plan; a step takes at least `step_s`."""
 
     state_bytes: int
     step_s: float

@@ -88,7 +88,7 @@ def devices(mesh: Mesh) -> Diagnosis:
 
 
 def links(mesh: Mesh) -> Diagnosis:
-    """Return the links of the devices."""
+    """Return the devices' links."""
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     coordinates = {str(d.id): list(d.coords) for d in here if getattr(d, "coords", None)}
     slices = {getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat}

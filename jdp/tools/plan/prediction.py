@@ -127,7 +127,7 @@ class RankMemory(NamedTuple):
 
 
 def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
-    """Return the memory of a rank with Adam."""
+    """Return a rank's memory with Adam."""
     whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
     groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
     group = max(map(params_of, groups)) * STATE_BYTES

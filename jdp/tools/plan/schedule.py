@@ -169,7 +169,7 @@ class Task(NamedTuple):
 
 
 class Program:
-    """The tasks of a step, in program order; `overlaps`: links send during computation."""
+    """A step's tasks, in program order; `overlaps`: links send during computation."""
 
     def __init__(self, *, overlaps: bool = True) -> None:
         self.tasks: list[Task] = []
@@ -198,7 +198,7 @@ class Program:
         return max(self.ends(slowness))
 
     def exposed_s(self) -> float:
-        """Return the seconds of the step without computation."""
+        """Return the step's seconds without computation."""
         computes = sum(task.seconds for task in self.tasks if task.lane == COMPUTE)
         return max(0.0, self.step_s() - computes)  # sums of other orders differ in the last digits
 
@@ -226,7 +226,7 @@ class Deployment(NamedTuple):
 
 
 def program_of(workload: Workload, deployment: Deployment) -> Program:
-    """Return the tasks of a step."""
+    """Return a step's tasks."""
     builder = _Builder(workload, deployment)
     if deployment.method in (STAGE_3, HSDP):
         builder.parameters_in_time()

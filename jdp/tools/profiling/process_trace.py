@@ -50,12 +50,12 @@ class Marks:
         own.slot = self._slot
 
     def end(self) -> None:
-        """Restore the slot of the process."""
+        """Restore the process's slot."""
         if own.slot is self._slot:  # else this is a forked child, with its own slot
             own.slot = self._before
 
     def phase(self, record: bytes) -> None:
-        """Record the start of a phase."""
+        """Record a phase's start."""
         name, now = phase_name(record), time_ns()
         self.phases.append((now, name))
         self._look()
@@ -65,7 +65,7 @@ class Marks:
             self._on_begin()
 
     def step(self, record: bytes) -> None:
-        """Record the end of a step, and the next phase."""
+        """Record a step's end, and the next phase."""
         self._look()
         done = MarkedCall(self._begun, time_ns(), self._new)
         self._new, self._begun = None, done.end

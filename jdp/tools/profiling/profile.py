@@ -194,14 +194,14 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     Returns:
       A context manager. If the block ends before the last step, it logs a warning, and the profile
       has the steps before. If the block raises, JAX's profiler stops, and the error is raised.
-      Errors of writing are raised at the end of the block.
+      Errors of writing are raised at the block's end.
 
     Raises:
       ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; at the
         start of the block, if processes have different steps.
-      RuntimeError: at the start of the block, if a profile already runs, also one of JAX's, or if
-        this one had a block before.
-      OSError: at the start of the block, if `folder` cannot be written.
+      RuntimeError: at the block's start, if a profile already runs, also one of JAX's, or if this
+        one had a block before.
+      OSError: at the block's start, if `folder` cannot be written.
 
     >>> import jax.numpy as jnp, optax, jdp, tempfile
     >>> mesh = jdp.init(cpu_ranks=2)

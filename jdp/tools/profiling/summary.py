@@ -89,7 +89,7 @@ class Parts(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """The times of a rank, each a `span_union`.
+    """A rank's times, each a `span_union`.
 
     Attributes:
       running: its programs, from first to last operation; empty if gaps between operations are time
@@ -104,7 +104,7 @@ class Activity(NamedTuple):
 
 
 def step_parts(activity: Activity, window: tuple[int, int]) -> Parts:
-    """Return the parts of a step."""
+    """Return a step's parts."""
     computing, communicating, running, waiting = (_within(each, window) for each in activity)
     exposed = span_difference(communicating, computing)
     busy = span_difference(span_union([*computing, *running]), exposed)

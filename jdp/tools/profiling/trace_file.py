@@ -1,7 +1,7 @@
 """The file of a profiled process, for Perfetto and `jdp timeline`.
 
 It is compressed JSON of Chrome's trace format, with times in microseconds, to the nanosecond, and
-in `otherData` the facts of the process.
+in `otherData` the process's facts.
 """
 
 import gzip
@@ -41,7 +41,7 @@ _FACTS = {
     "start_ns": COUNT, "ranks": list_of(COUNT), "platform": TEXT, "jax": optional(TEXT),
     "steps": optional(list_of(COUNT)), "notes": optional(list_of(TEXT)),
 }  # fmt: skip
-_TYPE = {"ph": json_fields.one_of(("X", "M"))}  # a slice, or the name of a track
+_TYPE = {"ph": json_fields.one_of(("X", "M"))}  # a slice, or a track's name
 _SLICE = {
     "cat": json_fields.one_of(_KINDS), "name": TEXT, "args": json_fields.OBJECT,
     "ts": json_fields.number_in(-_MOST_US, _MOST_US), "dur": json_fields.number_in(0, _MOST_US),
@@ -92,7 +92,7 @@ class ProcessTrace:
 
 
 def path_of(folder: Path, process: int) -> Path:
-    """Return the file of a process."""
+    """Return a process's file."""
     return folder / f"process-{process}{_SUFFIX}"
 
 
@@ -126,7 +126,7 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
 
 
 def read(path: Path) -> ProcessTrace:
-    """Read the file of a process."""
+    """Read a process's file."""
     try:
         with gzip.open(path) as file:
             content = checked(json.load(file), _CONTENT)
