@@ -80,7 +80,7 @@ def rank(axis_name: AxisName) -> jax.Array:
 
 
 def enclosing_mesh() -> AbstractMesh:
-    """Return the mesh of the traced code, which may be empty."""
+    """Return the traced code's mesh, which may be empty."""
     around = jax.sharding.get_abstract_mesh()
     return around if around.axis_names else _mesh.get() or around
 

@@ -103,7 +103,7 @@ def whose_file(file_name: str) -> str:
     return "library" if path.is_relative_to(_STANDARD) else "author"
 
 
-# The weight of the global batch, an output added by jdp.
+# The global batch's weight, an output added by jdp.
 WEIGHT = "weight"
 
 

@@ -16,7 +16,7 @@ from jdp.jax_compat import opened
 
 
 def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
-    """Return the traced body of a high-level primitive."""
+    """Return a high-level primitive's traced body."""
     primitive = eqn.params.get("_prim")
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
@@ -171,7 +171,7 @@ class Interpreter:
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
-        """Return the class of an unknown value."""
+        """Return an unknown value's class."""
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
@@ -263,7 +263,7 @@ class Interpreter:
         self.everywhere, self._automatic = outside
 
     def expanded(self, eqn: Any) -> Any | None:
-        """Return the traced body of a high-level primitive."""
+        """Return a high-level primitive's traced body."""
         if id(eqn) not in self._expanded:
             manual = self.lattice.names(self.everywhere)
             self._expanded[id(eqn)] = expanded(eqn, self._mesh, manual)

@@ -1,4 +1,4 @@
-"""The origin of a differing value, for refusals."""
+"""A differing value's origin, for refusals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Provenance(WayBack):
         return Origin("", "", tuple(sources), is_reduced)
 
     def reduction(self, node: Node) -> str:
-        """Return the line of the nearest reduction."""
+        """Return the nearest reduction's line."""
         lines = (self.line(each.frame, eqn) for each, eqn in self._reductions(node))
         return next(filter(None, lines), "")
 
@@ -290,7 +290,7 @@ _VERBS = {
     "sub": "subtracts {} and {} from each other",
 }
 _COMBINES = "combines {1} with {0}"
-# Ends the explanation of an unreduced value.
+# Ends an unreduced value's explanation.
 NEVER_AVERAGED = "was never averaged"
 
 

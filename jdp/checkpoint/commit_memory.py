@@ -1,8 +1,8 @@
 """The last commit, in host memory that outlives the processes that write it.
 
 The memory is an anonymous file of the launcher. Its first page holds two records, each of a commit.
-A write clears the record of the older commit, writes values and facts, then the new record. So at
-any death of the writer, at least one record describes an intact commit.
+A write clears the older commit's record, writes values and facts, then the new record. So at any
+death of the writer, at least one record describes an intact commit.
 """
 
 import json

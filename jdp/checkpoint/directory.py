@@ -179,7 +179,7 @@ class Folder:
         return next((each for each in self.checkpoints() if each[:2] == place[:2]), place)
 
     def place(self, life: int, step: int) -> Path:
-        """Return the folder of a written checkpoint."""
+        """Return a written checkpoint's folder."""
         return self.path / f"{step}-{life}"
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:

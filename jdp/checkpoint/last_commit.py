@@ -1,6 +1,6 @@
 """Writes a host's latest commit to the run's directory, after its processes have ended.
 
-`jdp run` starts it with the descriptor of the commit memory, and reads its JSON answer.
+`jdp run` starts it with the commit memory's descriptor, and reads its JSON answer.
 """
 
 import json

@@ -84,7 +84,7 @@ class StateWriter:
         self._pool.submit(action)
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed write, once."""
+        """Raise a failed write's error, once."""
         if self._job is not None and self._job.done():
             self.settle()
         failure, self._failure = self._failure, None

@@ -218,8 +218,8 @@ class Finder:
     """Finds the pieces of the successive states of one run.
 
     Each process writes shards of a leaf that no process holds completely; a `per_rank` leaf is
-    gathered. Other leaves are read once, from one device. Without shards, the processes of a host
-    may each write a share of the leaves that all of them hold.
+    gathered. Other leaves are read once, from one device. Without shards, a host's processes may
+    each write a share of the leaves that all of them hold.
     """
 
     def __init__(self, share: Share | None = None) -> None:

@@ -18,7 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-# The calls of the CPU library, and the token's index.
+# The CPU library's calls, and the token's index.
 NATIVE = frozenset(
     "jdp_add_rows_native jdp_all_gather jdp_all_reduce jdp_all_to_all jdp_reduce_scatter "
     "jdp_take_rows_native".split()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 def number(name: str, environment: Mapping[str, str], default: int | None = None) -> int:
-    """Return the value of a variable.
+    """Return a variable's value.
 
     >>> number("RANK", {"RANK": "3"}), number("LOCAL_RANK", {}, 0)
     (3, 0)

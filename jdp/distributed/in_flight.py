@@ -342,7 +342,7 @@ def _drain(num_left: int) -> None:
 
 
 def _exchange_error(call: StepCall) -> str | None:
-    """Return the error of a ragged exchange, which may also belong to a later call in flight."""
+    """Return a ragged exchange's error, which may also belong to a later call in flight."""
     found = this_process.current.exchange_error
     if found is None:
         return None

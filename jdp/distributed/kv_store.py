@@ -60,7 +60,7 @@ def get_now(key: str) -> str | None:
 
 
 def get(key: str, *, timeout_s: float) -> str | None:
-    """Wait for the value of a key; None after the timeout."""
+    """Wait for a key's value; None after the timeout."""
     try:
         return _client().blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
     except Exception as error:

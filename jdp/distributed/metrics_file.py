@@ -138,7 +138,7 @@ class MetricsFile:
         self._thread.start()
 
     def put(self, step: int, scalars: dict[str, Any], trackers: Sequence[Tracker] = ()) -> None:
-        """Queue a line for the thread, unless the file has it; raise the error of an earlier line.
+        """Queue a line for the thread, unless the file has it; raise an earlier line's error.
 
         A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
 

@@ -1,4 +1,4 @@
-"""Python objects between the processes of a run."""
+"""Python objects between a run's processes."""
 
 import base64
 import operator

@@ -164,7 +164,7 @@ class _WandB:
             resume="allow",
             **{**given, **settings.options},
         )
-        # Offline, W&B does not know the steps of the resumed run.
+        # Offline, W&B does not know the resumed run's steps.
         note.last = max(note.last, self._run.step - 1)
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:

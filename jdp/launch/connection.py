@@ -157,7 +157,7 @@ async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
             async with asyncio.timeout(timeout_s / len(found)):
                 return await _connect_to(socket.socket(family, kind, number), where)
         except OSError as error:
-            # asyncio replaces the text of an error number.
+            # asyncio replaces an error number's text.
             number = error.errno
             whys.append(os.strerror(number) if number else f"no answer from {where[0]}")
     raise OSError("; ".join(dict.fromkeys(whys)))

@@ -146,7 +146,7 @@ def _listening(address: Address) -> socket.socket:
 def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
     """Return a launcher's claim; the smallest leads.
 
-    All launchers must agree on the order: the leader of a running generation, then the latest known
+    All launchers must agree on the order: a running generation's leader, then the latest known
     generation (a restarted launcher knows none), then the order of `--rdzv-endpoint`.
     """
     return [0 if has_generation else 1, -generation, listed]
@@ -217,7 +217,7 @@ class LeaderSearch:
         self._lead()
 
     def record_joined(self, place: int) -> None:
-        """Record the index of the joined leader."""
+        """Record the joined leader's index."""
         self._joined = place
 
     def begin(self, is_leader_dead: bool) -> None:

@@ -34,7 +34,7 @@ class TracedLayer(NamedTuple):
     def __call__(
         self, closed_over: Sequence, carry: Sequence, layer: Sequence, x: Sequence
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the leaves of the next carry, and those of y."""
+        """Return the next carry's leaves, and those of y."""
         closed = jax.extend.core.ClosedJaxpr(self.jaxpr, [])
         outs = jax.extend.core.jaxpr_as_fun(closed)(*closed_over, *carry, *layer, *x)
         return outs[: self.num_carry], outs[self.num_carry :]
@@ -368,7 +368,7 @@ def _at(positions: Sequence[int], values: Sequence[Any], size: int) -> list[Any]
 
 
 def split_parts(params: Any, axes: tuple[str, ...]) -> list[Shard | None]:
-    """Return the shard of each stacked parameter; None if whole or split by layers."""
+    """Return each stacked parameter's shard; None if whole or split by layers."""
     found = [known(leaf) for leaf in jax.tree.leaves(params)]
     if step_context.current(axes) is None:
         return [None for _ in found]

@@ -45,7 +45,7 @@ def report_overflow(
     line = diagnostics.innermost_line(frames)
     for total, upper in zip(totals, uppers, strict=True):
         bits = pytrees.num_bits(total.dtype)
-        # Without an overflow, the sum of the lower halves.
+        # Without an overflow, the lower halves' sum.
         difference = upper.astype(float) * 2.0 ** (bits // 2) - total.astype(float)
         overflows = jnp.any(jnp.abs(difference) > 2.0 ** (bits - 1))
         if others:  # ranks along other axes have other sums

@@ -133,7 +133,7 @@ def late_choices(jaxpr: Any) -> set[bool | None]:
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
-    """Return whether to reduce late, and the mark of a different choice."""
+    """Return whether to reduce late, and a different choice's mark."""
     step = step_context.innermost()
     if step is None and axis.size(axis_name) == 1:
         return False, ""

@@ -120,7 +120,7 @@ class Scope:
         return self.trace == jax.extend.core.get_opaque_trace_state()
 
     def found(self) -> TraceFindings:
-        """Return the findings of the ended trace."""
+        """Return the ended trace's findings."""
         return TraceFindings(
             marked=frozenset(self.marked),
             averaged=frozenset(self.averaged),

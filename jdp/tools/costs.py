@@ -177,7 +177,7 @@ class Costs:
         return self._computations.get(called[0] if called else "", Computation())
 
     def part(self, one: Instruction) -> ChainPart | None:
-        """Return the part of a collective."""
+        """Return a collective's part."""
         return chain_part(self.inside(one))
 
     def kernel(self, one: Instruction) -> Kernel | None:

@@ -285,7 +285,7 @@ def _kept(leaves: Sequence[SentLeaf], arrays: Sequence[Array]) -> list[SentLeaf]
 
 # XLA for TPUs compiles some reduce-scatters as all-reduces, and slices the sums.
 _PLANNED_AS = {"all-reduce": ("all-reduce", "reduce-scatter")}
-# The number of a planned collective, one of its leaves, and the collective.
+# A planned collective's number, one of its leaves, and the collective.
 _Leaf = tuple[int, SentLeaf, PlannedCollective]
 
 

@@ -61,7 +61,7 @@ LIST = Field("a list", lambda it: isinstance(it, list))
 
 
 def checked(found: Any, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the known fields of a JSON object.
+    """Return a JSON object's known fields.
 
     >>> fields = {"process": COUNT, "host": optional(TEXT)}
     >>> checked({"process": 1, "more": [[]]}, fields)

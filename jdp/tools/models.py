@@ -65,7 +65,7 @@ def transformer(
 
 
 def transformer_loss(params: Any, batch: Any) -> jax.Array:
-    """Return the mean cross-entropy of the next byte; `text`: `[r, length + 1]` int32, 0 to 255."""
+    """Return the next byte's mean cross-entropy; `text`: `[r, length + 1]` int32, 0 to 255."""
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
     x = params["bytes"][inputs] + params["positions"]
     for block in params["blocks"]:

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program."""
+"""A compiled program's collectives."""
 
 import math
 import re

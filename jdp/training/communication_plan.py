@@ -132,7 +132,7 @@ class LeafNames:
             paths[out] = leaf_path(atoms[0], paths)
 
     def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
-        """Record the parts of a packed vector, and name those of its sum."""
+        """Record a packed vector's parts, and name those of its sum."""
         atoms = [x for x in eqn.invars if not jaxprs.is_literal(x)]
         if name == "concatenate" and eqn.outvars[0].aval.ndim == 1:
             self._packed[eqn.outvars[0]] = atoms

@@ -220,7 +220,7 @@ class StateLayout:
     further: tuple[FurtherSpec, ...]
 
     def remember_further(self, state: Any) -> None:
-        """Record how the compiler splits a traced state that takes the place of this one."""
+        """Record how the compiler splits a traced state that replaces this one."""
         leaves, treedef = jax.tree.flatten(state)
         if treedef == self.treedef:
             shard_registry.remember_further(leaves, self.further)

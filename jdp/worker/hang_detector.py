@@ -227,7 +227,7 @@ class HangDetector:
         return limit_s * min(_STALL_S, timeout_s / 2) / timeout_s
 
 
-# The processes behind the step of the others.
+# The processes behind the others' step.
 def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
     if not running:

@@ -15,7 +15,7 @@ class RunHistory(NamedTuple):
       failures: (time, step or None, error) of each failure in the restart budget.
       began: when all processes had made the first step.
       lost_s: since then, without new progress.
-      recoveries: how many, by the error code of each first failure.
+      recoveries: how many, by each first failure's error code.
     """
 
     failures: list[tuple[float, int | None, str]] = []  # noqa: RUF012
@@ -151,7 +151,7 @@ class RunProgress:
         self._step = self._furthest = 0
         self._outage: float | None = None  # since when the run makes no new progress
         self._lost_s = 0.0
-        self._recoveries: Counter[str] = Counter()  # by the code of the first failure
+        self._recoveries: Counter[str] = Counter()  # by the first failure's code
         self._cause = ""  # of the outage
         self._samples: deque[_Sample] = deque()
         self._logged = RunCounts()  # of the process that logged last

@@ -75,7 +75,7 @@ def lowered_call(
     beside_xla: bool,
     **attributes: Any,
 ) -> Any:
-    """Return the results of a custom call."""
+    """Return a custom call's results."""
     rule = jax.ffi.ffi_lowering(
         cpu_runtime.target(name, beside_xla=beside_xla),
         operand_output_aliases={i: i - call_order.TOKEN for i in in_place},

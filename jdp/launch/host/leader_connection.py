@@ -27,7 +27,7 @@ class LeaderLifeline:
         self._opening = start_task(self._open())
 
     async def shows_death(self) -> bool:
-        """Whether the leader has died, after the end of the other connection."""
+        """Whether the leader has died, after the other connection's end."""
         # Its kernel may close this connection later.
         for _ in range(20):
             if self._lifeline is None or self._lifeline.has_died:

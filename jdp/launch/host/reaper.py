@@ -1,4 +1,4 @@
-"""A process that briefly outlives the launcher, to kill the processes of the run.
+"""A process that briefly outlives the launcher, to kill the run's processes.
 
 The death signal of `spawn` does not reach grandchildren. The guardian holds a pipe, which closes
 when the launcher ends in any way. It runs without jdp, so it starts at once.

@@ -230,7 +230,7 @@ class Leader:
 
     @property
     def number(self) -> int:
-        """The number of the last generation."""
+        """The last generation's number."""
         return self._succession.number
 
     @property

@@ -194,7 +194,7 @@ def _families(run: RunMetrics) -> Iterator[Any]:
     yield CounterMetricFamily("jdp_lost_seconds", text, run.history.lost_s)
     text = "Recoveries from failures, by the error code of the first failure of each."
     recoveries = CounterMetricFamily("jdp_recoveries", text, labels=["cause"])
-    # Zero at first: Prometheus misses the rise of a new counter.
+    # Zero at first: Prometheus misses a new counter's rise.
     for cause, number in {**dict.fromkeys(CODES, 0), **run.history.recoveries}.items():
         recoveries.add_metric([cause], number)
     yield recoveries

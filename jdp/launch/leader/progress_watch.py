@@ -217,7 +217,7 @@ class ProgressWatch:
         self._has_new_windows = self._has_new_windows or bool(windows)
 
     def slow(self) -> dict[int, Slow]:
-        """Return the facts of the slow processes."""
+        """Return the slow processes' facts."""
         compared = Comparison(self._windows)
         return {i: compared.slowness(i) for i in self._slow.named}
 

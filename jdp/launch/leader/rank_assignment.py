@@ -70,7 +70,7 @@ def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
 
 
 def size(plan: Plan) -> int:
-    """Count the processes of a plan."""
+    """Count a plan's processes."""
     return sum(len(part.slots) for part in plan)
 
 
@@ -109,7 +109,7 @@ class Gathering:
         return None if may_wait and len(chosen) < most else chosen
 
     def timeout_error(self, remotes: list[RemoteHost], now: float) -> str | None:
-        """Return the error of the join timeout."""
+        """Return the join timeout's error."""
         least, most = self._options.nnodes
         may_form = self._electors.may_form(remotes)
         if (

@@ -162,7 +162,7 @@ class Recoveries:
 
     @property
     def text(self) -> str:
-        """The causes of the current outage, or ""."""
+        """The current outage's causes, or ""."""
         return "" if self._outage is None else self._outage.text
 
     def reason_to_end(self, why: Cause, generation: Generation) -> str:

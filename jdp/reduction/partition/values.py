@@ -1,4 +1,4 @@
-"""The values of a partitioned program, and the ranks."""
+"""A partitioned program's values, and the ranks."""
 
 from __future__ import annotations
 

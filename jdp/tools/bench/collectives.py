@@ -278,7 +278,7 @@ class _Clock:
         _require_right(group, self._made)
 
     def __call__(self) -> float:
-        """Return the seconds of the slowest process."""
+        """Return the slowest process's seconds."""
         self._made.prepare()
         if self._start is not None:
             self._start.prepare()

@@ -49,7 +49,7 @@ class TrainingPlan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the float32 parameters."""
+        """The float32 parameters' shape."""
         return max(1, self.state_bytes // 4 // WIDTH), WIDTH
 
 
@@ -88,7 +88,7 @@ def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
 
 
 def factors(plan: TrainingPlan) -> np.ndarray:
-    """Return the factor of each parameter row, 1 to 3."""
+    """Return each parameter row's factor, 1 to 3."""
     return (np.arange(plan.shape[0]) % 3 + 1).astype(np.float32)
 
 

@@ -97,7 +97,7 @@ class _Contestant:
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
-        """Return the seconds of the slowest process; all check its results."""
+        """Return the slowest process's seconds; all check its results."""
         seconds, wrong = 0.0, None
         if self._start is not None:
             seconds, state = self._timed()

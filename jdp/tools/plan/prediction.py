@@ -91,7 +91,7 @@ class Stragglers(NamedTuple):
     seed: int = 0
 
     def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
-        """Return samples of the factor of the slowest rank.
+        """Return samples of the slowest rank's factor.
 
         The largest of n has the n-th power of one rank's distribution. Each of `num_samples` equal
         parts of [0, 1] gives one sample, for a small error.

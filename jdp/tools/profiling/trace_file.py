@@ -1,4 +1,4 @@
-"""The file of a profiled process, for Perfetto and `jdp timeline`.
+"""A profiled process's file, for Perfetto and `jdp timeline`.
 
 It is compressed JSON of Chrome's trace format, with times in microseconds, to the nanosecond, and
 in `otherData` the process's facts.
