@@ -16,7 +16,7 @@ from jdp.error_codes import with_code
 
 
 def unmatched_refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[str]:
-    """Refuse each collective that some ranks may skip."""
+    """Refuse each collective skipped by some ranks."""
     for found in report.deadlocks:
         at = f" at {found.source}" if found.source else ""
         under = f"runs under a `{found.control}` whose predicate may differ from rank to rank"

@@ -152,9 +152,9 @@ class TraceFindings:
     Attributes:
       marked: paths of gradients with a traced reduction.
       split: paths of gradients sent when ready.
-      averaged: paths of gradients that the author gets as means over ranks.
+      averaged: paths of gradients given to the author as means over ranks.
       weighed: the function that weights ranks, such as jdp.train_step, or empty.
-      gathers: texts of arrays that a sharded update gathers.
+      gathers: texts of arrays gathered by a sharded update.
       owned: texts of matrices that such an update computes on one rank.
       skips: paths of the gradients of each update that may be skipped.
       gather_dtype: of narrow parameters in losses, or empty.

@@ -152,7 +152,7 @@ class Interpreter:
         # Axes along which ranks may skip the body, and why.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
-        # A known body's key holds all that its results depend on.
+        # A known body's key holds all that determines its results.
         self.record = Record(None, {})
         self._known: dict[tuple, Record] = {}
         self._mesh = mesh

@@ -15,7 +15,7 @@ from jdp.jax_compat import opened, scan_counts
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:
-    """Return the axes that a shard_map makes manual."""
+    """Return a shard_map's manual axes."""
     return frozenset(eqn.params["newly_manual_axes"])
 
 
@@ -256,7 +256,7 @@ def number(atom: Any) -> float | None:
 
 
 def captured_numbers(jaxpr: Any) -> dict[Any, float]:
-    """Return the scalars that a program captured as arrays."""
+    """Return the scalars captured as arrays by a program."""
     found = {}
     for variable, value in constants(jaxpr):
         # Other processes may have the shards.

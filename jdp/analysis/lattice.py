@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class AbstractValue(NamedTuple):
-    """The facts about one value in a program that every rank runs.
+    """The facts about one value in every rank's program.
 
     The one-rank value is what one rank would compute from the whole batch. Over n ranks, a *mean*
     is the one-rank value, and a *total* n times it, as `psum` of the ranks' means is. The division
@@ -64,7 +64,7 @@ class Bits:
     - unrepeated: it may be something else than a sum of equal values;
     - single: it may be the one-rank value or, if varying, a part whose mean is that value;
     - total: it may be n times the one-rank value or, if varying, computed from such a value;
-    - divided: it may be the one-rank value divided by n, so that its sum is a mean;
+    - divided: it may be the one-rank value divided by n, so its sum is a mean;
     - even: it may depend on a mean with equal weights;
     - uneven: it may depend on another exchange between ranks, such as a weighted mean;
     - averaging: it is a constant divided by n, or by a number of elements that equals n;

@@ -41,7 +41,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Warn of means of ranks that the mask does not weight."""
+    """Warn of means of ranks not weighted by the mask."""
     if traced.mask is None:
         return
     body, place = jaxprs.mapped_body(step), _place(report, traced)

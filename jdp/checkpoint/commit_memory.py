@@ -94,7 +94,7 @@ class CommitMemory:
     def read(self, commit: Commit, first: int = 0, num_bytes: int | None = None) -> np.ndarray:
         """Copy values of a commit, `[num_bytes]` uint8, from byte `first`; default: all."""
         num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
-        # Aligned, so that JAX on CPU uses it without a copy.
+        # Aligned, so JAX on CPU needs no copy.
         room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
         skipped = -room.ctypes.data % _ALIGNMENT
         data = room[skipped : skipped + num_bytes]
@@ -146,7 +146,7 @@ class CommitMemory:
         _write(self._file, record, self._base + draft.slot * _RECORD.size)
 
     def reserve(self, num_bytes: int, own: slice = slice(None)) -> None:
-        """Allocate two commits, and map the bytes that this process writes."""
+        """Allocate two commits, and map the bytes written by this process."""
         next_one = Commit(0, _room(self.latest(), num_bytes), b"", num_bytes)
         last = max(next_one.start, _room(next_one, num_bytes))
         self._make_room(last + num_bytes)

@@ -260,7 +260,7 @@ class Folder:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint; rename one that jdp may not own, without a readable manifest."""
-        # Renamed first, so that an interrupted removal does not look like a checkpoint.
+        # Renamed first, so an interrupted removal does not look like a checkpoint.
         is_own = manifest.exists(path)
         part = path.with_name(path.name + (_REMOVED if is_own else _DAMAGED))
         with contextlib.suppress(OSError):

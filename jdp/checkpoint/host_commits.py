@@ -94,7 +94,7 @@ class HostCommits:
 
     Attributes:
       shared: memory of commits written together.
-      own: memory that this process writes alone.
+      own: memory of this process alone.
       is_together: whether this process writes shares in this life.
     """
 

@@ -24,7 +24,7 @@ from jdp.checkpoint.split_state import CommitPart
 
 
 def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
-    """Return the records of each commit that this host may help to save, latest first.
+    """Return the records of each commit to save with this host's help, latest first.
 
     Of complete commits, only the latest.
     """

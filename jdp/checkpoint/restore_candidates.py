@@ -1,4 +1,4 @@
-"""The states that processes can restore, and the choice of the latest."""
+"""The restorable states, and the choice of the latest."""
 
 import functools
 import logging
@@ -39,11 +39,11 @@ class Key(NamedTuple):
 
 
 class Sources:
-    """The states that this process can restore: its host's commits; on process 0 also a checkpoint.
+    """The states restorable by this process: its host's commits; on process 0 also a checkpoint.
 
     Attributes:
       keys: of these states, except commits of which the host may have only shards.
-      records: shards of commits that processes of this host wrote.
+      records: shards of commits by processes of this host.
       torn: the damaged checkpoints, if all are.
     """
 
@@ -79,7 +79,7 @@ class Sources:
         return self._found[key][0] if key in self._found else None
 
     def readable(self, key: Key, facts: dict[str, Any], *, sees_directory: bool) -> Readable:
-        """Return the pieces of a state that this process can read."""
+        """Return the pieces of a state readable by this process."""
         if not key.is_commit:
             checkpoint = self._folder.checkpoint(key.life, key.step)
             return split_state.CheckpointReader(
@@ -299,7 +299,7 @@ def _split_keys(offer: dict[str, Any]) -> list[Key]:
     return [Key(*key) for key, _ in offer.get("split", ())]
 
 
-# Shards of each commit that all hosts together lack.
+# Shards of each commit missing on all hosts.
 def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
     found: dict[Key, list[split_state.Coverage]] = defaultdict(list)
     for offer in offers.values():

@@ -124,7 +124,7 @@ Read = Callable[[Sequence[int]], Mapping[int, np.ndarray]]
 class SplitValue:
     """A saved leaf whose shards are fetched when it is placed: the host holds one leaf at a time.
 
-    `fetch` returns those of some shards that this process needs.
+    `fetch` returns those needed by this process.
     """
 
     def __init__(self, leaf: SavedLeaf, parts: Mapping[int, LeafPart], fetch: Read) -> None:

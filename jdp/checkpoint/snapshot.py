@@ -109,7 +109,7 @@ class CopyOut:
         self._calls.append((chosen, np.array(words, np.int64), np.array(is_offset)))
 
 
-# Addresses as operands, so that the program can be cached.
+# Addresses as operands make the program cacheable.
 @jax.jit
 def _copy_out(words: list[jax.Array], groups: list[list[jax.Array]]) -> list[jax.Array]:
     call = jax.ffi.ffi_call(runtime.COPY_OUT, jax.ShapeDtypeStruct((1,), np.uint8))
@@ -132,8 +132,8 @@ LARGE_BYTES = 1 << 20
 class DeviceCopies:
     """Takes successive copies of pieces.
 
-    A large array or shard that several local devices hold is copied on one of them, so that the
-    copies balance in memory. `reuse` keeps the memory for the next copy.
+    A large array or shard that several local devices hold is copied on one of them, so the copies
+    balance in memory. `reuse` keeps the memory for the next copy.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -141,7 +141,7 @@ class DeviceCopies:
         self._spare: dict[jax.Device, list[jax.Array]] = {}
 
     def take(self, pieces: Sequence[StatePiece]) -> list[StatePiece]:
-        """Start copying pieces without waiting, so that the next step may donate them.
+        """Start copying pieces without waiting, so the next step may donate them.
 
         Earlier copies must no longer be in use.
         """
@@ -270,7 +270,7 @@ class Snapshots:
         self._finder, self._copies = Finder(), DeviceCopies(reuse=False)
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> Snapshot | None:
-        """Start copying a state, so that the next step may donate it."""
+        """Start copying a state, so the next step may donate it."""
         found = self._finder.find(state, here=here)
         if found is None:
             return None
@@ -322,7 +322,7 @@ class CommitSnapshots:
         self._copying: list[jax.Array] = []
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> CommitSnapshot | None:
-        """Start copying a state without waiting, so that the next step may donate it.
+        """Start copying a state without waiting, so the next step may donate it.
 
         The previous snapshot must no longer be in use.
         """

@@ -29,7 +29,7 @@ from jdp.distributed.agree import broadcast_bytes
 
 
 class CommitPart(NamedTuple):
-    """The shards of a commit that one process wrote."""
+    """The shards of a commit by one process."""
 
     memory: CommitMemory
     commit: Commit
@@ -45,7 +45,7 @@ class Coverage(NamedTuple):
 
 
 def commit_parts(memory: CommitMemory) -> list[CommitPart]:
-    """Return the shards that processes of this host wrote."""
+    """Return the shards by processes of this host."""
     intact = [(area, commit) for area in memory.areas() for commit in area.intact()]
     found = [CommitPart(area, commit, commit.facts) for area, commit in intact]
     return [each for each in found if is_split(each.facts)]
@@ -60,7 +60,7 @@ def coverage(found: Sequence[CommitPart]) -> Coverage:
 
 
 def num_missing(coverages: Sequence[Coverage]) -> int:
-    """Count the shards that a commit lacks on all hosts; the unsplit leaves count as one.
+    """Count a commit's shards missing on all hosts; the unsplit leaves count as one.
 
     >>> num_missing([Coverage([(0, 2)], 6, True), Coverage([(3, 6)], 6, True)])
     1
@@ -266,7 +266,7 @@ class CheckpointReader:
 
 
 class Readable(Protocol):
-    """The pieces of a saved state that this process can read."""
+    """The pieces of a saved state readable by this process."""
 
     def has(self, n: int) -> bool:
         """Whether a piece can be read."""
@@ -290,9 +290,9 @@ def split_values(
 
 
 class _Transfer:
-    """Reads the pieces that this process needs, and sends pieces that others cannot read.
+    """Reads this process's pieces, and sends pieces unreadable to others.
 
-    `sources`: the sender of each piece that some process cannot read.
+    `sources`: the sender of each piece unreadable to some process.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class _Transfer:
         self._needed, self._sources, self._group = needed, sources, group
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return the pieces that this process needs."""
+        """Return the pieces for this process."""
         me = jax.process_index()
         sent = {n for n in numbers if self._sources.get(n) == me}
         here = [n for n in numbers if n in sent or (n in self._needed and self._readable.has(n))]

@@ -101,7 +101,7 @@ Rounds = tuple[tuple[tuple[int, int], ...], ...]  # positions in a mesh
 def buddy_copies(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> dict[int, jax.Array]:
-    """Return the previous host's shards that this process keeps; a collective call."""
+    """Return the previous host's shards kept by this process; a collective call."""
     found: dict[int, jax.Array] = {}
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         specs = tuple(_spec(arrays[leaf]) for leaf in leaves)
@@ -217,9 +217,9 @@ class WrittenPieces(NamedTuple):
 class Finder:
     """Finds the pieces of the successive states of one run.
 
-    Each process writes shards of a leaf that no process holds completely; a `per_rank` leaf is
-    gathered. Other leaves are read once, from one device. Without shards, a host's processes may
-    each write a share of the leaves that all of them hold.
+    Each process writes shards of a leaf incomplete on all processes; a `per_rank` leaf is gathered.
+    Other leaves are read once, from one device. Without shards, a host's processes may each write a
+    share of leaves that all hold.
     """
 
     def __init__(self, share: Share | None = None) -> None:
@@ -289,7 +289,7 @@ class Finder:
             self._kind = kind
         return arrays
 
-    # This process may hold no shard of a leaf that it does not write.
+    # This process may lack shards of a leaf that it does not write.
     def _of_share(
         self, arrays: list[Any], *, here: bool, without: Sequence[int] = ()
     ) -> list[StatePiece]:
@@ -343,7 +343,7 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
     is_own = [owner is not None for x, owner in pairs if is_array(x)]
     split = [i for i in apart if not is_own[i]]
     parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
-    # Adjacent by process, so that they form few ranges.
+    # Adjacent by process, so they form few ranges.
     parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
     return [i for i in apart if is_own[i]], parts
 

@@ -247,7 +247,7 @@ class _Wait(NamedTuple):
     """An operation that waits for other ranks.
 
     Attributes:
-      before: bits of the operations that it depends on.
+      before: bits of the operations before it.
       within: ids of enclosing loops and branches with collectives of XLA.
     """
 
@@ -270,7 +270,7 @@ def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wai
 class _Waits:
     """The operations of a program that wait for other ranks, each with a bit.
 
-    A variable's value is the bits of the operations that it depends on.
+    A variable's value is the bits of the operations before it.
     """
 
     def __init__(self, jaxpr: Any) -> None:

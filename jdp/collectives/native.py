@@ -88,7 +88,7 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
 
 
 def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
-    """Whether an algorithm starts each bucket when it is complete, so that their order matters.
+    """Whether an algorithm starts each bucket when it is complete, so their order matters.
 
     Args:
       all_reduce: the algorithm.

@@ -106,7 +106,7 @@ def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
 
 
 class _Route(NamedTuple):
-    """The rows that this rank requests, and their owners.
+    """This rank's requested rows, and their owners.
 
     Attributes:
       wanted: `[ids]`, each needed row once, ascending, padded with an invalid row.

@@ -28,7 +28,7 @@ _NOTE = (
 
 
 class RowCheck(NamedTuple):
-    """Reads the rows that processes compare; `may_be_random`: the dataset may vary them."""
+    """Reads the rows to compare between processes; `may_be_random`: the dataset may vary them."""
 
     read: Read
     num_rows: int

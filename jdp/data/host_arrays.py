@@ -1,4 +1,4 @@
-"""Converts leaves of rows to NumPy arrays that a device can hold."""
+"""Converts leaves of rows to NumPy arrays for devices."""
 
 import dataclasses
 import textwrap
@@ -110,7 +110,7 @@ def array(leaf: Any, name: str) -> np.ndarray:
 
 
 def native(values: np.ndarray) -> np.ndarray:
-    """Return the array in native byte order, the only one that JAX accepts."""
+    """Return the array in native byte order, as JAX needs."""
     dtype = values.dtype
     return values if dtype.isnative else values.astype(dtype.newbyteorder("="))
 
@@ -139,7 +139,7 @@ def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
 
 
 def require_fits(values: np.ndarray, name: str) -> None:
-    """Raise RowError for numbers that a device without 64-bit types would change."""
+    """Raise RowError for numbers changed on a device without 64-bit types."""
     held = jax.dtypes.canonicalize_dtype(values.dtype) if values.dtype.kind in "iufc" else None
     if held is None or held == values.dtype or not values.size:
         return

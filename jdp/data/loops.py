@@ -325,7 +325,7 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # A weak reference, so that a `for` loop's generator ends with the loop.
+    # A weak reference, so a `for` loop's generator ends with the loop.
     def _loop(self) -> Generator[Any, None, None] | None:
         loop = None if self._current is None else self._current()
         return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
@@ -381,8 +381,7 @@ class _HostBatches(Iterator[Any]):
     """This process's host batches, from a position of the run.
 
     `mine` is [rows] int, this process's rows within a batch; `rows` is [rows] int, the dataset's
-    rows read last. `checksums` are of rows to compare, by the position of the batch that they
-    precede.
+    rows read last. `checksums` are of rows to compare, by the position of the batch after them.
     """
 
     def __init__(

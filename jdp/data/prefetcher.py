@@ -72,7 +72,7 @@ class Loops:
         self.compared.add(loop)
 
     def raise_pending(self) -> None:
-        """Raise the problem of a loop that this process has left."""
+        """Raise the problem of a loop left by this process."""
         for loop in list(self.compared):
             loop.raise_problem()
 
@@ -146,7 +146,7 @@ class _Producer(threading.Thread):
 
     def run(self) -> None:
         try:
-            # First, so that at most `depth` items exist, each perhaps on a device.
+            # First, so at most `depth` items exist, each perhaps on a device.
             while self._free.acquire() and not self._is_asked.is_set():
                 self._ready.put((next(self._items), None))
         except StopIteration:

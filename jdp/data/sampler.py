@@ -16,7 +16,7 @@ _HALF = np.uint64(32)
 
 
 def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
-    """Return the rows at positions of the order that the keys determine.
+    """Return the rows at positions of the keys' order.
 
     A Feistel network permutes a grid's cells: the `num_rows` rows and fewer than sqrt(num_rows)
     extra cells. From an extra cell the network is applied again (cycle walking), so the result is a

@@ -51,7 +51,7 @@ def peers(mesh: Mesh) -> tuple[int, ...]:
 
 
 def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -> dict[int, Any]:
-    """Return process -> value that all processes of a group pass to this call."""
+    """Return process -> value passed to this call, for all processes of a group."""
     me = jax.process_index()
     if group == (me,):
         return {me: value}
@@ -103,7 +103,7 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 
 @contextlib.contextmanager
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
-    """Report an error in the body to the other processes, so that they stop waiting.
+    """Report an error in the body to the other processes, so they stop waiting.
 
     The body may call `all_gather` and nest this context; an error is reported once.
     """

@@ -61,7 +61,7 @@ class CallLog:
 
 # Threads of this process in a comparison, or at a loop's end.
 num_waiting = 0
-# Loops over batches that this process is in, and the one whose end it waits in.
+# This process's loops over batches, and the one whose end it awaits.
 open_loops: set[str] = set()
 awaited_loop, num_awaited = "", 0
 # Logs by group of processes.

@@ -38,11 +38,11 @@ class RankReports(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CalledProgram:
-    """What calls keep of the program that they run, without its executables.
+    """What calls keep of their program, without its executables.
 
     Attributes:
       jaxprs: the latest programs of the step on its mesh, with the names of their inputs.
-      check: raises a RuntimeError for a failure that JAX does not report.
+      check: raises a RuntimeError for a failure unreported by JAX.
       why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
       why_skipped: returns which gradients led to too many skipped updates, given `reports.skips`
         and the gradients' paths.
@@ -311,7 +311,7 @@ def require_right_states() -> None:
 
 
 def accept_new_state() -> None:
-    """Forget the errors of failed steps: training continues with a state that all processes got."""
+    """Forget the errors of failed steps: training continues with all processes' common state."""
     right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call.weight))]
     _calls.clear()
     _calls.extend(right)

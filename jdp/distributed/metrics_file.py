@@ -29,8 +29,8 @@ from jdp.worker import launcher_client
 from jdp.worker.launcher_client import Assignment
 from jdp.worker.progress import own
 
-# The run's id, kept in `metrics.jsonl.run`, so that no run continues another's file. In the file
-# itself it would be a row without a step.
+# The run's id, kept in `metrics.jsonl.run`, so no run continues another's file. In the file itself
+# it would be a row without a step.
 
 
 # Files of this process.
@@ -60,7 +60,7 @@ def claim(path: Path) -> None:
     assigned = _assignment()
     if assigned is None or _owner(path) == assigned.run_id:
         return
-    # Renamed, so that a death leaves all of it or no file.
+    # Renamed, so a death leaves all of it or no file.
     part = path.with_name(f"{path.name}.run.part")
     part.write_text(assigned.run_id)
     part.rename(_owner_file(path))
@@ -140,10 +140,10 @@ class MetricsFile:
     def put(self, step: int, scalars: dict[str, Any], trackers: Sequence[Tracker] = ()) -> None:
         """Queue a line for the thread, unless the file has it; raise an earlier line's error.
 
-        A line that the disk refuses is kept and retried; after `_PATIENCE_S` calls raise as well.
+        A line refused by the disk is kept and retried; after `_PATIENCE_S` calls raise, too.
 
         Args:
-          scalars: numbers by name, or `[]` arrays that a step may still compute.
+          scalars: numbers by name, or `[]` arrays, perhaps not yet computed.
           trackers: get the values in their own thread, after the file.
         """
         self.raise_error()
@@ -310,7 +310,7 @@ def _lock(file: io.FileIO, path: Path) -> None:
             )
 
 
-# Drops a line that a killed process did not complete.
+# Drops a line left incomplete by a killed process.
 def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], int]:
     last: dict[frozenset[str], int] = {}
     begins_at, end = None, 0

@@ -24,7 +24,7 @@ _MEASURED = (optax.SnapshotState, optax.MonitorState)
 
 
 def of_state(state: Any) -> dict[str, Any]:
-    """Return the scalars by name, copied, so that the state may be donated."""
+    """Return the scalars by name, copied, so the state may be donated."""
     leaves, tree = jax.tree.flatten(state)
     indices = _indices(tree)
     if not indices:
@@ -189,7 +189,7 @@ def end() -> None:
 
 
 class _OpenFiles:
-    """The files that this process writes."""
+    """This process's files."""
 
     def __init__(self) -> None:
         self.files: dict[Path, MetricsFile] = {}

@@ -132,7 +132,7 @@ def placed(
 
 
 def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy an array that all processes hold, without comparing values."""
+    """Copy an array held by all processes, without comparing values."""
     if is_key(leaf):
         data = copy_to(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -59,7 +59,7 @@ class Preemption:
         """Restore the previous handlers."""
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
-                # None: a handler that Python cannot install again.
+                # None: Python cannot install it again.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def call_earlier_handlers(self) -> None:

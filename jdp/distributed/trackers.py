@@ -40,7 +40,7 @@ class RunNote:
     Another first line of `file` means another run.
 
     Attributes:
-      last: the last step that the run is known to have, or -1.
+      last: the last step known in the run, or -1.
       names: tracked sets of metric names.
     """
 
@@ -77,7 +77,7 @@ class TrackedRun(Protocol):
     """A run of a tracker, which resumes the earlier run of the same file."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of a line that the resumed run lacks."""
+        """Return the values of a line missing in the resumed run."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a step's values."""
@@ -262,7 +262,7 @@ class FileTracker:
         self._is_retry = False
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write a step's values, after lines that the run lacks."""
+        """Write a step's values, after lines missing in the run."""
         if frozenset(values) not in self._note.names:
             self._note.names.add(frozenset(values))
             self._note.write()

@@ -124,7 +124,7 @@ class Channel:
             return self._lose(str(error))
         self.received(kind, facts)
 
-    # `closed` is called later, so that no state changes during `send`.
+    # `closed` is called later, so no state changes during `send`.
     def _lose(self, why: str) -> None:
         if self.is_open:
             self.close_connection()

@@ -266,7 +266,7 @@ def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterato
                 yield variable, flag
 
 
-# Flags that a training program hardly has.
+# Flags unlikely in a training program.
 _OF_THE_LAUNCHER = (
     "--nproc-per-node",
     "--nnodes",

@@ -29,7 +29,7 @@ from jdp.launch.leader.remote_host import RemoteHost
 
 
 class Electorate(NamedTuple):
-    """The electors and deaths that a host knows of.
+    """The electors and deaths known to a host.
 
     Attributes:
       groups: launcher ids, leader first, by group name "number-random"; each needs a quorum.

@@ -241,7 +241,7 @@ def value_and_grad(
 
     The result equals that of the whole batch, with less activation memory, and is reduced once, as
     with DDP's `no_sync`. On CPUs one `lax.scan` runs all micro-batches; elsewhere the last one
-    follows the scan, so that its backward pass can hide the reduction.
+    follows the scan, so its backward pass can hide the reduction.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters complete gradients at once, and adds up
     shards over micro-batches. Gradients of the state's trained parameters are then already means

@@ -157,7 +157,7 @@ class _Blocks(NamedTuple):
         own = counts, first, source
         counts, first, source = ((x.T if by_block else x).reshape(-1) for x in own)
         ends, place = jnp.cumsum(counts), jnp.arange(self.num_received)
-        # jnp.searchsorted fails in a typed shard_map beside an axis that the compiler splits.
+        # jnp.searchsorted fails in a typed shard_map beside an axis split by the compiler.
         block = jnp.cumsum(jnp.zeros_like(place).at[ends].add(1, mode="drop"))
         is_sent = block < len(ends)
         row = (first + counts - ends)[block] + place

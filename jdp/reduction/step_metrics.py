@@ -34,7 +34,7 @@ def offer_mean(step: Scope | None, value: Any) -> None:
 def take_means(
     step: Scope | None, weight: jax.Array | None, all_reduce: AllReduce, mesh: Mesh | None
 ) -> list[jax.Array]:
-    """Return the losses that an all-reduce of gradients also sends.
+    """Return the losses to send with an all-reduce of gradients.
 
     Empty if it has another weight than the step, may round, is outside the step's trace, or starts
     each bucket when complete, because aux may be ready late.

@@ -29,7 +29,7 @@ class Weighting(NamedTuple):
 
     Attributes:
       forward: `[]`, multiplies this rank's term; None: 1.
-      is_adjoint: whether ranks have different weights, so that JAX's transpose would be wrong.
+      is_adjoint: whether ranks have different weights, so JAX's transpose would be wrong.
       after: `[]`, multiplies the sum's cotangent.
       before: `[]`, multiplies the cotangent of this rank's term; None: 1.
     """

@@ -132,7 +132,7 @@ class ChainPart(NamedTuple):
 
 
 def chain_part(inside: Sequence[Instruction]) -> ChainPart | None:
-    """Return the part of a collective that a fusion is."""
+    """Return a fusion's part of a collective."""
     found = (_CHAIN.search(one.rest) for one in inside if one.op in hlo.COLLECTIVES)
     chain = next((each[1] for each in found if each), None)
     if chain is None:

@@ -80,7 +80,7 @@ class _SummedLeaf(NamedTuple):
 
 
 def reduction_in_loop(facts: Facts) -> list[Finding]:
-    """Find gradients that a loop over micro-batches reduces each time."""
+    """Find gradients reduced by each iteration over micro-batches."""
     times: Counter[_SummedLeaf] = Counter()
     for summed, runs in _summed_in_loops(facts):
         times[summed] += runs
@@ -101,7 +101,7 @@ def reduction_in_loop(facts: Facts) -> list[Finding]:
 
 
 def _summed_in_loops(facts: Facts) -> Iterator[tuple[_SummedLeaf, int]]:
-    """Yield gradients that a loop sums, and the runs of their collectives."""
+    """Yield gradients summed by a loop, and the runs of their collectives."""
     traced = facts.step.traced.collectives
     looped = {leaf.path for each in traced if each.num_loops for leaf in each.operands}
     for i, (bucket, match) in enumerate(zip(facts.buckets, facts.matches, strict=True)):
@@ -244,7 +244,7 @@ def _is_narrow(leaf: Any) -> bool:
 
 
 def replicated_optimizer(facts: Facts) -> list[Finding]:
-    """Find optimizer state that every rank keeps whole."""
+    """Find optimizer state whole on every rank."""
     saved = 0
     for node in train_states(facts):
         if sharding_of(node.tx) is not None:
@@ -372,7 +372,7 @@ def _merged(facts: Facts) -> list[Finding]:
 
 
 def _whole_sums(facts: Facts) -> list[Finding]:
-    """Find gradients that XLA sums whole although the step asks for shards."""
+    """Find gradients summed whole by XLA although the step asks for shards."""
     kinds: dict[str, set[str]] = {}
     for each in facts.step.traced.collectives:
         for leaf in each.operands:

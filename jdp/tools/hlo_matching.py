@@ -1,7 +1,7 @@
 """Match collectives of a compiled program with planned ones, to name their leaves.
 
 A native call has a number. XLA merges and packs its collectives, and drops names, so arrays are
-matched by size, and among equal sizes by the parameter that they come from or update.
+matched by size, and among equal sizes by their source or updated parameter.
 """
 
 import re
@@ -20,7 +20,7 @@ _SAME = ("bitcast", "copy", "reshape")
 def gathered_shard(
     program: HloProgram, transfer: SentArrays, pieces: Sequence[Array], i: int
 ) -> int | None:
-    """Return the elements of a shard that a sum gathers, or None if it adds."""
+    """Return the elements of a shard gathered by a sum, or None if it adds."""
     operands = transfer.instruction.operands()
     if transfer.kind != "all-reduce" or not transfer.groups or len(pieces) != len(operands):
         return None
@@ -96,7 +96,7 @@ class ParameterFlow:
         return self._sources(self._loops[where][0], entering, sizes) if entering else []
 
     def _carried_in(self, where: str, name: str) -> list[str]:
-        """Return the name outside a loop of an array that its body reads."""
+        """Return the outside name of an array read by a loop's body."""
         by_name = self._computations[where].by_name
         one = by_name.get(name)
         if one is None or one.op != "get-tuple-element" or where not in self._loops:
@@ -108,7 +108,7 @@ class ParameterFlow:
         return [given.operands()[one.element()]]
 
     def _carried_out(self, where: str, user: Instruction, name: str) -> list[str]:
-        """Return outside names of results that a loop makes of an array."""
+        """Return outside names of a loop's results from an array."""
         if user.op != "tuple" or not user.is_root or where not in self._loops:
             return []
         outside, loop = self._loops[where]
@@ -159,7 +159,7 @@ class ParameterFlow:
         begin: int | None,
         least: int,
     ) -> tuple[list[str], list[str]]:
-        """Return the operands that an operation combines with an array, and the results.
+        """Return an operation's other operands beside an array, and its results.
 
         Values of fewer than `least` elements, such as the norm of all gradients, end the search.
         """
@@ -377,7 +377,7 @@ def _matched(
         leaves.append(SentLeaf(path, piece.dtype, num))
     plans = {number: each for number, _, each in own}
     files = [name.rpartition(":")[0] for name in program.where(transfer.instruction)]
-    # A collective that XLA makes of another has no line.
+    # A collective made by XLA of another has no line.
     is_of_author = bool(files) and not hlo.diagnostics.is_of_jdp(files)
     if plans:
         is_of_author = all(each.is_of_author for each in plans.values())

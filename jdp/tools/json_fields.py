@@ -40,7 +40,7 @@ def dict_of(field: Field) -> Field:
 
 
 def optional(field: Field) -> Field:
-    """Return a field that an object may lack."""
+    """Return an optional field of an object."""
     return field._replace(is_required=False)
 
 

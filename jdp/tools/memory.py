@@ -86,7 +86,7 @@ Parts = list[tuple[MadeArray, ...]]
 
 
 def parts_of(computation: Computation) -> dict[str, Parts]:
-    """Return the arrays that each name stands for."""
+    """Return the arrays of each name."""
     found: dict[str, Parts] = {}
     for one in computation:
         found[one.name] = _parts(one, [found.get(x, []) for x in one.operands()])
@@ -99,12 +99,12 @@ def joined(parts: Parts) -> tuple[MadeArray, ...]:
 
 
 def makes(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
-    """Return the arrays that an operation makes."""
+    """Return the arrays made by an operation."""
     return [made for made in joined(parts[one.name]) if made.name == one.name]
 
 
 def reads(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
-    """Return the arrays that an operation takes."""
+    """Return the arrays taken by an operation."""
     return [made for x in one.operands() for made in joined(parts.get(x, []))]
 
 

@@ -13,7 +13,7 @@ from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN, UNUSED, Rate, time_interval
 from jdp.tools.report import StepTime
 from jdp.tools.timeline import Groups, Timeline, Work
 
-# The share of its arrays that a rank sends, over (n - 1) / n.
+# A rank's sent share of its arrays, over (n - 1) / n.
 _SENT = {"all-reduce": 2.0}
 _PERMUTE = "collective-permute"
 # Each rank reads the others' arrays, or a part of each and then the other sums.

@@ -137,7 +137,7 @@ def transfer_of(
 
 
 def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
-    """Return the collective that an instruction is or, as a fusion, contains."""
+    """Return an instruction's collective, also inside a fusion."""
     if one.op.endswith("-done"):
         return None
     part = costs.part(one)

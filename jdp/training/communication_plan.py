@@ -253,12 +253,12 @@ class PlannedCollective:
       kind: "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all" or
         "collective-permute".
       algorithm: "native" for the compiled kernels of jdp, "xla" for collectives of XLA.
-      leaves: the whole arrays: those that a sum takes, and that a gather returns.
+      leaves: the whole arrays: a sum's operands, a gather's results.
       line: of the author's code, such as "train.py:41"; empty if none.
       is_of_author: whether the author's code calls it, not jdp.
       num_loops: the loops around it, over micro-batches or layers.
       number: of a native call in the step, else None.
-      operands: what the program gives it: shards, and the arrays that it overwrites.
+      operands: from the program: shards, and overwritten arrays.
     """
 
     kind: str
@@ -467,7 +467,7 @@ class _PlanWalk:
 
 
 def _gathered(eqn: Any, atoms: Sequence[Any], named: Sequence[str]) -> list[SentLeaf]:
-    """Return the arrays that a gather returns, named as those that they overwrite, or as shards."""
+    """Return a gather's results, named as overwritten arrays, or as shards."""
     dims, flags = eqn.params.get("dims", atoms), eqn.params.get("overwrites") or ()
     names, overwritten = [*named[: len(dims)]], iter(named[len(dims) :])
     for i, flag in enumerate(flags):
@@ -504,7 +504,7 @@ def _callback_name(eqn: Any) -> str:
 
 
 def _sent_type(atom: Any) -> Any:
-    """Return the type that XLA sends: of a typed random key its data."""
+    """Return the type sent by XLA: of a typed random key its data."""
     aval = atom.aval
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return aval

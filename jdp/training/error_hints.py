@@ -99,7 +99,7 @@ _SHAPES = re.compile(
     r"incompatible shapes|dot_general requires|Incompatible shapes|to generate shape"
 )
 
-# Attributes of a table that the dict of its columns lacks.
+# Attributes of a table missing in the dict of its columns.
 _OF_DICT = re.compile(
     r"'dict' object has no attribute|builtin_function_or_method|: 'dict' and|and 'dict'"
     r"|^unhashable type: 'slice'|^slice\("

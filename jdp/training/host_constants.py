@@ -152,7 +152,7 @@ def _place_of(fn: Any) -> tuple[str, int]:
 
 
 def _known(fn: Any, of: Any) -> dict[str, Any]:
-    """Return the values that a function knows by name, other than its own."""
+    """Return the values known by name to a function, other than its own."""
     cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     known = {**fn.__globals__, **{name: _content(cell) for name, cell in cells}}
     return known if of is None else {**known, fn.__code__.co_varnames[0]: of}
@@ -181,7 +181,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _draws(fn: Any, changed: Sequence[Any], seen: set[Any]) -> Iterator[tuple[str, int]]:
-    """Yield file and line of each draw of a function and of those that it names."""
+    """Yield file and line of each draw of a function and of those named in it."""
     fn, of = _plain(fn)
     code = getattr(fn, "__code__", None)
     if code is None or (code, id(of)) in seen or not innermost_line([(code.co_filename, 1)]):

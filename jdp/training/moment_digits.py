@@ -17,10 +17,10 @@ from jdp.error_codes import with_code
 
 
 class Decay(NamedTuple):
-    """A number that a leaf is multiplied by.
+    """A leaf's multiplier.
 
     Attributes:
-      is_rounded: computed from a number that the state holds in 16 bits.
+      is_rounded: computed from a 16-bit number of the state.
       is_of_count: computed from the number of steps.
     """
 
@@ -46,8 +46,8 @@ class KnownValue(NamedTuple):
 
     Attributes:
       leaves: indices of state leaves; each element of the value is from one of these, or of `sums`.
-      number: the number that all elements are, if known.
-      factor: a number that it is a multiple of.
+      number: of all elements, if known.
+      factor: it is a multiple of this number.
       is_multiple: of squares, or of a leaf's difference from a value.
     """
 

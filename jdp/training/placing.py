@@ -32,7 +32,7 @@ _SLOW_BYTES = 1 << 20  # less is copied in a millisecond
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
-    """Place a state that no step returned, and copy aliased leaves."""
+    """Place a state from outside a step, and copy aliased leaves."""
     state = placement.placed(
         state,
         spec.axis_name,
@@ -135,7 +135,7 @@ def _buffer(leaf: Any) -> Any:
 
 
 def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
-    """Log once a large leaf that a view on a CPU keeps from being donated."""
+    """Log once a large leaf kept from donation by a view on a CPU."""
     if _VIEWED in spec.warned or where.devices.flat[0].platform != "cpu":
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -147,7 +147,7 @@ def log_views(spec: StepSpec, where: Mesh, state: Any) -> None:
 
 
 def copied_leaves(where: Mesh, rest: Sequence[Any]) -> list[Any]:
-    """Return the large further arguments that each call copies to devices."""
+    """Return the large further arguments copied to devices in each call."""
     return [
         leaf
         for leaf in jax.tree.leaves(rest)
@@ -161,7 +161,7 @@ def copied_leaves(where: Mesh, rest: Sequence[Any]) -> list[Any]:
 
 
 def log_copies(spec: StepSpec, where: Mesh, rest: Sequence[Any], before: Sequence[Any]) -> None:
-    """Log once a further argument that an earlier call copied, too."""
+    """Log once a further argument also copied by an earlier call."""
     known = {id(leaf) for leaf in before if leaf is not None}
     if _COPIED in spec.warned or known.isdisjoint(map(id, copied_leaves(where, rest))):
         return

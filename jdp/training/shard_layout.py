@@ -59,7 +59,7 @@ def _name(key: Any) -> Any:
 
 
 def optimized_parameters(node: Any) -> Any:
-    """Return the parameters that a node's optimizer updates, or ()."""
+    """Return the parameters updated by a node's optimizer, or ()."""
     return getattr(node, "params", ()) if is_optimizer(node) else node
 
 

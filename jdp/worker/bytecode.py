@@ -80,7 +80,7 @@ class Uncompiled(NamedTuple):
 
 
 def sources(step: int = 1) -> list[SourceFile]:
-    """Return the imported modules that Python read from a source file."""
+    """Return the imported modules read from source files."""
     found = {}
     for module in [*sys.modules.values()][::step]:
         if isinstance(module, ModuleType):
@@ -93,7 +93,7 @@ def sources(step: int = 1) -> list[SourceFile]:
 
 
 def without_bytecode() -> list[SourceFile]:
-    """Return the modules that the next process would compile."""
+    """Return the modules to compile for the next process."""
     return [source for source in sources() if not source.has_bytecode()]
 
 

@@ -116,7 +116,7 @@ class Stall(NamedTuple):
 
     Attributes:
       report: lines for people.
-      processes: those that the others wait for, most likely cause first.
+      processes: awaited by the others, most likely cause first.
       is_over: whether all exceeded the limits of their phases.
     """
 
@@ -135,7 +135,7 @@ class HangDetector:
     time is used up.
 
     Args:
-      timeout_s: seconds that a step may take, inf for no limit; None: that of each `jdp.init`.
+      timeout_s: seconds for a step, inf for no limit; None: that of each `jdp.init`.
       ends: whether the caller ends the run when it is over, as the report then says.
     """
 

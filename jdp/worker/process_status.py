@@ -125,7 +125,7 @@ class ProcessStatus(NamedTuple):
       progress_s, since_s: time.monotonic() of the last progress, and of the phase's start.
       limit_s: for the phase without progress: inf for no limit, 0 for its default.
       timeout_s: of `jdp.init`.
-      entered, done: all-reduces of the native library that its ranks entered, and left.
+      entered, done: the native library's all-reduces, entered and left by its ranks.
       bucket: of the last one entered.
       is_running: whether its devices still run its last step; valid without progress.
       state: "stopped" (by a signal), "debugged", "gone" or "".

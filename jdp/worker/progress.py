@@ -65,7 +65,7 @@ _NONE = HostWaits([], [], [])
 
 
 class CopiedState(NamedTuple):
-    """A copy of the state that the devices make between two steps."""
+    """The devices' copy of the state between two steps."""
 
     outputs: list[Any]  # ready when it is made
 

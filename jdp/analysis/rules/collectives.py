@@ -160,7 +160,7 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return a marked value's class, with facts that a program does not show."""
+    """Return a marked value's class, with facts hidden from a program."""
     (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
     interp.record.add("mark", eqn, value, interp.where)
     if kind == ALL_REDUCED:

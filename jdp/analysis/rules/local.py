@@ -127,7 +127,7 @@ def record_sum(interp: Interpreter, eqn: Any) -> None:
 
 
 def record_rounds(interp: Interpreter, eqn: Any) -> None:
-    """Record the number of terms that a scan adds up, except in a gradient."""
+    """Record the number of terms added up by a scan, except in a gradient."""
     if eqn.params["reverse"]:
         return
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)

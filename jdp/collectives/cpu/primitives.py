@@ -386,7 +386,7 @@ _MAX_LEAVES = 512
 
 
 class Calls:
-    """The calls that one function traces, each of which waits for the previous one.
+    """The calls traced by one function, each waiting for the previous one.
 
     `axes` number the ranks in their order. `mesh` may be None if unknown.
     """

@@ -70,7 +70,7 @@ def described(leaf: Any) -> str:
 # Seconds to wait for others' arguments after a difference.
 _EXPLAIN_S = 20.0
 
-# Steps of each name, so that all processes name a call alike.
+# Steps of each name, so all processes name a call alike.
 _num_steps: Counter[str] = Counter()
 
 

@@ -117,7 +117,7 @@ def _difference(group: tuple[int, ...], mine: Mapping[int, Described | None]) ->
             continue
         latest, loop = json.loads(text)
         theirs = {int(i): each and Described(*each) for i, each in latest.items()}
-        if loop in call_log.open_loops:  # their next call is behind the loop that this one is in
+        if loop in call_log.open_loops:  # their next call is behind this one's loop
             theirs[max(theirs, default=0) + 1] = _LOOP_END
         calls = {me: mine, process: theirs}
         one, other = sorted(calls)

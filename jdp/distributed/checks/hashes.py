@@ -1,4 +1,4 @@
-"""Hashes of arrays on their devices, and checksums that a running step compares."""
+"""Hashes of arrays on their devices, and checksums compared by a running step."""
 
 import functools
 import math
@@ -22,8 +22,8 @@ def folded(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Hash every device's shard of every leaf, and combine a device's hashes.
 
-    It uses no collective, and does not wait. `numbers` are ints >= 0, so that equal leaves
-    contribute differently.
+    It uses no collective, and does not wait. `numbers` are ints >= 0, so equal leaves contribute
+    differently.
     """
     hashed, total = [], zero(where)
     for leaf, number in zip(leaves, numbers, strict=True):

@@ -131,7 +131,7 @@ class ProgramText(NamedTuple):
     def of_trace(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
         """Return the text of a traced and lowered step."""
         lines = lowered.as_text().splitlines()  # without file names, which may differ
-        # The text lacks constants that JAX turns into arguments.
+        # The text lacks constants turned into arguments by JAX.
         constants = [*_constants(traced.jaxpr, set())]
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
@@ -241,7 +241,7 @@ def _file(line: str, places: dict[str, str]) -> str:
 
 
 def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
-    """Yield the arrays that a jaxpr captures, each inner jaxpr once."""
+    """Yield the arrays captured by a jaxpr, each inner jaxpr once."""
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))

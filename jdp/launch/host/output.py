@@ -1,7 +1,7 @@
 """The output of this host's processes: on the console and in files.
 
-One thread reads all of it, so that a stopped console blocks the processes, but never the launcher.
-That thread alone touches a `WorkerOutput`.
+One thread reads all of it, so a stopped console blocks the processes, but never the launcher. That
+thread alone touches a `WorkerOutput`.
 """
 
 import os

@@ -134,7 +134,7 @@ _EXITING = 0x4
 
 
 class HostResources:
-    """Resources that the processes of this host share.
+    """Resources shared by this host's processes.
 
     Raises:
       ValueError: the GPUs cannot be divided evenly.
@@ -351,7 +351,7 @@ class Process:
         return 0.0
 
     def step(self) -> int:
-        """Return the step that it called last."""
+        """Return its last called step."""
         return self.restored_step + self.slot.read().steps
 
     def assign(self, assignment: Assignment) -> None:

@@ -135,7 +135,7 @@ class Membership:
     Args:
       joined: called with a host and the facts of its `join`; returns whether a generation runs.
       received: called with a host, and kind and facts of its message.
-      lost: called with a lost host, and the cause that this would be.
+      lost: called with a lost host, and this as a cause.
       died: called with a host whose launcher has died.
 
     Attributes:

@@ -46,7 +46,7 @@ class Slow(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The fraction of each step that the others wait."""
+        """The others' wait, as a fraction of each step."""
         return self.cost_us / max(self.step_us, 1)
 
 

@@ -88,12 +88,12 @@ class AlikeParts(NamedTuple):
 
     @property
     def ins(self) -> list[FlatValue]:
-        """The values that they read."""
+        """Their inputs."""
         return [value for part in self.parts for value in part.ins]
 
     @property
     def outs(self) -> list[FlatValue]:
-        """The results that other operations read."""
+        """The results read by other operations."""
         return [value for part in self.parts for value in part.outs]
 
 

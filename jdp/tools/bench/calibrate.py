@@ -53,7 +53,7 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
         seconds = _seconds(run, _placed(mesh, x), _placed(mesh, old), 2 * whole, "a scaled array")
         return 2 * 4 * _ELEMENTS / seconds
 
-    # One operation is so short that the program's start would count.
+    # The program's start would count for a single short operation.
     def chain(x: Any, old: Any) -> Any:
         for _ in range(_NUM_TIMES):
             x = jax.lax.optimization_barrier(x + 1)

@@ -94,7 +94,7 @@ def fault_parts(fault: Fault, first_steps: Sequence[dict[str, Any]]) -> dict[str
 
 
 _PROGRAM = "jdp.tools.bench.faulty_run"
-# The most steps that a process is ahead of others.
+# The most steps of a process ahead of others.
 _MARGIN_STEPS = 5
 
 
@@ -167,7 +167,7 @@ class FaultyLaunch(FaultyRun):
         return found if len(found) == self._num_processes else {}
 
     def stop(self) -> None:
-        """End the run after a step that no process has begun."""
+        """End the run after a step begun by no process."""
         newest = max(it["step"] for it in self.steps())
         write_whole(self.folder / "stop", str(newest + _MARGIN_STEPS))
         if self.wait():
@@ -177,7 +177,7 @@ class FaultyLaunch(FaultyRun):
 
 
 def require_exact(folder: Path, num_processes: int) -> None:
-    """Compare the final states that processes reported."""
+    """Compare the processes' reported final states."""
     found = {}
     for path in folder.glob("final.*.json"):
         its = json.loads(path.read_text())

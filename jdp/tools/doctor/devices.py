@@ -17,7 +17,7 @@ from jdp.tools.bench.collectives import AUTO, Case, Trial
 from jdp.tools.doctor.diagnosis import ERROR, OK, WARNING, Diagnosis
 from jdp.tools.known_values import WrongResultError
 
-# One, few, an odd number, and more than a piece that the CPU library sends.
+# One, few, an odd number, and more than a piece sent by the CPU library.
 _NUMBERS = (1, 3, 1001, 300_007)
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _SIZE_OF_OTHERS = 1001

@@ -144,7 +144,7 @@ def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
 
 
 def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
-    """Return the bytes that one host commits and restores."""
+    """Return the committed and restored bytes of one host."""
     whole = (1 + _MOMENTS) * workload.params * STATE_BYTES
     if deployment.method == REPLICATED:
         return whole

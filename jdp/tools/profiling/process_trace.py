@@ -220,7 +220,7 @@ def _ends(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[int] | 
         if len(found) != len(own):
             return None
         ends |= {i: run.end for i, run in zip(own, found, strict=True)}
-    # Operations that no later step needs may end after the next step has.
+    # Operations unneeded by later steps may end after the next step.
     return list(itertools.accumulate((ends[i] for i in range(len(calls))), max))
 
 
