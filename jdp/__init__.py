@@ -111,7 +111,7 @@ if not TYPE_CHECKING:
             return importlib.import_module("jdp.worker.build_info").version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if not _MODULES[name]:  # a package, which may be read while it is being imported
+        if not _MODULES[name]:  # a package, perhaps still being imported
             return importlib.import_module(f"jdp.{name}")
         wanted = _MODULES[name]
         for public, module in _MODULES.items():

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 # JAX 0.10 transposes `all_gather(to="invarying")` wrongly inside shard_map(check_vma=False).
 INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 
-# JAX 0.10 may crash on an array that was donated before, where later versions raise.
+# JAX 0.10 may crash on a donated array, where later versions raise.
 DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 
 # On JAX 0.10 a reduce-scatter between CPU processes ends the run if one of them is 30 s late,

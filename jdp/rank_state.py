@@ -16,11 +16,11 @@ Resize = Callable[[Any, jax.ShapeDtypeStruct], Any]
 
 
 class PerRank:
-    """A tree of arrays that are sharded over the ranks on their first dim.
+    """A tree of arrays sharded over the ranks on their first dim.
 
     Attributes:
       value: the tree; between steps with global arrays, inside a step with this rank's shards.
-      resize: the rule for another number of ranks, or None; ignored when trees are compared.
+      resize: the rule for another number of ranks, or None; ignored in comparisons.
     """
 
     def __init__(self, value: Any, resize: Resize | None = None):
@@ -130,7 +130,7 @@ def owners(tree: Any) -> list[PerRank | None]:
 
 
 def flags(tree: Any) -> list[bool]:
-    """Return whether each leaf is `per_rank`."""
+    """Whether each leaf is `per_rank`."""
     if isinstance(tree, pytrees.Held):
         others = {i for i, _ in tree.others}
         whole = tree.treedef.unflatten(range(tree.treedef.num_leaves))
@@ -139,7 +139,7 @@ def flags(tree: Any) -> list[bool]:
 
 
 def require_dims(tree: Any) -> None:
-    """Refuse a tree with a `per_rank` array that cannot be sharded."""
+    """Refuse a tree with an unshardable `per_rank` array."""
     own = flags(tree)
     if not any(own):
         return
@@ -150,7 +150,7 @@ def require_dims(tree: Any) -> None:
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
-    """Refuse a `per_rank` leaf that cannot be sharded."""
+    """Refuse an unshardable `per_rank` leaf."""
     if not pytrees.is_array(leaf):
         raise TypeError(
             f"`{name}` is {leaf!r}, of type {type(leaf).__name__}, in a jdp.per_rank, which splits "

@@ -156,7 +156,7 @@ class TraceFindings:
       weighed: the function that weights ranks, such as jdp.train_step, or empty.
       gathers: texts of arrays gathered by a sharded update.
       owned: texts of matrices that such an update computes on one rank.
-      skips: paths of the gradients of each update that may be skipped.
+      skips: gradient paths of each skippable update.
       gather_dtype: of narrow parameters in losses, or empty.
     """
 

@@ -94,7 +94,7 @@ def _is_local(eqn: Any) -> bool:
     return not any(shapes)
 
 
-# `(interp, eqn, ins) -> class`, or a class for each output.
+# `(interp, eqn, ins) -> class`, or one for each output.
 Rule = Callable[..., Any]
 
 # Zero if all operands are zero, as far as the analysis needs.
@@ -103,7 +103,7 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # `_equations` repeats these frequent rules.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands into a value that is no scaled sum."""
+    """Join the operands into a value other than a scaled sum."""
     value = 0
     for operand in ins:
         value |= operand

@@ -13,11 +13,11 @@ from jax.interpreters import ad, batching, mlir
 LOCAL = "local"
 # A collective's result, see `mark`.
 ALL_REDUCED = "all_reduced"
-# An input of a step's weight, which does not count as used.
+# An input of a step's weight; it does not count as used.
 WEIGHED = "weighed"
 # A gradient with another weight than the step's.
 OWN_WEIGHT = "own_weight"
-# `jdp.scan_layers`: a value that must be equal on every rank; a mean that may be averaged again.
+# `jdp.scan_layers`: a value that must be uniform; a mean that may be averaged again.
 SHARED = "shared"
 AVERAGED = "averaged"
 # `jdp.scan_layers` reduces in the backward loop here; only on other platforms; only on more ranks.
@@ -35,7 +35,7 @@ ROUNDS = "rounds"
 SYNCED = "synced"
 # A gradient for parameters that losses see in fewer bits.
 OF_MASTERS = "of_masters"
-# A shard of a uniform value; a shard that must be one; and the combined value.
+# A shard of a uniform value; a shard that must be one; the combined value.
 SHARD = "shard"
 PART = "part"
 WHOLE = "whole"
@@ -99,7 +99,7 @@ _mark_p.def_abstract_eval(_type)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
-# JAX's cache would emit a function for each different mark.
+# JAX's cache would emit a function for each mark.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,

@@ -1,4 +1,4 @@
-"""A traced program as lines that are equal in every process and trace.
+"""A traced program as lines, equal in every process and trace.
 
 They leave out order, names, addresses, meshes and jdp's own numbers.
 """

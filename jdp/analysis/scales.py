@@ -217,7 +217,7 @@ class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
-      name: before the transposition; `MICRO_BATCH` for jdp's weighted sum in a micro-batch that was
+      name: before the transposition; `MICRO_BATCH` for jdp's weighted sum in a micro-batch
         transposed from outside.
     """
 

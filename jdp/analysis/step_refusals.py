@@ -77,7 +77,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
 
 
 def stacklevel() -> int:
-    """Return the number of frames below the author's code."""
+    """Count the frames below the author's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
@@ -85,7 +85,7 @@ def stacklevel() -> int:
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:
-    """Return the properties of a step that was already checked."""
+    """Return the properties of an already checked step."""
     return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
 
 

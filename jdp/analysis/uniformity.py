@@ -208,8 +208,8 @@ def uniformity(
 
     Args:
       f: a function, jitted or not, that contains the `shard_map` or `pmap`.
-      *args: its arguments. A `jax.ShapeDtypeStruct` can replace an array. `f` gets a value that is
-        not an array unchanged.
+      *args: its arguments. A `jax.ShapeDtypeStruct` can replace an array. `f` gets other values
+        unchanged.
       axis_name: the data axis: a name, or a tuple of names.
       **kwargs: its keyword arguments.
 

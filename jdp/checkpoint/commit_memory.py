@@ -117,7 +117,7 @@ class CommitMemory:
         return np.frombuffer(mapped, np.uint8)[skipped:]
 
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
-        """Write a commit of values, each `[bytes]` uint8, in place of the older one."""
+        """Write a commit of values, each `[bytes]` uint8, over the older one."""
         draft, at = self.begin(sum(part.size for part in parts)), 0
         for part in parts:
             np.copyto(draft.values[at : at + part.size], part)
@@ -125,7 +125,7 @@ class CommitMemory:
         self.finish(draft, facts)
 
     def begin(self, num_bytes: int) -> Draft:
-        """Return the memory for a commit's values, in place of the older one."""
+        """Return the memory for a commit's values, over the older one."""
         commits = [self._commit(slot) for slot in (0, 1)]
         numbers = [0 if commit is None else commit.number for commit in commits]
         slot = numbers.index(min(numbers))
@@ -188,7 +188,7 @@ def _facts_at(slot: int) -> int:
     return _PAGE_BYTES + slot * _FACTS_BYTES
 
 
-# Offset before or after the values that must stay. Commits of equal size alternate between the two.
+# Offset before or after the values to keep. Commits of equal size alternate between the two.
 def _room(stays: Commit | None, num_bytes: int) -> int:
     first = _VALUES + (_SHIFT_BYTES if num_bytes else 0)  # empty values need no memory
     if stays is None or first + num_bytes <= stays.start:

@@ -34,7 +34,7 @@ from jdp.checkpoint.saved_leaves import ArrayForm
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 
-# Lock files of this process. A forked child, which may outlive it, closes them.
+# Lock files of this process; a forked child, which may outlive it, closes them.
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
@@ -174,7 +174,7 @@ class Folder:
         return sorted(found, reverse=True)
 
     def checkpoint(self, life: int, step: int) -> Checkpoint:
-        """Return a checkpoint, which may be only on another host."""
+        """Return a checkpoint, perhaps only on another host."""
         place = Checkpoint(life, step, self.place(life, step))
         return next((each for each in self.checkpoints() if each[:2] == place[:2]), place)
 

@@ -136,7 +136,7 @@ class HostCommits:
         if draft.form is None or self.share.num_shares == 1:
             self.memory(draft.form).finish(draft, facts)
             if self._was_absent and (who := self._who_is_missing()):
-                # This state needs a later step of all processes than the commit that was awaited.
+                # This state needs a later step of all processes than the awaited commit.
                 raise RuntimeError(
                     f"step {facts['step']} is committed without the shares of others.{who}"
                 )
@@ -255,7 +255,7 @@ class HostCommits:
         return True
 
     def _who_is_missing(self) -> str:
-        """Return a sentence about a process without a commit in this life; "" if there is none."""
+        """Return a sentence about a process without a commit in this life, or ""."""
         marks = [self._marks.read(number) for number in range(self.share.num_shares)]
         for number, mark in enumerate(marks):
             if number != self.share.number and (mark is None or mark.life != self._life):

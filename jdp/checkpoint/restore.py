@@ -29,7 +29,7 @@ def is_maker(state: Any) -> bool:
 
 
 def shapes_of(make: Callable[[], Any]) -> Any:
-    """Return the result of `make`, with shapes and shardings in place of new arrays.
+    """Return the result of `make`, with shapes and shardings for new arrays.
 
     None where these are not known without making it: the function reads values, or places arrays.
     """

@@ -172,7 +172,7 @@ def _sizes(box: Box) -> list[int]:
     return [stop - start for start, stop in box]
 
 
-# Return a box as an index of an array that is itself a box.
+# Return a box as an index of an array that is also a box.
 def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
     pairs = zip(box, outer, strict=True)
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)

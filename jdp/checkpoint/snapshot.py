@@ -132,8 +132,8 @@ LARGE_BYTES = 1 << 20
 class DeviceCopies:
     """Takes successive copies of pieces.
 
-    A large array or shard that several local devices hold is copied on one of them, so the copies
-    balance in memory. `reuse` keeps the memory for the next copy.
+    A large array or shard that several local devices hold is copied on one, so the copies balance
+    in memory. `reuse` keeps the memory for the next copy.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -237,7 +237,7 @@ _copy = jax.jit(_copies, donate_argnums=0, static_argnums=2, keep_unused=True)
 
 
 class Snapshot(NamedTuple):
-    """A copy of a state on the devices that is never donated while in use."""
+    """A copy of a state on the devices, never donated while in use."""
 
     leaves: list[SavedLeaf]
     pieces: list[StatePiece]
@@ -278,7 +278,7 @@ class Snapshots:
 
 
 class CommitSnapshot(NamedTuple):
-    """A snapshot that is being copied into the memory of commits."""
+    """A snapshot being copied into the memory of commits."""
 
     leaves: list[SavedLeaf]
     split: dict[str, Any]  # facts about its shards

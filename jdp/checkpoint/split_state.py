@@ -324,7 +324,7 @@ class _Transfer:
 
 
 # The pieces that overlap this process's shards; all of `per_rank` state, which may be resized, and
-# of a leaf that is not a jax.Array, which is not placed.
+# of other leaves than jax.Arrays.
 def _needed(
     state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart]
 ) -> set[int]:

@@ -137,7 +137,7 @@ class StateWriter:
             return self._pool.submit(action)
         return None
 
-    # Others must not wait for a share that is not written.
+    # Others must not wait for an unwritten share.
     def _break_up(self, error: Exception | None = None) -> None:
         if isinstance(self._snapshots, CommitSnapshots):
             self._snapshots.break_up(error)

@@ -130,7 +130,7 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
 
 
 def derived(number: int, by: str) -> int:
-    """Return the number of an all-reduce derived from another."""
+    """Return an all-reduce's number derived from another."""
     return zlib.crc32(f"{number} {by}".encode()) % 2**30 + 2**30
 
 

@@ -148,7 +148,7 @@ def _of_loop(
     return within._replace(num_chains=within.num_chains + begun), leaving
 
 
-# XLA would first copy an array that is read later, which takes longer than a gather that overwrites
+# XLA would first copy an array to read later, which takes longer than a gather that overwrites
 # nothing.
 
 
@@ -209,7 +209,7 @@ _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis
 # XLA runs these as programs of their own, and inlines others.
 _CONTROL_FLOW = {"cond", "scan", "while"}
 
-# A body is analysed once for each call, up to this number.
+# A body is analysed in each call, up to this number.
 _MAX_BODIES = 10_000
 
 

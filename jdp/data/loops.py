@@ -1,4 +1,4 @@
-"""Loops over batches that are read, sharded and placed ahead of time."""
+"""Loops over batches: read, sharded and placed ahead of time."""
 
 import inspect
 import itertools
@@ -95,7 +95,7 @@ class EpochPlan(NamedTuple):
         return self._replace(end=position + max(0, self.num_steps - num_done) * self.batch_size)
 
     def num_left(self, position: int) -> int:
-        """Return the number of batches from a position on."""
+        """Count the batches from a position on."""
         full, rest = divmod(max(self.end - position, 0), self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
 
@@ -142,7 +142,7 @@ class RepeatedEpochs:
         self._seed, self._number = -1, 0
 
     def record(self, dataset: Any, seed: int) -> None:
-        """Record a loop of one shuffled epoch that was trained on."""
+        """Record a training loop of one shuffled epoch."""
         try:
             rows = [weakref.ref(leaf) for leaf in jax.tree.leaves(dataset)]
         except TypeError:  # values without weak references

@@ -173,7 +173,7 @@ class _Producer(threading.Thread):
         try:
             raise error
         finally:
-            del ready, error  # `error`'s traceback has this frame, which would hold it
+            del ready, error  # `error`'s traceback has this frame
 
     def _place(self) -> str:
         frame = sys._current_frames().get(self.ident or 0)

@@ -45,7 +45,7 @@ def batch_sharding(
 
 
 def num_blocks(sharding: NamedSharding) -> int:
-    """Return the number of blocks of rows, one for each rank."""
+    """Count the blocks of rows, one for each rank."""
     return sharding.num_devices // sharding.shard_shape((sharding.num_devices,))[0]
 
 

@@ -223,7 +223,7 @@ class _Loop:
     def _watch(self) -> None:
         is_own = False  # an exception of this process ended the loop
         try:
-            # The process that ended first knows "first", which may be deleted before it reads it.
+            # "first" may be deleted before the process that ended first reads it.
             first = self._wait_for(f"{self._prefix}/first", unless=lambda: self._first is not None)
             if first is not None:
                 with self._lock:
@@ -277,7 +277,7 @@ class _Loop:
             print(text, file=sys.stderr, flush=True)
             prefetcher.leave()
 
-    # The place of the loop's thread, which does not change while it waits.
+    # The place of the loop's thread, constant while it waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)

@@ -95,8 +95,8 @@ class ProcessPlace(NamedTuple):
     """The place of this process among several.
 
     Attributes:
-      method: JAX's method to find values that are None here: its name, "deactivate" if none is
-        missing, or None for the one that JAX detects.
+      method: JAX's method to find None values: its name, "deactivate" if none is missing, or
+        None for the one that JAX detects.
       process_id: from 0, on all hosts.
       coordinator: "address:port" of process 0.
       local_id: from 0, on this host.

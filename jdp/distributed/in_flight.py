@@ -58,7 +58,7 @@ class CalledProgram:
 
 
 class StepCall:
-    """A call of a step that may still be running.
+    """A call of a step, perhaps still running.
 
     Attributes:
       number: of the call among those of the step, from 1.
@@ -66,7 +66,7 @@ class StepCall:
       weight: of the batch, `[]` float, ready when the call has run; -inf after an overflow of a sum
         of integers.
       integer_sums: the author's lines of sums of integers over ranks.
-      skips: the paths of the gradients of each update that may be skipped.
+      skips: as in `TraceFindings`.
     """
 
     __slots__ = ("given", "integer_sums", "number", "program", "reports", "skips", "spec", "weight")
@@ -342,7 +342,7 @@ def _drain(num_left: int) -> None:
 
 
 def _exchange_error(call: StepCall) -> str | None:
-    """Return a ragged exchange's error, which may also belong to a later call in flight."""
+    """Return a ragged exchange's error, perhaps of a later call in flight."""
     found = this_process.current.exchange_error
     if found is None:
         return None

@@ -37,7 +37,7 @@ def replace(key: str, value: str) -> None:
 
 
 def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
-    """Return whether a function that writes to the store ended in time; else its thread is left."""
+    """Whether a function that writes to the store ended in time; else its thread is left."""
 
     def run() -> None:
         with contextlib.suppress(Exception):  # the store may have ended

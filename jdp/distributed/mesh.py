@@ -357,7 +357,7 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
 
 
 def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
-    """Return the number of ranks along `axis_name`."""
+    """Count the ranks along `axis_name`."""
     names = axis_name if isinstance(axis_name, tuple) else axis.names(axis_name)
     return _num_ranks(mesh, names)
 

@@ -376,7 +376,7 @@ def _refused(path: Path, error: OSError) -> OSError:
     )
 
 
-# All of a line, or on a full disk no part, which could not be read.
+# All of a line, or on a full disk nothing: a part is unreadable.
 def _append(file: io.FileIO, line: bytes) -> None:
     done = 0
     try:

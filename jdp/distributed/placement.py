@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 20
 
 
 def copied_from_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Return an array on devices that does not share the memory of `value`.
+    """Return an array on devices that shares no memory with `value`.
 
     JAX aliases aligned host memory despite `may_alias`, and aliased memory cannot be donated.
     """
@@ -96,8 +96,8 @@ def placed(
 ) -> Any:
     """Copy a state onto the mesh, equal on every rank; `per_rank` state is sharded over the ranks.
 
-    Leaves that are already there, perhaps sharded over further axes, stay. A copy shares no buffer
-    with the original, so it may be donated.
+    Leaves already there, perhaps sharded over further axes, stay. A copy shares no buffer with the
+    original, so it may be donated.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in named]

@@ -1,7 +1,7 @@
 """Connections between launchers, and between a launcher and its processes.
 
 Both ends prove that they know the run's token without sending it: each sends a nonce, then an HMAC
-of both nonces under the token (challenge and response as in RFC 2195), which cannot be replayed.
+of both nonces under the token (challenge and response as in RFC 2195), against replays.
 """
 
 import asyncio

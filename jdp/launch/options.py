@@ -277,7 +277,7 @@ _OF_THE_LAUNCHER = (
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Refuse Python in place of a Python program."""
+    """Refuse Python as the program."""
     name, *arguments = command
     if not name:
         raise ValueError("the path of the program is an empty string. Write jdp run train.py")

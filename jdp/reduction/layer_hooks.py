@@ -53,7 +53,7 @@ def instantiated(cotangents: Any) -> Any:
 
 
 def mapped_together(values: Sequence[Any]) -> list[jax.Array]:
-    """Return `values` unchanged. A `vmap` that maps one of them maps all.
+    """Return `values` unchanged. A `vmap` that maps one maps all.
 
     A `jax.custom_vjp` may need each row's cotangent, but gets the sum for an unmapped output.
 

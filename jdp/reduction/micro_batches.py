@@ -69,7 +69,7 @@ def num_rows(batch: Any, dim: int = 0) -> int:
 
 
 def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
-    """Return the number of micro-batches; `accumulate` is >= 1, None for 1."""
+    """Count the micro-batches; `accumulate` is >= 1, None for 1."""
     rows_here = num_rows(batch)
     if micro_batch_rows is not None:
         k, option = max(1, -(-rows_here // micro_batch_rows)), f"{micro_batch_rows=}"

@@ -50,8 +50,8 @@ def ragged_all_to_all(
     Returns:
       received: `[max_rows, ...]`; rows after the last block are 0.
       sizes: int, `[k, n]`: this rank received `sizes[j, i]` rows for block j from rank i.
-      back: sends rows that are ordered as the received ones, `[max_rows, ...]` of any dtype, back
-        to the places of those in `rows`; rows that were not sent are 0.
+      back: sends rows ordered as the received ones, `[max_rows, ...]` of any dtype, back
+        to the places of those in `rows`; unsent rows are 0.
 
     Raises:
       ValueError: if `counts` are not integers `[n, k]`, `rows` has no dims, `max_rows` < 1, or for
@@ -183,7 +183,7 @@ def _require_counts(rows: jax.Array, counts: jax.Array, max_rows: int, num_ranks
 
 
 def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> jax.Array:
-    """Return 0, or NaN on all ranks of the mesh after reporting blocks that do not fit.
+    """Return 0, or NaN on all ranks of the mesh after reporting misfits.
 
     The program continues, because other ranks would wait for those that stop.
 

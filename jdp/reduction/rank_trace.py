@@ -1,7 +1,7 @@
 """Trace a rank's program without the mesh in types.
 
-Equinox, Lineax, Optimistix and Diffrax refuse the types in a `shard_map`, which have a mesh. So
-the trace has no mesh, and a mark removes it from the types of values. A program with a bare
+Equinox, Lineax, Optimistix and Diffrax refuse a `shard_map`'s types, which have a mesh. So the
+trace has no mesh, and a mark removes it from the types of values. A program with a bare
 `PartitionSpec` is traced with it.
 """
 

@@ -31,8 +31,8 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
     requests each needed row once from its owner. The gradient is sent back, and the owner gets the
     mean over the ranks. All ids of a batch may be rows of one rank. Every rank must make the call.
 
-    A table that is not split (outside of a step, on one rank, at other stages, or if no dim divides
-    by the ranks) is indexed directly. A step on several ranks logs that once, to the logger "jdp".
+    An unsplit table (outside of a step, on one rank, at other stages, or if no dim divides by the
+    ranks) is indexed directly. A step on several ranks logs that once, to the logger "jdp".
     Differentiate with `jdp.value_and_grad`; inside `jax.value_and_grad`, or after
     `table.astype(...)`, the table is a whole array.
 

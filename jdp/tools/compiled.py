@@ -163,7 +163,7 @@ def devices_of(
 def compile_step(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> StepForDevices:
-    """Compile a step for devices that may be absent."""
+    """Compile a step for devices, perhaps absent."""
     where, num_ranks = devices_of(step, args, keywords, on)
     spec, args = step.bound(args, keywords)
     shapes = shapes_on(where.mesh, spec, args)

@@ -205,7 +205,7 @@ class _Evaluator:
         return jnp.stack(blocks)
 
     def _given(self, blocks: Any, name: str) -> _RankValues:
-        """Return an argument, which may have NaN already."""
+        """Return an argument, perhaps with NaN."""
         (value,) = self._call(
             None, lambda x: [x], [_RankValues(blocks)], name or "a captured array"
         )
@@ -379,7 +379,7 @@ class _Evaluator:
 
 
 def _flags(x: Any) -> jax.Array:
-    """Return whether an array has NaN, and infinity: `[2]` bool."""
+    """Whether an array has NaN, and infinity: `[2]` bool."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.zeros(2, bool)
     return jnp.stack([jnp.isnan(x).any(), jnp.isinf(x).any()])

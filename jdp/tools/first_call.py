@@ -19,7 +19,7 @@ _EXIT_S = 2.0
 
 
 class FirstCall(NamedTuple):
-    """A call that was not made."""
+    """A call not made."""
 
     step: Step
     args: tuple

@@ -125,7 +125,7 @@ class Array(NamedTuple):
     layout: str
 
     def num_elements(self) -> int:
-        """Return the number of elements."""
+        """Count the elements."""
         return math.prod(self.dims)
 
     def num_bytes(self) -> int:
@@ -161,7 +161,7 @@ class HloProgram:
         self._callers = callers_of(self.computations)
 
     def num_loops(self, computation: str) -> int:
-        """Return the number of loops around a computation."""
+        """Count the loops around a computation."""
         found = 0
         while callers := self._callers.get(computation):
             computation, one = callers[-1]

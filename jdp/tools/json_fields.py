@@ -1,4 +1,4 @@
-"""Checks fields of a JSON file, which may be damaged. Needs no JAX."""
+"""Checks fields of a JSON file, perhaps damaged. Needs no JAX."""
 
 import re
 import reprlib

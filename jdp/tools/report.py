@@ -136,7 +136,7 @@ class StepReport:
     def to_json(self) -> str:
         """Return the report as JSON: attributes by name, bytes and seconds as numbers.
 
-        A number that is not finite is null: `bytes_per_s` of a law of constant time.
+        A nonfinite number is null: `bytes_per_s` of a law of constant time.
         """
         values = dataclasses.asdict(self)
         del values["spans"]

@@ -111,7 +111,7 @@ def _is_file(path: str, other: str | Path) -> bool:
 
 
 def to_json(values: Any) -> str:
-    """Return values as portable JSON: a number that is not finite is null.
+    """Return values as portable JSON: a nonfinite number is null.
 
     >>> print(to_json({"alpha_s": 2e-06, "bytes_per_s": float("inf")}))
     {

@@ -115,7 +115,7 @@ class TripCounts:
         return first and _LoopInteger(first.entry, first.constant + value.constant)
 
     def _constant(self, value: _LoopInteger | None, computation: str) -> int | None:
-        """Return a value that is constant whenever a computation runs."""
+        """Return a value constant in all runs of a computation."""
         while value is not None and value.entry is not None:
             callers = self._callers[computation]
             if len(callers) != 1:
@@ -130,7 +130,7 @@ class TripCounts:
         return self._computations.get(computation, Computation()).root
 
     def _sum(self, computation: str, name: str, index: int | None = None) -> _LoopInteger | None:
-        """Return an integer that is a constant or a sum with one."""
+        """Return a constant integer, or a sum with one."""
         one = self._computations[computation].by_name.get(name)
         if one is None:
             return None
@@ -175,7 +175,7 @@ class TripCounts:
 
 
 def _count(first: int, bound: int, step: int, order: str) -> int | None:
-    """Return how many of first, first + step, ... come before one that is not `order` bound."""
+    """Count first, first + step, ... before one that is not `order` bound."""
     if order in ("GT", "GE"):
         return _count(-first, -bound, -step, _FLIPPED[order])
     if order == "NE":

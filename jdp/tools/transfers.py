@@ -106,7 +106,7 @@ def number_of(inner: Instruction) -> int | None:
 def transfer_of(
     one: Instruction, inner: Instruction, computation: str, shapes: Mapping[str, str]
 ) -> SentArrays:
-    """Return a collective that has not run yet."""
+    """Return a collective that has not run."""
     target = inner.target()
     taken = [array for x in one.operands() for array in hlo.arrays(shapes.get(x, ""))]
     if target in _NATIVE:

@@ -388,8 +388,8 @@ def check_step(
 ) -> StepDifference:
     """Run steps on one rank with the whole batch, and on all ranks, and compare the results.
 
-    The uniformity analysis cannot see a wrong scale: a loss that is summed instead of averaged,
-    batch statistics of a rank's own rows, a local masked mean, a norm of local gradients among the
+    The uniformity analysis cannot see a wrong scale: a loss summed instead of averaged, batch
+    statistics of a rank's own rows, a local masked mean, a norm of local gradients among the
     metrics. This function compares every leaf of the state on every rank, and every metric, with
     that of one rank. Use plain SGD: Adam hides a wrong scale. The arguments stay unchanged.
 

@@ -14,7 +14,7 @@ from jdp.reduction import scanned_layers
 from jdp.reduction.step_context import Scope
 from jdp.step_spec import StepSpec
 
-# JAX names the traced function's arguments, which is jdp's.
+# JAX names the arguments of jdp's traced function.
 _ASKED = re.compile(
     r"the function (?:_on_rank|reading|recording) at .* depends on the values? of the "
     r"arguments? (.*)\.$",

@@ -1,4 +1,4 @@
-"""Which leaves of a tree are parameters, and which of them train."""
+"""Which leaves of a tree are parameters, and which train."""
 
 import contextlib
 import logging
@@ -50,7 +50,7 @@ _PARTITION = (
 
 
 def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
-    """Refuse Python numbers that are attributes of modules; log other floats."""
+    """Refuse Python numbers as attributes of modules; log other floats."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if type(leaf) in (bool, int, float, complex) and _is_of_module(params, path):
             raise TypeError(
@@ -64,7 +64,7 @@ def require_no_numbers_of_modules(params: Any, *, all_train: bool) -> None:
 
 
 def floats_of_equinox(state: Any) -> frozenset[str]:
-    """Return the paths of Python floats in a state that are attributes of Equinox modules."""
+    """Return the paths of Python floats in a state's Equinox modules."""
     if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(state)):
         return frozenset()
     return frozenset(
@@ -76,7 +76,7 @@ def floats_of_equinox(state: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def not_trained(floats: frozenset[str], gradients: Set[str], state: str) -> Iterator[None]:
-    """Refuse gradients of Python floats of modules, in place of any other error."""
+    """Refuse gradients of Python floats of modules, before any other error."""
     try:
         yield
     finally:
@@ -161,7 +161,7 @@ def require_numbers(name: str, tree: Any) -> None:
 
 
 def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
-    """Return whether each leaf of the parameters trains."""
+    """Whether each leaf of the parameters trains."""
     named = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), is_own in zip(named, rank_state.flags(params), strict=True):
         if not pytrees.is_array(leaf):

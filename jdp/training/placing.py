@@ -112,7 +112,7 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
 
 
 def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
-    """Copy leaves of other arguments that are leaves of the donated state."""
+    """Copy leaves of other arguments also in the donated state."""
     shared = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
     # This runs for every leaf in every call, so it has no Python loop.
     if shared.isdisjoint(map(id, donated)):

@@ -36,7 +36,7 @@ _NUMBERS = re.compile(
 _reads: list[tuple[str, str]] = []  # ("file:line", name), by any module
 _copied: list[str] = []  # names that the latest iteration over os.environ returned
 
-# While a fork is made that will train: `os.register_at_fork` handlers keep their state.
+# While forking a training process: `os.register_at_fork` handlers keep their state.
 is_forking: ContextVar[bool] = ContextVar("jdp_is_forking", default=False)
 
 _PR_SET_PDEATHSIG = 1

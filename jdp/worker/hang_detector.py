@@ -130,7 +130,7 @@ class HangDetector:
     """Decides from the statuses of the processes whether the run hangs.
 
     The processes with the fewest steps hold up the others, so only their time counts: a process is
-    not at fault while it waits for one that may still evaluate or save. A run is reported after a
+    not at fault while it waits for one that still evaluates or saves. A run is reported after a
     twentieth of that time (30 s of 600 s), then each time the stall doubles. It is over when the
     time is used up.
 
@@ -332,8 +332,8 @@ class SelfWatch:
                 if stall.is_over and self._ends:
                     os._exit(STALLED)
 
-    # Fires if this thread cannot get the GIL; in a lone process that may be the author's code,
-    # which has no limit.
+    # Fires if this thread cannot get the GIL; in a lone process perhaps the author's code has it,
+    # without a limit.
     def _arm(self, left_s: float) -> None:
         if not self._has_timer:
             return

@@ -121,7 +121,7 @@ class ProcessStatus(NamedTuple):
 
     Attributes:
       pid: 0 if the slot is free.
-      steps: training steps called, a few of which may still run.
+      steps: training steps called; a few may still run.
       progress_s, since_s: time.monotonic() of the last progress, and of the phase's start.
       limit_s: for the phase without progress: inf for no limit, 0 for its default.
       timeout_s: of `jdp.init`.
@@ -152,7 +152,7 @@ class ProcessStatus(NamedTuple):
         return cls(*values)._replace(counts=RunCounts(*values[-1]))
 
     def moved(self, seconds: float) -> "ProcessStatus":
-        """Return it on a clock that is `seconds` ahead."""
+        """Return it on a clock `seconds` ahead."""
         return self._replace(progress_s=self.progress_s + seconds, since_s=self.since_s + seconds)
 
 

@@ -206,8 +206,8 @@ class OwnProgress:
       unstepped: the base phase after the first request for a batch.
       num_steps: called.
       num_counted: `num_steps` at the last call of `count_step`.
-      num_own_steps: steps that were not calls of a train step.
-      is_first_step: whether a process that is not alone has called no step yet.
+      num_own_steps: steps other than calls of a train step.
+      is_first_step: whether a process among others has called no step yet.
       is_uncached: whether a program bypassed JAX's compilation cache.
       longest_wait_s: how long others may keep this process waiting; inf for no limit.
       latest_kept: the newest step to resume from, in words.

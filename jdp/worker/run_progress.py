@@ -29,7 +29,7 @@ class RunHistory(NamedTuple):
         return sum(self.recoveries.values())
 
     def moved(self, by_s: float) -> "RunHistory":
-        """Return it on a clock that is `by_s` ahead; hosts send it on a clock at 0."""
+        """Return it on a clock `by_s` ahead; hosts send it on a clock at 0."""
         failures = [(at + by_s, step, error) for at, step, error in self.failures]
         began = None if self.began is None else self.began + by_s
         return self._replace(failures=failures, began=began)
@@ -54,7 +54,7 @@ class LeaderLoss(NamedTuple):
     step: int | None = None
 
     def moved(self, by_s: float) -> "LeaderLoss":
-        """Return it on a clock that is `by_s` ahead."""
+        """Return it on a clock `by_s` ahead."""
         return self._replace(at=self.at + by_s)
 
 

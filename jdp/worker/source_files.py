@@ -17,7 +17,7 @@ _seen: set[str] = set()
 
 
 def record() -> None:
-    """Read the script and modules below its folder that are new; call it soon after the imports."""
+    """Read the script and new modules below its folder; call it soon after the imports."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None or not Path(script).is_file():  # a notebook
         return
@@ -62,8 +62,8 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
 def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
     """Return the first match as ("file:line", first group).
 
-    It searches modules that are not installed, and the script up to the running statement, without
-    comment lines.
+    It searches uninstalled modules, and the script up to the running statement, without comment
+    lines.
     """
     last = _last_lines()
     for path in {*last, *_authors_files()}:

@@ -23,7 +23,7 @@ def record_joining() -> None:
 
 
 def require_limit(timeout_s: Any) -> None:
-    """Refuse a limit that is not positive or None."""
+    """Refuse a nonpositive limit, except None."""
     if timeout_s is None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):

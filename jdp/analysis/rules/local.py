@@ -329,7 +329,7 @@ def _exported(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     return interp.anything() if effects or program.nr_devices > 1 else mix(interp, eqn, ins)
 
 
-# empty2 replaces a residual of the branch that was not taken.
+# empty2 replaces a residual of the branch not taken.
 _MIX = """
     _copysign after_all atan2 bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
     bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose

@@ -238,7 +238,7 @@ class Communicator:
 
     def _test(self) -> None:
         def require_equal() -> None:
-            # Since this one traces a program that would include the test.
+            # This one traces a program that would include the test.
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(
                     self_test_difference, self._mesh, self._axes, self.key

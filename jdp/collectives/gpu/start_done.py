@@ -79,7 +79,7 @@ def start(
     number: int,
     communicator: int = 0,
 ) -> jax.Array:
-    """Start the ring over a bucket, which must not change before `done` gets the token."""
+    """Start the ring over a bucket, unchanged until `done` gets the token."""
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
     call = jax.ffi.ffi_call(call_order.START, TOKEN)
     return call(jnp.asarray(scale, wide), *bucket, **_attributes(axis_name, number, communicator))

@@ -123,7 +123,7 @@ class Arguments:
         return Given(next(self._calls), tuple(checksums), small, large)
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the checksums' types, for a program that is only compiled."""
+        """Return the checksums' types, for a program only to compile."""
         # Types, since the mesh may only describe devices.
         where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
         shape = (*self._mesh.devices.shape, 2)
@@ -210,7 +210,7 @@ class Arguments:
             split = {
                 name for part in sharding.spec if part is not None for name in axis.names(part)
             }
-            # The step gathers a leaf that is sharded over ranks: all use the same.
+            # The step gathers a leaf sharded over ranks: all use the same.
             return None if split & set(self._axis_name) else leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None

@@ -159,7 +159,7 @@ def checksum_pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.
 
 
 def checksums_differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
-    """Return whether checksum pieces differ between ranks: `[1]` bool.
+    """Whether checksum pieces differ between ranks: `[1]` bool.
 
     Of only two different values, the ranks of both return True. `mine` are this rank's pieces,
     `sums` those over the ranks, `[4]` float32.

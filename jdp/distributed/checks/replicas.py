@@ -37,7 +37,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     waits for the steps that compute the state. All processes must make it.
 
     Args:
-      state: any tree; leaves that are not arrays are ignored.
+      state: any tree; other leaves than arrays are ignored.
       every: of the calls for trees of this structure, check the first and every `every`-th after
         it, >= 1. The other calls do nothing.
       axis_name: the mesh's data axis: a name, or a tuple of names.

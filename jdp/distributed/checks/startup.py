@@ -116,7 +116,7 @@ _OF_CONSTANT = (
 
 
 class ProgramText(NamedTuple):
-    """A step's program in the form that is compared.
+    """A step's program in the compared form.
 
     Attributes:
       source: index of a line -> file and line of the author's code, or "".
@@ -290,7 +290,7 @@ _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*bac
 
 
 def schedule_of(compiled: str) -> list[str]:
-    """Return the collectives of a compiled program in order, without names, which may differ."""
+    """Return a compiled program's collectives in order, without names."""
     found = []
     for line in compiled.splitlines():
         _, _, operation = line.partition(" = ")
@@ -302,7 +302,7 @@ def schedule_of(compiled: str) -> list[str]:
     return found
 
 
-# Flags that may differ: where a process writes, and its number of devices.
+# Flags that may differ: where a process writes, its number of devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 

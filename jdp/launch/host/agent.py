@@ -238,7 +238,7 @@ class Agent:
 
     def stop(self, number: int) -> None:
         """End the run at a signal; a second interrupt kills at once."""
-        # A scheduler signals all hosts, which is one signal.
+        # A scheduler signals all hosts: that is one signal.
         at_once = number == signal.SIGINT and self._was_signalled
         self._was_signalled = True
         if not self._link.is_joined and self._generation is None:
@@ -273,7 +273,7 @@ class Agent:
         if is_running:
             self._standbys.fill()
 
-    # A change would interrupt the first step, which may compile for long.
+    # A change would interrupt the first step, which may compile long.
     def _tell_ready(self) -> None:
         if self._has_stepped:
             self._link.send("ready", generation=self._run.generation)

@@ -39,7 +39,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Write the launcher's own line."""
-        # Paths may have bytes that are not text.
+        # Paths may have bytes other than text.
         self.write(STDERR, f"jdp run: {text}\n".encode(errors="backslashreplace"))
 
     def prefix(self, name: str, number: int) -> bytes:

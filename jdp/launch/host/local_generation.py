@@ -160,7 +160,7 @@ class LocalGeneration:
 
     Attributes:
       processes: not yet waited for.
-      step: the last that all of them called.
+      step: the last called by all.
       saved: whether a process has saved and ended.
     """
 

@@ -21,7 +21,7 @@ _TRACKER_S = 2.0
 
 
 class Guardian:
-    """Watches over the processes of one launcher that are started after it.
+    """Watches over one launcher's processes, started after it.
 
     Start each with the variables of `environment`, and add its group; remove the group once the
     process was waited for. `added` and `removed` get the pid of each child of the launcher.

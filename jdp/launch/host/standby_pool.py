@@ -15,7 +15,7 @@ class Standbys:
 
     Args:
       start: starts one, given its likely local id, and the process to fork or None.
-      ready: called when all of them wait, or when there will be none.
+      ready: called when all wait, or none will come.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Standbys:
         self._say_ready()
 
     def kill_all(self) -> None:
-        """Kill all of them."""
+        """Kill all."""
         self._wanted = 0
         for process in self._processes:
             process.kill()

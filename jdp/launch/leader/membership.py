@@ -181,7 +181,7 @@ class Membership:
         return [at for at in free_at if at > now]
 
     def remove_silent_hosts(self, now: float) -> None:
-        """Remove hosts that are silent for too long."""
+        """Remove hosts silent for too long."""
         silence_s = 1.5 * self._options.heartbeat_timeout_s
         for remote in [*self.remotes]:
             if remote.id != self.home and now - remote.heard > silence_s:

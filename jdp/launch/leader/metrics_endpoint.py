@@ -123,7 +123,7 @@ class MetricsEndpoint:
 def serve(
     port: int | None, read: Callable[[], RunMetrics], say: Callable[[str], None]
 ) -> MetricsEndpoint | None:
-    """Serve the metrics if there is a port; say where, or why not."""
+    """Serve the metrics on a port, if any; say where, or why not."""
     if port is None:
         return None
     try:

@@ -276,7 +276,7 @@ class Partitioner:
     def _run_ready(
         self, operations: Sequence[FlatOperation | AlikeParts], env: Any, whole: Set[FlatValue]
     ) -> list[FlatOperation | AlikeParts]:
-        """Run the operations that do not wait; return the others."""
+        """Run the operations without waits; return the others."""
         later: list[FlatOperation | AlikeParts] = []
         waiting: dict[FlatValue, Waiting] = {}
         blocked: set[FlatValue] = set()
@@ -407,9 +407,9 @@ def partitioned(
     """Run a function of whole arrays on each rank's slices, with the same result.
 
     Arrays needed whole are gathered once and reported; other changes of the sliced dim are
-    all-to-alls. Matrices multiplied alike are computed by one rank each if that is estimated to be
-    faster. The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of
-    each array. Custom derivatives are lost.
+    all-to-alls. Matrices multiplied alike are computed by one rank each if estimated to be faster.
+    The method is that of GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array.
+    Custom derivatives are lost.
     """
     size = axis.size(axes)
     if size > 1 and axis.is_typed(axes):

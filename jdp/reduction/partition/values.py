@@ -23,7 +23,7 @@ _AGREEING = frozenset(
 
 
 def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
-    """Return the results of operations that must run on whole arrays.
+    """Return the results of operations bound to whole arrays.
 
     Slices of one rank's data, as in a line search that evaluates the loss, do not match.
     """

@@ -26,7 +26,7 @@ class _NotARow(Exception):
 
 
 class _BatchRows(Ranks):
-    """A batch's `size` independent rows, in place of ranks."""
+    """A batch's `size` independent rows, instead of ranks."""
 
     def __init__(self, size: int):
         super().__init__((), size)

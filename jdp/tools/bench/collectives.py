@@ -74,7 +74,7 @@ class Trial:
         self._moduli = [known_values.modulus(mesh.size, case.dtype) for case in cases]
         self._inputs = [self._zeros(self._input_size(case), case.dtype) for case in cases]
         self._fill = self._mapped(self._filled, 2, donate=(0,))
-        # New results overwrite the old ones, which are not read.
+        # New results overwrite the old ones unread.
         donate = (0,) if in_place else (1,)
         platform = mesh.devices.flat[0].platform
         apart = {"cpu": _APART_ON_CPU, "gpu": _APART_ON_GPU}.get(platform, {})

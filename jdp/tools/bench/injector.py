@@ -113,7 +113,7 @@ def strike(pids: Iterable[int], number: int = signal.SIGKILL) -> float:
 
 
 class LineLog:
-    """A file of JSON lines with common facts; no death tears a line, which is one write."""
+    """A file of JSON lines with common facts; each is one write, so no death tears it."""
 
     def __init__(self, path: Path, **facts: Any):
         self._facts = facts

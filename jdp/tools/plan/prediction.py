@@ -49,7 +49,7 @@ class Failures(NamedTuple):
         return max(0.0, trains - degraded) * self.kept(commit_every_s)
 
     def kept(self, commit_every_s: float) -> float:
-        """Return the share of training time in steps that are not lost.
+        """Return the share of training time in kept steps.
 
         An interval and its commit last w seconds, and are repeated until they have no failure:
         (exp(rate * w) - 1) / rate seconds on average (Daly 2006,

@@ -82,7 +82,7 @@ def work_of(group: Sequence[ModelLeaf]) -> float:
 
 
 def params_of(group: Sequence[ModelLeaf]) -> float:
-    """Return the number of parameters of a group."""
+    """Count the parameters of a group."""
     return sum(leaf.params for leaf in group)
 
 

@@ -41,7 +41,7 @@ _GPU = re.compile(r"/device:GPU:(\d+)$")
 _STREAM = re.compile(r"Stream #")
 # An XLA operation that launches a CUDA graph.
 _GRAPH = re.compile(r"command_buffer")
-# Operations that are compared with all others.
+# Operations compared with all others.
 _MOST_TRIED = 50
 
 
