@@ -25,8 +25,8 @@ DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 # whatever the timeout; all-reduce and all-to-all wait. See github.com/jax-ml/jax/issues/40831.
 CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 
-# XLA:CPU copies an in-place operand if a write to one of its slices is fused with the copy. Seen
-# on 0.10.2, not on 0.12.0; versions between were not tried.
+# XLA:CPU copies an in-place operand if a write to one of its slices is fused with the copy. Seen on
+# 0.10.2, not on 0.12.0; others were not tried.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 
 # The compiler of JAX 0.11.2 crashes on an empty argument of `shard_map` beside others.

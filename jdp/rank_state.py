@@ -87,18 +87,18 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
     """Declare state that belongs to a rank or to rows, and so differs from rank to rank.
 
     Examples are error feedback, hidden states of truncated backpropagation, replay buffers and
-    environments. The arrays are sharded over the ranks on their first dim, as a batch is. Inside a
+    environments. The arrays are sharded over the ranks on their first dim, like a batch. Inside a
     step `state.model_state["hidden"].value` is this rank's shard; the step returns the new shard in
     a `per_rank(...)` again. jdp does not average it: reduce what other state computes from it, as
-    you reduce what comes from the batch.
+    from the batch.
 
     Args:
       tree: arrays `[rows, ...]`, the same on every process; the number of ranks divides the first
         dim. One value for each rank is `[num_ranks, ...]`, and `[1, ...]` inside a step.
       resize: `resize(saved, like) -> array`, from a saved NumPy array to one of shape and dtype
-        `like`. It is called for each array whose shape in a checkpoint differs, as after a change
-        of the number of ranks. Without it such a checkpoint is refused. Hidden states of rows keep
-        their shape and need no rule.
+        `like`. It is called for each array whose shape in a checkpoint differs, as for another
+        number of ranks. Without it such a checkpoint is refused. Hidden states of rows keep their
+        shape and need no rule.
 
     Returns:
       A node of the state. `.value` is the tree.

@@ -56,8 +56,8 @@ _KINDS = (
 class Bits:
     """Classes encoded as integers. `|` joins two classes: a set bit is the weaker claim.
 
-    Each axis has eleven bits, and the value as a whole has six. n is the number of ranks along the
-    axis; for the one-rank value see `AbstractValue`.
+    Each axis has eleven bits, and the value as a whole six. n is the number of ranks along the
+    axis; the one-rank value is that of `AbstractValue`.
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it may be something else than a scaled sum over the axis;

@@ -57,9 +57,9 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
     """Return `x` unchanged, with a mark in the traced program.
 
     The mark survives grad, vmap, jvp, scan, jit and rematerialization, is not saved by name by
-    `jax.checkpoint`, and lowers to nothing, except for a barrier on CPU, see `_unfolded`.
-    Cotangents are not marked, and tangents only for `"all_reduced"`. A `vmap` over one of `axes`
-    removes that axis, since the operation then runs over rows.
+    `jax.checkpoint`, and lowers to nothing but a barrier on CPU, see `_unfolded`. Cotangents are
+    not marked, and tangents only for `"all_reduced"`. A `vmap` over one of `axes` removes that
+    axis: the operation then runs over rows.
     """
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     return _mark_p.bind(x, kind=kind, path=path, axes=tuple(axes))

@@ -27,8 +27,8 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
     """Declare that a primitive gives equal results for equal operands on every rank.
 
     jdp has rules for the primitives of JAX and of some libraries, and analyses any primitive with a
-    jaxpr among its parameters. Results of other primitives may differ between ranks, because such a
-    primitive may read the device's number or a hidden state.
+    jaxpr among its parameters. Results of other primitives may differ between ranks, as from the
+    device's number or a hidden state.
 
     Args:
       primitive: the object that your code or a library binds. The declaration holds for all

@@ -25,12 +25,11 @@ _NO_POSITION = (
 class Checkpointer:
     """Keep the state and data position of a run outside its processes.
 
-    There are two tiers. A *commit*, every `commit_every` steps, goes to host memory owned by the
-    launcher; without `jdp run` there are no commits. A run recovers from it when a process dies. A
-    *checkpoint*, every `save_every` steps, at the end and at a signal, goes to disk. Both are
-    written in the background, from values copied before the next step can donate the state. A step
-    waits only while the previous write is in progress. So a crash loses at most the steps of two
-    intervals.
+    A *commit*, every `commit_every` steps, goes to host memory owned by the launcher; without `jdp
+    run` there are no commits. A run recovers from it when a process dies. A *checkpoint*, every
+    `save_every` steps, at the end and at a signal, goes to disk. Both are written in the
+    background, from values copied before the next step can donate the state. A step waits only for
+    a write in progress. So a crash loses at most the steps of two intervals.
 
     Commits occupy twice the state's memory on each host, where each process writes a share. CPU
     devices write into it directly. Other devices, or processes without jdp's native library, keep a
@@ -38,8 +37,8 @@ class Checkpointer:
     process 0 while it is written.
 
     All processes must make the same calls. The state may be replicated or sharded over any number
-    of ranks, and can be restored to any other number, in any placement. If it is sharded over
-    processes, each writes its own shards; the next host keeps a copy of each shard of a commit.
+    of ranks, and restored to any other number, in any placement. If it is sharded over processes,
+    each writes its own shards; the next host keeps a copy of each shard of a commit.
 
     At SIGTERM, SIGUSR1 or SIGUSR2 to any process, all save after the same step, and `step` exits
     with code 75. An earlier handler of SIGUSR1 or SIGUSR2 runs after the save. After Ctrl-C the
@@ -111,20 +110,20 @@ class Checkpointer:
         Args:
           state: the state of step 0, or a function without arguments that makes it. Its leaves give
             the shapes, dtypes and shardings to restore to, so a step compiled for it is not
-            recompiled. A run that resumes only traces a function: its arrays are never made beside
+            recompiled. A run that resumes only traces a function, so its arrays are never beside
             the restored ones. The function is called if nothing is saved, if JAX cannot trace it,
             if it makes arrays beside a `TrainState`, if it places arrays or reads placed ones
             without one, if the mesh has further axes, and with `missing="keep"`. It must not store
-            arrays elsewhere, because traced ones have no values.
+            arrays elsewhere: traced ones have no values.
           batches: the run's `jdp.batches(...)`; `jdp.shard_batches(loader)` of a loader that saves
             its own state; or an object with an int `position`, which is set.
           missing: "error" raises if leaves differ. "keep" allows another optimizer, an added
-            average or fewer layers: leaves of the same path, shape and dtype are restored, the
-            others keep their value in `state`, and one log line lists them.
+            average or fewer layers: leaves of equal path, shape and dtype are restored, others keep
+            their value in `state`, and one log line lists them.
           allow: "new script" lets `jdp run` recover although the script, or a module in its folder,
             was edited. After `--resume` edits are always allowed. One log line names the first
-            edited line. If a step is traced to another program on the same ranks and shapes, one
-            log line names the first differing operation.
+            edited line, another the first differing operation of a step traced to another program
+            on the same ranks and shapes.
 
         Returns:
           The restored state, or that of step 0.

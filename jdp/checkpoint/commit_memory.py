@@ -1,7 +1,7 @@
 """The last commit, in host memory that outlives the processes that write it.
 
-The memory is an anonymous file of the launcher. Its first page holds two records, each of a commit.
-A write clears the older commit's record, writes values and facts, then the new record. So at any
+The memory is an anonymous file of the launcher, with two records of commits on its first page. A
+write clears the older commit's record, writes values and facts, then the new record. So at any
 death of the writer, at least one record describes an intact commit.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # Magic, which changes with the format; commit number, higher in the newer; offset of the values;
-# bytes of the facts; bytes of the values; checksum of these fields and the facts.
+# bytes of the facts, and of the values; checksum of these fields and the facts.
 _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 2".ljust(16, b"\0")
 _PAGE_BYTES = 4096
@@ -57,8 +57,8 @@ class Draft(NamedTuple):
 class CommitMemory:
     """Two commits in an area of a file, of which only the older is overwritten.
 
-    Processes that write shards each have an area; several may write a commit together. Any process
-    may read while no write is in progress. The file starts empty.
+    Processes with shards each have an area; several may write a commit together. Any process may
+    read while none writes. The file starts empty.
     """
 
     def __init__(self, file: int, area: int = 0) -> None:

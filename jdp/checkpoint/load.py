@@ -56,7 +56,7 @@ def fill(
 
     Types, shardings and non-array leaves are kept. A Python number or a 64-bit NumPy array also
     accepts a saved value of JAX's canonical dtype. `per_rank` state is resized by its rule. The
-    values must not be written to afterwards, unless `copies`.
+    values must not be written to later, unless `copies`.
     """
     left = defaultdict(list)
     for old, value in zip(saved, values, strict=True):

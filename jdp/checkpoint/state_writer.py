@@ -31,8 +31,8 @@ class StateWriter:
     """A thread that writes a run's states in order; later calls raise its errors.
 
     A state is not written if a step that led to it failed a check. Each process raises that error
-    by its next write; the thread could raise it on only one process. Processes without `is_here`
-    only gather, and write their shards and shares.
+    by its next write, since the thread could raise it on only one. Processes without `is_here` only
+    gather, and write their shards and shares.
     """
 
     def __init__(

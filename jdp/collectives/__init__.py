@@ -2,7 +2,7 @@
 
 `all_reduce(buckets, axis_name, *, scale, mesh) -> buckets` sums every leaf over the ranks of
 `axis_name` and multiplies it by `scale`. A bucket is a list of leaves of one dtype; buckets are in
-the order in which backpropagation finishes them.
+the order of backpropagation.
 """
 
 from collections.abc import Callable

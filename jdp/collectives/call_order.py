@@ -114,8 +114,8 @@ def require(reason: str | None) -> None:
 def next_number(bucket: Sequence[jax.Array]) -> int:
     """Return the number of the program's next all-reduce, >= 0.
 
-    It is in the compilation cache's key, so equal in every process and run: it counts from 0, or
-    derives from the shapes of `bucket` if jdp does not trace the whole program.
+    It is in the compilation cache's key, so equal in every process and run: a count from 0, or
+    derived from the shapes of `bucket` if jdp does not trace the whole program.
     """
     order = _order.get()
     if order is not None:

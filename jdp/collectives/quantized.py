@@ -42,11 +42,10 @@ def quantized(
     """Sum every leaf over `axis_name`, with 8 bits for each number on the wire.
 
     For slow links: a rank sends a quarter of the bytes of float32 and half of bfloat16, but rounds
-    each number twice, each time by at most 1/254 of the largest in its block (int8). Each rank
-    quantizes its leaves and sends each other rank a chunk. That rank sums its chunk in float32,
-    quantizes the sum, and sends it to all. Wang et al. 2023, https://arxiv.org/abs/2306.10209, do
-    so between hosts. Arrays of fewer than 4,096 numbers, and wider or integer ones, are summed by
-    `collectives.xla`.
+    each number twice, by at most 1/254 of the largest in its block (int8). Each rank quantizes its
+    leaves and sends each other rank a chunk. That rank sums its chunk in float32, quantizes the
+    sum, and sends it to all, as Wang et al. 2023, https://arxiv.org/abs/2306.10209, between hosts.
+    Arrays of fewer than 4,096 numbers, and wider or integer ones, are summed by `collectives.xla`.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.

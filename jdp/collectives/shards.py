@@ -80,8 +80,7 @@ def all_gather(
 
     Args:
       overwrite: for each leaf None or an array like its result, whose memory a native call reuses.
-        XLA writes this rank's shard into a dead array, and only other shards are copied; it copies
-        a live array first.
+        XLA writes this rank's shard into a dead array, and copies a live one first.
       further: how the compiler splits each leaf, along other dims than `dims`.
     """
     names = axis.names(axis_name)

@@ -1,9 +1,9 @@
 """Exchanges rows of a sharded table, without gathering the table.
 
-If the rows are sharded, each rank sends the ids of its needed rows to their owners, each id once.
-It receives the rows; to add, it sends them too. This takes rounds of a fixed size: one if all ranks
-own about equally many of the needed rows, up to n if one rank owns all. If another dim is sharded,
-every rank gets all ids, and each sends its part of the rows back in one round.
+If the rows are sharded, each rank sends the ids of its needed rows to their owners, each id once,
+and receives the rows; to add, it sends them too. This takes rounds of a fixed size: one if all
+ranks own about equally many of the needed rows, up to n if one rank owns all. If another dim is
+sharded, every rank gets all ids, and sends its part of the rows back in one round.
 
 In a round with s rows for each of n ranks, a rank sends n s ids and n s rows, in two calls; to add,
 in one. If several rounds are possible, a call before them finds their number.

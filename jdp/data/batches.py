@@ -207,10 +207,10 @@ def batches(
 ) -> Batches:
     """Read a dataset in batches that are sharded over all ranks.
 
-    Every row comes once per epoch, in the order of `Sampler`, which does not depend on the number
-    of ranks. With `num_steps` all batches are full and continue across the ends of epochs. With
-    `epochs` only the last batch of the run may be short: it is padded with extra rows, and a mask
-    in every batch marks the rows that count. All batches of a run have the same leaves and shapes.
+    Every row comes once per epoch, in the order of `Sampler`, for any number of ranks. With
+    `num_steps` all batches are full and continue across the ends of epochs. With `epochs` only the
+    last batch of the run may be short: it is padded with extra rows, and a mask in every batch
+    marks the rows that count. All batches of a run have the same leaves and shapes.
 
     Batches with a mask have the same rows on any number of ranks, padded to a multiple of that
     number. 12 rows on 5 ranks become 15, of which the last 3, all on rank 4, do not count.
@@ -234,7 +234,7 @@ def batches(
       seed: seed of the order, >= 0; the same on all processes.
       shuffle: False keeps the dataset's own order.
       tail: the short last batch of a run by `epochs`. "pad": pad it, with a mask in every batch,
-        even if the last batch is full. "drop": leave it out.
+        even if it is full. "drop": leave it out.
       mask: True: every batch has a mask, and any `batch_size` works on any number of ranks.
         Default: only in a run by `epochs` with `tail="pad"`.
       position: where to begin, in rows since the run's start: a saved `Batches.position`.
@@ -302,11 +302,11 @@ def shard_batches(
 ) -> LoaderBatches:
     """Place the batches of any loader, each process its shard of the global batch.
 
-    Use it for loaders that read and shuffle by themselves: a PyTorch DataLoader, grain, a
-    generator. The loader must select this process's rows, and return equally many batches on every
-    process. If one process ends or leaves its loop after another number, all processes get an
-    error. Processes compare the shapes of their first batches, and again when they change. Values
-    are copied, so the loader may reuse its memory.
+    For loaders that read and shuffle by themselves: a PyTorch DataLoader, grain, a generator. The
+    loader must select this process's rows, and return equally many batches on every process. If one
+    process ends or leaves its loop after another number, all get an error. Processes compare the
+    shapes of their first batches, and again when they change. Values are copied, so the loader may
+    reuse its memory.
 
     Args:
       loader: this process's host batches: trees of arrays, or of values that convert to NumPy (a
@@ -321,8 +321,8 @@ def shard_batches(
       the loop's end, ends the background thread, and drops batches read ahead. A loader may have a
       state: `get_state` and `set_state` of its iterator, as in grain, or `state_dict` and
       `load_state_dict`, as in PyTorch's StatefulDataLoader. `jdp.Checkpointer` then takes the
-      iterator as `batches`, and saves each process's state after the last batch that the loop got.
-      The run then resumes at that batch, on the same number of processes.
+      iterator as `batches`, and saves each process's state after the loop's last batch. The run
+      then resumes at that batch, on the same number of processes.
 
     Raises:
       TypeError: `loader` is an array or a dict, whose items are not batches.

@@ -53,9 +53,9 @@ def is_table(value: Any) -> bool:
     return is_known and hasattr(value, "to_numpy")
 
 
-# Columns are read by position, since [rows] of pandas takes labels, and whole, since the dtype of a
-# part depends on missing values. Rows of a jax.Array are gathered on the host, since each read from
-# a device would wait.
+# Columns are read by position, since [rows] of pandas takes labels, and whole, since a part's dtype
+# depends on missing values. A jax.Array is gathered on the host, since each read from a device
+# would wait.
 def columns(leaf: Any, name: str) -> Any:
     """Return a leaf in host memory, a table as a dict."""
     if isinstance(leaf, jax.Array | np.ndarray):

@@ -190,7 +190,7 @@ class Batches:
 
     A `for` loop starts at `position`: after a `break` the next loop continues with the next batch.
     After the run's end, another loop is an error unless `position` is set: to 0 for the same
-    batches again. Only one loop runs at a time; a new one ends the previous one.
+    batches again. A new loop ends the previous one.
 
     `close`, or the end of a `with` block, ends a loop and its background thread.
 
@@ -381,7 +381,7 @@ class _HostBatches(Iterator[Any]):
     """This process's host batches, from a position of the run.
 
     `mine` is [rows] int, this process's rows within a batch; `rows` is [rows] int, the dataset's
-    rows read last. `checksums` are of rows to compare, by the position of the batch after them.
+    rows read last. `checksums`: of rows to compare, by the position of the next batch.
     """
 
     def __init__(

@@ -119,8 +119,8 @@ _NUM_FRAMES = 4
 def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     """Iterate over `items`, computing at most `depth` of them ahead.
 
-    An exception in `items` reaches the consumer in order. The thread ends with the items, when the
-    generator is closed or deleted, or with the program.
+    An exception in `items` reaches the consumer in order. The thread ends with the items, the
+    generator or the program.
     """
     if depth == 0:
         yield from items

@@ -68,7 +68,7 @@ class Sampler(Iterator[np.ndarray]):
 
     All epochs together are one endless stream of row numbers. Epoch e is a permutation that depends
     only on (seed, e). The only state to save is `position`, the number of rows returned so far. The
-    order does not depend on the batch size or the number of ranks, so a run can resume at the same
+    order depends on neither the batch size nor the number of ranks, so a run can resume at the same
     row with others. Batches continue across an epoch's end, and all are full.
 
     The cost of shuffling does not grow with the number of rows: above 2**16 rows, a keyed

@@ -1,7 +1,7 @@
 """This process's place by the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
 
 `jax.distributed.initialize()` alone would use a Slurm allocation without srun, and wait for
-processes that were never started. It would also assign one GPU to each process.
+processes never started. It would also assign one GPU to each process.
 """
 
 import importlib.util

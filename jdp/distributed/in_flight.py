@@ -216,7 +216,7 @@ def _callback_raised(text: str) -> str:
 
 
 # XLA's CPU client before JAX 0.11 hangs forever with more than about 30 pending steps on all its
-# devices. Elsewhere a few steps in flight hide dispatch.
+# devices. Elsewhere a few hide dispatch.
 _MAX = 8
 
 # Seconds to wait for others' arguments after a failed step.

@@ -198,8 +198,8 @@ def init(
     With several processes, `init` finds the others, and the mesh spans the devices of all: under
     `jdp run`, mpiexec, Slurm's srun or Kubernetes, with torchrun's variables, or after your own
     `jax.distributed.initialize()`. Call it before anything that creates an array. Under `jdp run`,
-    standby processes also run the lines before `init`, and wait in it. A second call replaces the
-    mesh; states already on another mesh stay there.
+    standby processes run the lines before `init`, and wait in it. A second call replaces the mesh;
+    states already on another mesh stay there.
 
     Args:
       mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.
@@ -213,9 +213,9 @@ def init(
       timeout_s: seconds, > 0, without a finished step after which the run ends with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
-        overrides it. None: no limit. A program without a step and without a batch of `jdp.batches`,
-        such as plain inference, has no limit either. A lone process is ended only in a step or
-        while it waits for `jdp.batches`, and never at a prompt.
+        overrides it. None: no limit, as for a program without a step and without a batch of
+        `jdp.batches`, such as plain inference. A lone process is ended only in a step or while it
+        waits for `jdp.batches`, and never at a prompt.
       progress: whether process 0 shows the progress: one line on a terminal and in a notebook,
         elsewhere a line every 30 s. JDP_PROGRESS=off also turns it off. Under `jdp run` the
         launcher shows it, see `--progress`.

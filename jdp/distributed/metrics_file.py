@@ -40,9 +40,9 @@ _claimed: set[Path] = set()
 def may_continue(path: Path, *, is_later: bool) -> bool:
     """Whether this run may append to a file with lines.
 
-    A new run may not, whatever its first step; its later generations may append to the run's own
-    file. Without `jdp run` there is no id, and the script may keep its own checkpoints: it may
-    append if it begins later than the file.
+    A new run may not, whatever its first step; its later generations may append to its own file.
+    Without `jdp run` there is no id, and the script may keep its own checkpoints: it may append if
+    it begins later than the file.
     """
     assigned = _assignment()
     if launcher_client.is_asked_to_resume():

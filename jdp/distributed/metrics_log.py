@@ -94,7 +94,7 @@ def log(
     A thread waits for the values. Process 0 writes; on other processes the call checks its
     arguments. A resumed or recovered run repeats some steps: a line is not written again up to the
     last step in the file with the same names. So log metrics of the same names in the order of
-    their steps. A new run does not continue another run's file: that is an error.
+    their steps. A new run cannot continue another run's file.
 
     Args:
       metrics: names and scalars: arrays of one element, or numbers. A nested mapping adds its name:
@@ -154,8 +154,8 @@ def log(
 def flush(timeout_s: float = _FLUSH_S) -> None:
     """Wait until the files and `also` have all metrics, and flush `also`.
 
-    Call `jdp.log.flush()` before you close a writer: a thread writes to it. jdp flushes at the end
-    of the script, before exit code 75, and after an uncaught exception.
+    Call `jdp.log.flush()` before you close a writer: a thread writes to it. jdp flushes at the
+    script's end, before exit code 75, and after an uncaught exception.
     """
     end = time.monotonic() + timeout_s
     write_all(timeout_s)

@@ -160,7 +160,7 @@ def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Arr
         # device_put would compare the values of all processes, leaf by leaf.
         return list(map(copy_to, leaves, targets))
     # Strongly typed: a weak type would change at the first step, which would compile twice. Copied
-    # first, since device_put may alias the caller's memory; one call for all small leaves.
+    # first, since device_put may alias the caller's memory; all small leaves in one call.
     strong = list(map(_copy, leaves, targets))
     return jax.device_put(strong, list(targets))
 

@@ -185,7 +185,7 @@ class Lifeline:
     A dead launcher's kernel closes the connection in order; a cut network shows nothing, and a
     firewall's reset is no orderly end. So an orderly end without a farewell means that the other
     launcher and its processes are dead. A proxy (service mesh, `ssh -L`) closes in order when the
-    network behind it is cut, so it shows no death.
+    network behind it is cut: it shows no death.
 
     Args:
       channel: of an authenticated peer.

@@ -390,7 +390,7 @@ def scan_sharded(
 
     Each round computes one layer, and gathers the next. The backward loop recomputes each layer,
     and scatters the gradient of the layer after it. At most two layers are whole at once. The
-    forward pass keeps only the carries, as under `jax.checkpoint`.
+    forward pass keeps only carries, as under `jax.checkpoint`.
 
     Source: Rajbhandari et al. 2020, ZeRO stage 3, https://arxiv.org/abs/1910.02054.
     """

@@ -73,9 +73,9 @@ def mean_over_ranks(
     Args:
       x: tree of float arrays, any shapes; booleans count as 0.0 and 1.0.
       weight: `[]`, >= 0, of this rank's value; weight 0 drops even NaN. Default: that of the step
-        (`train_step(weight=...)`), else equal. A rank whose rows have weight 0 in the step has
-        no gradient. In your own `shard_map` the gradient is that of equal ranks: jdp cannot know
-        there that `sync_gradients(weight=...)` follows.
+        (`train_step(weight=...)`), else equal. A rank whose rows have weight 0 in the step has no
+        gradient. In your own `shard_map` the gradient is that of equal ranks: jdp cannot know of a
+        later `sync_gradients(weight=...)`.
       axis_name: the data axis.
 
     Returns:
@@ -406,8 +406,7 @@ def batch_norm_statistics(
 
     The results are those of the whole batch for any number of ranks, and equal on every rank, so a
     state may keep them. Gradients are exact, with the step's weights. A rank with only padding
-    contributes nothing. If no row counts, both results are 0. In micro-batches they are those of a
-    micro-batch of all ranks.
+    contributes nothing. If no row counts, both results are 0. In micro-batches they are those of a micro-batch of all ranks.
 
     Args:
       x: `[rows, ..., features]` float, this rank's rows. Dims between (positions, pixels) count

@@ -257,9 +257,9 @@ def value_and_grad(
         `has_aux` `-> (loss, aux)`. `loss_fn(params)` with captured rows has no micro-batches.
       accumulate: number k of micro-batches, >= 1, a divisor of this rank's rows. Give this or
         `micro_batch_rows`; default: one.
-      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1, so that fewer ranks use
-        more micro-batches, not more memory. Only the last may be smaller: 17 rows by at most 8 are
-        6, 6 and 5, weighted by rows, and the loss is traced twice.
+      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1, so fewer ranks use more
+        micro-batches, not more memory. Only the last may be smaller: 17 rows by at most 8 are 6, 6
+        and 5, weighted by rows, and the loss is traced twice.
       has_aux: also return `aux`: float leaves averaged like the loss, `jdp.rows` joined.
       weight: `weight(batch)` of a micro-batch. Default: that of the step
         (`train_step(weight=...)`), else its rows. With another weight than the step's, a mean or

@@ -33,9 +33,9 @@ def ragged_all_to_all(
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
     """Send each rank another number of rows, as mixtures of experts without a capacity do.
 
-    Each rank sorts its rows by destination, and for one destination by block, such as the experts
-    of that rank. They arrive sorted by block, and for one block by source, so `jax.lax.ragged_dot`
-    can compute all experts of a rank.
+    Each rank sorts its rows by destination, and for one destination by block, such as that rank's
+    experts. They arrive sorted by block, and for one block by source, so `jax.lax.ragged_dot` can
+    compute all experts of a rank.
 
     Exchanges are linear, and their gradients are exact. On GPUs and TPUs they are
     `jax.lax.ragged_all_to_all`. CPUs exchange rows in rounds, as `sharded_embedding` does: one

@@ -38,8 +38,8 @@ def scan_layers(
     The gradient of `lax.scan` is complete only after its backward loop, too late to hide its
     reduction. Here each iteration of that loop reduces the gradient of the layer before, while it
     computes its own. In a `train_step`, `sync_gradients` does not send this mean again; in your own
-    `shard_map` it does, with the same result. It is sent in the `reduce_dtype` of the state's
-    optimizers, if they have the same.
+    `shard_map` it does, with the same result. It is sent in the common `reduce_dtype` of the
+    state's optimizers, if any.
 
     Under `jdp.sharded(stage=3)` each layer's shards are gathered while the layer before is
     computed, and the backward pass recomputes layers. At stage 2 layers are whole, and the gradient

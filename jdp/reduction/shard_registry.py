@@ -1,8 +1,8 @@
 """Whole arrays inside a step, and this rank's shards of them.
 
 Sharded state is gathered before the author's function runs. The step's scope maps whole arrays to
-shards, on which jdp works where it can, and XLA drops unused gathers. For an array computed by
-the author the shard is this rank's slice.
+shards, on which jdp works where it can, and XLA drops unused gathers. The shard of an author's
+array is this rank's slice.
 """
 
 import contextlib

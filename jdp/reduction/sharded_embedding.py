@@ -41,7 +41,7 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
       ids: any integer dtype and shape; each rank its own.
       out_of_range: result for ids below 0, or not below `rows`. "nan": a row of NaN, which makes
         the loss NaN. "zero": a row of zeros, for padding. Both have no gradient. "clip": the first
-        or the last row. JAX's `table[ids]` counts negative ids from the end, clips the others, and
+        or the last row. JAX's `table[ids]` counts negative ids from the end, clips others, and
         drops their gradient.
 
     Returns:

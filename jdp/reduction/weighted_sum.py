@@ -1,10 +1,9 @@
 """Sums over ranks whose gradients are those of the step's weighted loss.
 
-Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The loss of the
-step is sum(s_r l_r). Each rank differentiates its own l_r, and multiplies only the complete
-gradient by s_r. If the ranks compute t = sum(z_r), and ct_q is the cotangent of t on rank q, then
-that of z_r must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q), right only for equal
-shares.
+Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The step's loss is
+sum(s_r l_r). Each rank differentiates its own l_r, and multiplies only the complete gradient by
+s_r. If the ranks compute t = sum(z_r), and ct_q is the cotangent of t on rank q, then that of z_r
+must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q), right only for equal shares.
 """
 
 import contextlib

@@ -39,8 +39,8 @@ def explain(
     Args:
       step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
       *args: arguments of the step, as arrays or `jax.ShapeDtypeStruct`s: its state, such as from
-        `jax.eval_shape(make_state)`; a global batch, whose rows the number of ranks divides; and
-        others.
+        `jax.eval_shape(make_state)`; a global batch, with rows divisible by the number of ranks;
+        and others.
       on: the devices: `"8xH200"`, `"16xH100"` (two hosts of 8), `"v5e:2x4"`, `"cpu:4"`, or a mesh.
         Default: the state's mesh.
       rates: rates for the predicted time, such as `{"matmul_flops": 600e12}`. The report names all,

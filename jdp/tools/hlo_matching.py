@@ -311,7 +311,7 @@ class _Unmatched:
         """Take the leaf of some size that belongs to a parameter, else the first of that size.
 
         Leaves sent by the same line come first. XLA unrolls loops, and never creates them, so
-        collectives of an unrolled loop share a leaf. `own` leaves were taken by the collective.
+        collectives of an unrolled loop share a leaf. `own`: leaves taken by the collective.
         """
         left = _in_loops([leaf for key in keys for leaf in self._left[key]], num_loops)
         taken = _in_loops([leaf for key in keys for leaf in self._taken[key]], num_loops)

@@ -51,7 +51,7 @@ class LeafNames:
     """Names results of equations by their operands.
 
     A layer's gradient, reduced in a loop, is unnamed: it gets a stand-in, and its name when it
-    updates a parameter. Gradients packed into a vector get stand-ins until the sum is split.
+    updates a parameter. Gradients in a packed vector get stand-ins until the sum is split.
     """
 
     def __init__(self) -> None:

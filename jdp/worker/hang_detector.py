@@ -241,9 +241,9 @@ def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 
-# In order of precedence: scripts that ended before that step, and will never make it; stopped
-# processes at any step, since dispatched steps may wait for them; the slowest processes that do not
-# wait; processes that wait outside the step of the slowest; those in the fewest all-reduces.
+# By precedence: scripts that ended before that step, and will never make it; stopped processes at
+# any step, since dispatched steps may wait for them; the slowest processes that do not wait;
+# processes that wait outside their step; those in the fewest all-reduces.
 def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]

@@ -85,7 +85,7 @@ def reset() -> None:
     After a failed all-reduce, every process that took part must call it once its own calls have
     ended. The order does not matter, and extra calls do no harm: the next all-reduce waits, up to
     its deadline, for processes that have not called it yet. Compiled steps stay valid. With GPUs,
-    all processes must call it before the next all-reduce of any process.
+    all processes must call it before any process's next all-reduce.
 
     Raises:
       OSError: there is no memory for a new segment.

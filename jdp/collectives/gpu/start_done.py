@@ -28,7 +28,7 @@ def split(
     """Sum every leaf over `axis_name`, while the operations between start and done compute.
 
     XLA places each start after the last leaf of its bucket, and all dones after the last start. The
-    rest of the backward pass runs between them and hides the ring. The leaves are not packed.
+    backward pass between them hides the ring. The leaves are not packed.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. Sums of bfloat16 and float16 are taken

@@ -2,7 +2,7 @@
 
 A process publishes its last calls in the store when it exits, or when none of its calls has ended
 for `PATIENCE_S`. While it waits, process 0 of a group compares all processes' calls with its own;
-the others compare theirs with those of process 0.
+the others compare theirs with process 0's.
 """
 
 import atexit

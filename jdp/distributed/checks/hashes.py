@@ -87,7 +87,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
     """Return two hashes of a shard: sums over its words and their positions, modulo 2**32.
 
     The hashes of all shards add up to that of the whole array. Each term is a bijection of its
-    word, so a difference in a single word always changes the hash.
+    word, so a difference in one word always changes the hash.
     """
     zero = np.uint32(0)
     if not x.size:  # XLA of JAX 0.11.2 crashes on an empty sum
@@ -129,8 +129,8 @@ def words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(jnp.uint32)
 
 
-# Elements and leaves of an argument that the step itself hashes. A separate program hashes a larger
-# one if it is not the previous call's object.
+# Elements and leaves of an argument hashed by the step itself. A separate program hashes a larger
+# one, unless it is the previous call's object.
 _SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
 
 _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks

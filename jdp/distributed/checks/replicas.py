@@ -29,12 +29,12 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     """Check that every rank holds the same bits of the state, and return their hash.
 
     jdp proves that a step leaves equal states. It cannot see impure callbacks, kernels that round
-    differently from device to device, and faulty memory. The ranks' states then drift apart, which
-    averaged metrics do not show.
+    differently from device to device, and faulty memory. The ranks' states then drift apart, unseen
+    in averaged metrics.
 
     Every rank hashes its own copy, reading it once, and only hashes are compared. Each shard of an
-    array that is sharded over the ranks, as by `jdp.sharded`, is compared with its copies. The call
-    waits for the steps that compute the state. All processes must make it.
+    array sharded over the ranks, as by `jdp.sharded`, is compared with its copies. The call waits
+    for the steps that compute the state. All processes must make it.
 
     Args:
       state: any tree; other leaves than arrays are ignored.

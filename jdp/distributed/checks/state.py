@@ -21,8 +21,8 @@ from jdp.worker.local_devices import num_cpus
 
 Refs = list[weakref.ref]
 
-# Leaves of each step's last state over several processes. The steps do not own the lists: processes
-# delete a step at different times, while another step continues with its state.
+# Leaves of each step's last state over several processes. Not owned by the steps: processes delete
+# a step at different times, while another step continues with its state.
 _returned: list[Refs] = []
 # Further leaves known to be equal on all processes.
 _vouched: Refs = []

@@ -23,8 +23,8 @@ _TRACKER_S = 2.0
 class Guardian:
     """Watches over one launcher's processes, started after it.
 
-    Start each with the variables of `environment`, and add its group; remove the group once the
-    process was waited for. `added` and `removed` get the pid of each child of the launcher.
+    Start each with the variables of `environment`, and add its group; remove the group after
+    waiting for the process. `added` and `removed` get the pid of each child of the launcher.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def spawn(
     """Start a program in its own process group, out of reach of Ctrl-C.
 
     It is killed when the calling thread ends, so call this in the main thread. It has these
-    variables alone, and keeps `pass_fds` under the same numbers. Its stdout and stderr are pipes.
+    variables alone, and keeps the numbers of `pass_fds`. Its stdout and stderr are pipes.
     """
     return subprocess.Popen(
         ends_with_this(command),

@@ -1,7 +1,7 @@
 """Watches a generation's progress, and reports hanging or slow processes.
 
-All processes take the same time for a step, since they reduce together: a slow process waits less
-than the others. If waits are unknown (see `progress_board`), its devices idle longer before a step.
+All processes take the same time for a step, since they reduce together: a slow process waits less.
+If waits are unknown (see `progress_board`), its devices idle longer before a step.
 """
 
 import bisect

@@ -7,7 +7,7 @@ from typing import Any
 from jdp.launch.connection import Channel, Lifeline
 
 # A slot that fails twice within WINDOW_S rests for REST_S, doubled each time up to MAX_REST_S. If
-# the run needs it, all processes wait for BACKOFF_S, doubled for each failure up to MAX_BACKOFF_S.
+# the run needs it, all processes wait for BACKOFF_S, doubled likewise up to MAX_BACKOFF_S.
 WINDOW_S = 60.0
 REST_S = 60.0
 MAX_REST_S = 3600.0

@@ -24,8 +24,8 @@ from jdp.tools.plan.schedule import (
 
 # The effective training time (ETTR) is the share of training, if ranks fail at a constant random
 # rate, also during recoveries. Each failure costs a whole recovery, after an earlier one's.
-# (`highest` is the share if it restarts that.) Steps since the last commit are repeated. Commits
-# stop training. After a recovery hosts may be missing for some time.
+# (`highest`: it restarts that.) Steps since the last commit are repeated. Commits stop training.
+# After a recovery hosts may be missing for some time.
 
 
 class Failures(NamedTuple):

@@ -252,8 +252,8 @@ class _Builder:
     def whole_parameters(self) -> None:
         """Add a step of whole parameters: `replicated`, stages 1 and 2.
 
-        Buckets are sent when the backward pass has completed them, at stage 2 in each micro-batch.
-        Stages 1 and 2 gather new parameters at the end, in float32.
+        Buckets are sent when complete, at stage 2 in each micro-batch. Stages 1 and 2 gather new
+        parameters at the end, in float32.
         """
         method, count = self._deployment.method, self._workload.micro_batches
         buckets, sent = self._buckets(self._workload.reduce_bytes), []

@@ -172,7 +172,7 @@ def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Oper
     for each in own:
         by_name[each.name].append(each)
     # Operations of a branch's loop, or of a namesake program, may run equally often, but in fewer
-    # runs, or not once between any two times of the others.
+    # runs, or not once between any two of the others.
     often = {name: [x.begin for x in own] for name, own in by_name.items() if len(own) == num_runs}
     longest = max((own[-1] - own[0] for own in often.values()), default=0)
     often = {name: own for name, own in often.items() if 2 * (own[-1] - own[0]) >= longest}
@@ -237,7 +237,7 @@ def by_order(
     """Return the collectives by their names in a profile.
 
     XLA's collectives between GPUs have the name before the division into start and done. They run
-    in program order; if that contradicts the profile, they stay unnamed.
+    in program order; if the profile contradicts it, they stay unnamed.
     """
     found = {name: dict(of_program) for name, of_program in known.items()}
     for name, of_program in found.items():

@@ -172,8 +172,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
 
     The loop stays unchanged. Steps count from 0 at the start of the with block: calls of a function
     of `jdp.train_step`, or of `Checkpointer.step` in a loop without one. All processes profile the
-    same steps. They wait for their devices before the first profiled step and after the last one,
-    and then write the files.
+    same steps. They wait for their devices before the first profiled step and after the last, and
+    then write the files.
 
     `folder` gets, for each process i:
 
@@ -193,8 +193,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
 
     Returns:
       A context manager. If the block ends before the last step, it logs a warning, and the profile
-      has the steps before. If the block raises, JAX's profiler stops, and the error is raised.
-      Errors of writing are raised at the block's end.
+      has the steps before. If the block raises, JAX's profiler stops, and the error is raised. Errors of writing are raised
+      at the block's end.
 
     Raises:
       ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; at the

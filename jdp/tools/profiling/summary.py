@@ -121,8 +121,7 @@ def _within(times: Spans, window: tuple[int, int]) -> Spans:
 
 
 # A rank leaves a collective only after the last one has entered it. So common collectives bound the
-# difference of two clocks from both sides, the shortest ones best. Processes of one host have one
-# clock.
+# difference of two clocks from both sides, the shortest best. Processes of one host share a clock.
 
 
 # Here a rank needs a value of every other rank.
