@@ -1,4 +1,4 @@
-"""Bound mesh axes, and JAX's types of values over them."""
+"""Bound mesh axes, and JAX's types over them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -29,7 +29,7 @@ CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 # 0.10.2, not on 0.12.0; others were not tried.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 
-# The compiler of JAX 0.11.2 crashes on an empty argument of `shard_map` beside others.
+# JAX 0.11.2's compiler crashes on an empty argument of `shard_map` beside others.
 CRASHES_ON_EMPTY_ARGUMENTS = jax.__version_info__ == (0, 11, 2)
 
 # `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True leaves a function
@@ -114,7 +114,7 @@ def start_copy_to_host(array: jax.Array) -> None:
 
 
 def opened(jaxpr: Any) -> Any:
-    """Return the jaxpr without the wrapper of JAX 0.10."""
+    """Return the jaxpr without JAX 0.10's wrapper."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

@@ -39,7 +39,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def without_key(leaf: Any) -> Any:
-    """Return the data of a typed random key, other leaves as they are."""
+    """Return a typed random key's data, other leaves as they are."""
     if not is_key(leaf):
         return leaf
     if isinstance(leaf, jax.Array):
@@ -49,7 +49,7 @@ def without_key(leaf: Any) -> Any:
 
 
 def key_impl(key: Any) -> str:
-    """Return the name of the generator of a typed random key, or of its shape."""
+    """Return the generator's name of a typed random key, or of its shape."""
     found: list[str] = []
     jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)
     return found[0]
@@ -73,7 +73,7 @@ def is_tiny_float(dtype: Any) -> bool:
 
 @functools.cache
 def is_not_compiled(dtype: Any) -> bool:
-    """Whether XLA cannot compute with a dtype: int1, uint1, floats of 6 bits."""
+    """Whether XLA cannot compute with a dtype: int1, uint1, 6-bit floats."""
     if jnp.issubdtype(dtype, jnp.integer):
         return num_bits(dtype) == 1
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) == 6

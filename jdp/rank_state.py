@@ -117,12 +117,12 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
 
 
 def is_per_rank(node: Any) -> bool:
-    """Whether a node of a tree was made by `per_rank`."""
+    """Whether `per_rank` made a node of a tree."""
     return isinstance(node, PerRank)
 
 
 def owners(tree: Any) -> list[PerRank | None]:
-    """Return the `per_rank` node of each leaf."""
+    """Return each leaf's `per_rank` node."""
     found: list[PerRank | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
         found += [node] * len(jax.tree.leaves(node)) if is_per_rank(node) else [None]

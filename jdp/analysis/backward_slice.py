@@ -20,7 +20,7 @@ class Frame(NamedTuple):
     around: Frame | None
 
     def key(self) -> tuple[int, ...]:
-        """Return a key of this call."""
+        """Return this call's key."""
         around = () if self.around is None else self.around.key()
         return *around, id(self.record), id(self.eqn)
 
@@ -32,7 +32,7 @@ class Node(NamedTuple):
     variable: Any
 
     def key(self) -> tuple[Any, ...]:
-        """Return a key of this node."""
+        """Return this node's key."""
         return self.variable, *self.frame.key()
 
     def shared_key(self) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ class Forward:
         self._known: dict[Any, list[Any]] = {}
 
     def outputs(self, jaxpr: Any, ins: Sequence[Any], place: Any = None) -> list[Any]:
-        """Return the outputs' values for those of the inputs."""
+        """Return the outputs' values for the inputs'."""
         key = id(jaxpr), place, *ins
         if key not in self._known:
             env = dict(zip(jaxpr.invars, ins, strict=True))

@@ -14,7 +14,7 @@ from jdp.step_spec import StepSpec
 
 
 def shown(names: Iterable[str]) -> str:
-    """Return at most five different names, and a count of the others.
+    """Return at most five different names, and count the others.
 
     >>> shown(["`a`", "`b`", "`a`"]), shown(["`w`"] + [f"`v{i}`" for i in range(6)])
     ('`a`, `b`', '`w`, `v0`, `v1`, `v2`, `v3` and 2 more')
@@ -126,7 +126,7 @@ class NamedTree:
 
 
 class Output(NamedTuple):
-    """An output leaf of a step; kind "own" is a metric before its mean."""
+    """A step's output leaf; kind "own" is a metric before its mean."""
 
     tree: NamedTree
     position: int
@@ -147,7 +147,7 @@ class Output(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class TraceFindings:
-    """Findings of a step's trace, a pytree without leaves.
+    """A step trace's findings, a pytree without leaves.
 
     Attributes:
       marked: paths of gradients with a traced reduction.
@@ -175,7 +175,7 @@ class TraceFindings:
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced step; `mask` is the position of the padding mask among `inputs`, or None."""
+    """A traced step; `mask` is the padding mask's position among `inputs`, or None."""
 
     spec: StepSpec
     platform: str

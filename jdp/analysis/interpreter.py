@@ -1,4 +1,4 @@
-"""Compute the class of each value of a jaxpr."""
+"""Compute the class of each jaxpr value."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
     return jaxprs.mapped_body(mapped_eqn)
 
 
-# XLA exchanges edges of a split dim by a collective-permute of all devices.
+# XLA exchanges a split dim's edges by a collective-permute of all devices.
 _SHIFTS = frozenset(
     "concatenate conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
     "dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min reduce_window_sum "
@@ -50,7 +50,7 @@ _REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
 
 
 def bfloat16_reductions(eqn: Any) -> list[Any]:
-    """Return bfloat16 reductions of a shard_map with compiler-partitioned axes."""
+    """Return a shard_map's bfloat16 reductions with compiler-partitioned axes."""
     every = frozenset(eqn.params["mesh"].axis_names)
 
     def enter(manual: frozenset[str], inner: Any) -> frozenset[str] | None:
@@ -135,7 +135,7 @@ class Quotient(NamedTuple):
 
 
 class Interpreter:
-    """The state of one analysis; along `manual` axes ranks run their own code."""
+    """One analysis; along `manual` axes ranks run their own code."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Interpreter:
                 env[variable] = value
 
     def under(self, varying: int, control: str, jaxpr: Any, ins: list[Any], eqn: Any) -> list[Any]:
-        """Return the output classes of a body that some ranks may skip."""
+        """Return a body's output classes if some ranks may skip it."""
         outside = self.where
         self.where |= varying
         if varying and self._automatic:

@@ -1,4 +1,4 @@
-"""Parameters of JAX's primitives, and their mesh axes."""
+"""JAX's primitives: their parameters and mesh axes."""
 
 import contextlib
 import dataclasses
@@ -177,7 +177,7 @@ def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
 def placed_equations(
     jaxpr: Any, place: _Place, enter: Callable[[_Place, Any], _Place | None]
 ) -> list[tuple[Any, _Place]]:
-    """Return `equations` with places; `enter` returns that of the bodies, or None to skip them."""
+    """Return `equations` with places; `enter` returns the bodies' place, or None to skip them."""
     found: list[tuple[Any, _Place]] = []
     _add_placed(found, opened(jaxpr), place, enter, set())
     return found
@@ -288,7 +288,7 @@ def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
 
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
-    """Return a scan's body, and numbers of constants and carries."""
+    """Return a scan's body, and its numbers of constants and carries."""
     return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 

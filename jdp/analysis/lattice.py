@@ -25,7 +25,7 @@ class AbstractValue(NamedTuple):
       total: the axes in `reduced` along which it is a total.
       unclear: the axes in `reduced` along which it may be a total or a mean; along the others it
         is a mean.
-      repeated: mesh axes along which it is a sum of equal values, n times too large.
+      repeated: mesh axes along which equal values were summed, n times too large.
       even: mesh axes along which it depends on means of equal weights, and on no other exchange.
       undivided: mesh axes along which it may depend on a total that no number has scaled since.
       duplicated: the same for a sum of equal values.
@@ -111,7 +111,7 @@ class Bits:
         ]
 
     def axes(self, names: Iterable[Any]) -> int:
-        """Return the varying bits of axes; unknown names add none."""
+        """Return axes' varying bits; unknown names add none."""
         bits = 0
         for name in names:
             bits |= self._bit.get(name, 0)
@@ -136,7 +136,7 @@ class Bits:
         )
 
     def is_constant(self, value: int) -> bool:
-        """Whether a value is a constant of the program."""
+        """Whether a value is a program constant."""
         return not value & (self.data | self.varying)
 
     def is_data(self, value: int) -> bool:

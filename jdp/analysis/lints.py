@@ -72,7 +72,7 @@ class _Context(NamedTuple):
 
 
 def require_narrow(jaxpr: Any, traced: Traced) -> None:
-    """Refuse an update by the gradient of a loss that saw full-precision parameters."""
+    """Refuse an update by a loss gradient for full-precision parameters."""
     dtype = traced.found.gather_dtype
     if not dtype:
         return
@@ -160,7 +160,6 @@ _UNKNOWN = (
     | jaxprs.SOURCES
     | frozenset("buffer_callback call_exported debug_callback ffi_call pure_callback".split())
 )
-# Distinguishes warnings of gradients from those of metrics.
 NONLINEAR = "is not linear in the gradient of this rank's rows"
 # For 2^depth values: equal calls count as one, then the rest as linear.
 _MANY_NODES, _MOST_NODES = 10_000, 200_000
@@ -216,7 +215,7 @@ class _Bend(NamedTuple):
 
 
 class _Dependence(NamedTuple):
-    """How a value depends on gradients of this rank's rows; `of_rows`: of single rows."""
+    """How a value depends on this rank's gradients; `of_rows`: of single rows."""
 
     depends: bool = False
     bend: _Bend | None = None
@@ -357,7 +356,7 @@ def _is_infinite(atom: Any) -> bool:
 
 # Warn of losses, gradients and metrics that the author divides by the number of devices.
 
-# Expressions of that number, as text.
+# Expressions of that number.
 _COUNT = re.compile(
     r"jax\.(?:local_)?(?:device|process)_count\(\)"
     r"|len\(jax\.(?:local_)?devices\(\)\)|\w*mesh\.(?:devices\.)?size|\w*mesh\.shape\[[^\]]*\]"
@@ -372,7 +371,7 @@ _TWICE = (
 
 
 def division_warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a warning for means over the ranks of what is divided by their number already."""
+    """Yield a warning for means over ranks of values already divided by their number."""
     counts = {jax.device_count(), jax.local_device_count(), jax.process_count()}
     counts = {float(each) for each in (*counts, step.params["mesh"].size) if each > 1}
     inside = jaxprs.equations(jaxprs.mapped_body(step))

@@ -45,7 +45,7 @@ SOURCE = "source"
 # A value whose type has lost the mesh.
 MESHLESS = "meshless"
 
-# The scope of jdp's weighted sum, which JAX keeps in its transpose.
+# The scope of jdp's weighted sum, kept by JAX in its transpose.
 WEIGHTED_SUM = "jdp_weighted_sum"
 # The scope of losses with narrow parameters.
 NARROW_LOSS = "jdp_narrow_loss"
@@ -75,7 +75,7 @@ _mark_p = jax.extend.core.Primitive("jdp_mark")
 
 def _jvp(primals: tuple, tangents: tuple, **note: Any) -> tuple[Any, Any]:
     (slope,) = tangents
-    # The tangent of a sum over ranks is such a sum.
+    # The tangent of a sum over ranks is one, too.
     if note["kind"] == ALL_REDUCED and type(slope) is not ad.Zero:
         slope = _mark_p.bind(slope, **note)
     return _mark_p.bind(*primals, **note), slope

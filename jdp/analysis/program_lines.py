@@ -90,7 +90,7 @@ def _line(eqn: Any) -> str:
     name, params = eqn.primitive.name, sorted(eqn.params.items())
     operands, results = [*map(_operand, eqn.invars)], [_type(x.aval) for x in eqn.outvars]
     if bodies(eqn):
-        # Arrays of bodies are in the order of their trace.
+        # Arrays of bodies are in trace order.
         operands, results = sorted(operands), sorted(results)
         params = [(key, value) for key, value in params if not isinstance(value, (tuple, list))]
     # Parameters such as texts, functions, or jdp's call numbers.

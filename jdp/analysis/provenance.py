@@ -230,7 +230,7 @@ class Report:
     """The analysis of one `shard_map`.
 
     Attributes:
-      outputs: class of each output of the body, before `out_specs` combines shards.
+      outputs: class of each body output, before `out_specs` combines shards.
       output_sources: lines of outputs that vary along an axis missing in `out_specs`, else empty.
       opaque: primitives with a body that jdp could not open.
       unknown: primitives without a rule, with the author's line.

@@ -106,7 +106,7 @@ class Record:
         return (kind, id(eqn)) in self._notes
 
     def calls_with_notes(self) -> list[tuple[Any, Record]]:
-        """Return equations and records of bodies with findings."""
+        """Return equations and body records with findings."""
         calls = [(note.eqn, *note.facts) for note in self._notes.values() if note.kind == "call"]
         return [(eqn, body) for eqn, body in calls if body.has_notes]
 
@@ -169,7 +169,7 @@ class Record:
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
         seen: set[tuple[int, str]] = set()
-        # The line of the outermost shard_map is not specific enough.
+        # The outermost shard_map's line is too unspecific.
         bodies = [body for _, body in self.calls_with_notes()]
         return [each for body in bodies for each in body._below(kinds, "", seen)]
 

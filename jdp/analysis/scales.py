@@ -73,7 +73,7 @@ def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
 
 
 def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
-    """Return the gradients of each line that gets only means."""
+    """Return each line's gradients if it gets only means."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
         if found.kind == LOCAL and found.path not in averaged:
@@ -96,7 +96,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
 
 
 def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
-    """Return a clause with the factor and line of a repeated sum."""
+    """Return a clause with a repeated sum's factor and line."""
     found = None if node is None else back.repetition(node)
     collective, line = (None, "") if found is None else found
     return (
@@ -172,7 +172,7 @@ def _local_sum(line: str, too_large: str) -> str:
 
 
 def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
-    """Return the line of the nearest sum that may make a gradient too large, counts excepted."""
+    """Return the line of the nearest sum that may make a gradient too large, except counts."""
     if not axes:
         return ""
     back, local = report.back(axes, "undivided"), report.back(axes)

@@ -35,13 +35,7 @@ _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
 class Proved(NamedTuple):
-    """Properties of an accepted step.
-
-    Attributes:
-      gradients: paths of the uniform gradients, which the next trace need not send. None if
-        `scan_layers` averages no gradient.
-      own_metrics: whether each output of kind "own" is uniform.
-    """
+    """An accepted step's properties."""
 
     gradients: frozenset[str] | None
     own_metrics: tuple[bool, ...]

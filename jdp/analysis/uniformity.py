@@ -287,8 +287,8 @@ def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -
 
 class _TracedFunction(NamedTuple):
     jaxpr: Any
-    inputs: list[str]  # paths of the arrays among the arguments, in order
-    paths: list[str]  # of the arrays among the outputs, in order
+    inputs: list[str]  # paths of argument arrays, in order
+    paths: list[str]  # of output arrays, in order
     unflatten: Callable[[list[str]], Any]
 
 
@@ -313,7 +313,7 @@ def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _TracedFunction:
     named, out_tree = outputs[-1]
 
     def unflatten(classes: list[str]) -> Any:
-        # Other leaves are constants of the program.
+        # Others are program constants.
         each = iter(classes)
         found = [next(each) if is_array else "uniform" for _, is_array in named]
         return jax.tree.unflatten(out_tree, found)
@@ -346,7 +346,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 class _Left(NamedTuple):
-    """Facts about a value outside of the shard_maps."""
+    """A value's facts outside of the shard_maps."""
 
     varying: bool = False
     # The shard_map that returned it unchanged, by id, and the output.

@@ -26,7 +26,7 @@ def facts_of_script() -> dict[str, Any]:
 
 
 class Edits:
-    """Finds changes of the program since the state was written."""
+    """Finds program changes since the state was written."""
 
     def __init__(self, *, allows: bool) -> None:
         self._allows = allows
@@ -74,7 +74,7 @@ class Edits:
             )
 
     def facts_of_programs(self) -> _Programs:
-        """Return the programs of the training steps so far."""
+        """Return the training steps' programs so far."""
         found = {**self._programs}
         for kind, programs in startup.traced.kinds().items():
             mine = {digest: _few(program.counts) for digest, program in programs.items()}

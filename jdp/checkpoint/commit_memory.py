@@ -55,7 +55,7 @@ class Draft(NamedTuple):
 
 
 class CommitMemory:
-    """Two commits in an area of a file, of which only the older is overwritten.
+    """Two commits in an area of a file; only the older is overwritten.
 
     Processes with shards each have an area; several may write a commit together. Any process may
     read while none writes. The file starts empty.
@@ -66,7 +66,7 @@ class CommitMemory:
         self._mapped = np.empty(0, np.uint8)
 
     def areas(self) -> "list[CommitMemory]":
-        """Return all areas of the file."""
+        """Return all of the file's areas."""
         num_areas = -(-os.fstat(self._file).st_size // _AREA_BYTES)
         return [CommitMemory(self._file, area) for area in range(num_areas)]
 
@@ -163,7 +163,7 @@ class CommitMemory:
             mapped = mmap.mmap(self._file, num_bytes, offset=start)
             self._mapped = np.frombuffer(mapped, np.uint8)
         elif num_bytes and os.fstat(self._file).st_size < start + num_bytes:
-            # The first process of the host has freed the area.
+            # The host's first process has freed the area.
             os.posix_fallocate(self._file, start, self._mapped.size)
 
     def _commit(self, slot: int) -> Commit | None:

@@ -39,7 +39,7 @@ _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def folder_path(given: Any) -> Path:
-    """Return the absolute path of a directory of checkpoints."""
+    """Return a checkpoint directory's absolute path."""
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(
             f"the directory of checkpoints must be a path, got {given!r}. Write "
@@ -122,7 +122,7 @@ _DAMAGED, _REMOVED = ".damaged", f".removed{_UNFINISHED}"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, perhaps damaged later. Sorts by life of the run, then by step."""
+    """A checkpoint, perhaps damaged later. Sorts by life, then by step."""
 
     life: int  # of the run; each restore begins a new one, from 1
     step: int
@@ -130,7 +130,7 @@ class Checkpoint(NamedTuple):
 
 
 class Folder:
-    """The checkpoints of one run."""
+    """One run's checkpoints."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = folder_path(path)
@@ -362,7 +362,7 @@ def _form(form: ArrayForm | None) -> str:
 
 
 def sealed(state: Path) -> dict[str, list[Any]]:
-    """Sync a folder to disk; return size and checksum of each file."""
+    """Sync a folder to disk; return each file's size and checksum."""
     if not state.exists():
         return {}
     files = [file for file in sorted(state.rglob("*")) if file.is_file()]
@@ -397,7 +397,7 @@ _TREE, _STEP_OF_MANAGER = "_METADATA", "_CHECKPOINT_METADATA"
 
 
 class ForeignCheckpoints(NamedTuple):
-    """Checkpoints of another tool in a directory."""
+    """Another tool's checkpoints in a directory."""
 
     path: Path
     tool: str

@@ -1,4 +1,4 @@
-"""Commits that the processes of a host write together, each its share of the values.
+"""Commits by the processes of a host together, each its share of the values.
 
 All processes begin the same draft, because they see the same records. Each marks its share as
 begun, and as written. The process of share 0 waits for all marks, makes the draft a commit, and
@@ -32,7 +32,7 @@ BEGUN, WRITTEN, ENDED = 1, 2, 3
 
 
 class CommitMark(NamedTuple):
-    """The status of a process's share, and of which state it is.
+    """A process's share: its status and state.
 
     Attributes:
       life: checksum of the life's tag, since marks of earlier lives remain.
@@ -80,11 +80,11 @@ class CommitMarks:
 _log = logging.getLogger("jdp")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
-# Seconds to wait for others when this process ends.
+# Wait for others when this process ends.
 _LAST_S = 2.0
-# Seconds to wait for others while the training thread waits.
+# While the training thread waits.
 _PATIENCE_S = 30.0
-# And for one that has begun no commit in this life.
+# For one without a commit in this life.
 _ABSENT_S = 10.0
 
 

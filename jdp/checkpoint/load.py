@@ -33,7 +33,7 @@ from jdp.validation import int_at_least
 
 _log = logging.getLogger("jdp")
 
-# Maximum number of leaves of a kind in a message.
+# The most leaves of a kind in a message.
 _NUM_NAMED = 8
 
 _INSTEAD = (
@@ -52,7 +52,7 @@ def fill(
     copies: bool = False,
     instead: str = _INSTEAD,
 ) -> tuple[Any, list[Any]]:
-    """Return the state with saved values, and the list of restored leaves.
+    """Return the state with saved values, and the restored leaves.
 
     Types, shardings and non-array leaves are kept. A Python number or a 64-bit NumPy array also
     accepts a saved value of JAX's canonical dtype. `per_rank` state is resized by its rule. The

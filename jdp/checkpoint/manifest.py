@@ -54,7 +54,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def exists(folder: Path) -> bool:
-    """Whether a folder has a manifest of jdp, perhaps damaged."""
+    """Whether a folder has a jdp manifest, perhaps damaged."""
     try:
         document = json.loads((folder / _NAME).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,4 @@
-"""Arrays in the format of Orbax, written by Orbax or by several processes.
-
-They are zarr arrays in TensorStore's OCDBT. Orbax writes NumPy arrays on process 0 alone, and
-shards of a `jax.Array` only if all processes meet in its barriers.
-"""
+"""Arrays in Orbax's format, written by Orbax or by several processes."""
 
 import contextlib
 import importlib
@@ -140,7 +136,7 @@ def forms(state: Path) -> dict[str, ArrayForm]:
 
 
 def _imported() -> Any:
-    """Import Orbax, and keep the format of log lines."""
+    """Import Orbax, and keep the log lines' format."""
     # Orbax logs to absl, whose first line would set another format on the root logger.
     if not logging.root.handlers and logging.lastResort is not None:
         logging.root.addHandler(logging.lastResort)

@@ -80,7 +80,7 @@ def _places(program: Any) -> bool:
 
 
 def _arrays_of(state: Any, shapes: Any) -> Any:
-    """Return a restored state with arrays of JAX where `shapes` has a shape without a sharding."""
+    """Return a restored state with JAX arrays where `shapes` has a shape without a sharding."""
 
     def array(x: Any, shape: Any) -> Any:
         is_described = isinstance(shape, jax.ShapeDtypeStruct) and not isinstance(x, jax.Array)
@@ -129,14 +129,14 @@ def restored(
         if batches is not None:
             set_position(batches, facts, found.where)
         if own is not None:
-            # Before another process of the host begins a commit over the older record.
+            # Before another of the host's processes begins a commit over the older record.
             sources.forget_later(found.key, own)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     state_check.vouch_for(taken)  # All processes got them from one source.
     return new
 
 
-# Processes read values of their host; collectives only run if a process lacks some.
+# Processes read their host's values; collectives only run if a process lacks some.
 def _facts(group: tuple[int, ...], found: Latest, sources: Sources) -> dict[str, Any]:
     mine = sources.facts(found.key) if jax.process_index() == found.source else None
     what = "what to restore"

@@ -43,7 +43,7 @@ class Sources:
 
     Attributes:
       keys: of these states, except commits of which the host may have only shards.
-      records: shards of commits by processes of this host.
+      records: commit shards by processes of this host.
       torn: the damaged checkpoints, if all are.
     """
 
@@ -156,7 +156,7 @@ class Latest(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the processes of a run found, and its next life."""
+    """What a run's processes found, and its next life."""
 
     sources: Sources  # of this process
     latest: Latest | None  # equal on all processes, as are life and tag
@@ -216,7 +216,7 @@ def find(
     return Found(sources, found, life, offers[0]["tag"], hosts, folder.owner() == owner)
 
 
-# Each process writes a share of each commit of its host.
+# Each process writes a share of its host's commits.
 def _require_equal_intervals(offers: dict[int, dict[str, Any]]) -> None:
     every = {process: each["commit_every"] for process, each in offers.items()}
     odd = agree.odd_one(every)

@@ -17,7 +17,7 @@ ArrayForm = tuple[tuple[int, ...], np.dtype]  # shape and dtype
 
 
 class SavedLeaf(NamedTuple):
-    """One array of a state as it is written, unsharded."""
+    """One array of a state as written, unsharded."""
 
     name: str  # its path
     shape: tuple[int, ...]

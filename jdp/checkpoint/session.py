@@ -1,4 +1,4 @@
-"""The work of a `Checkpointer` between `restore` and `close`."""
+"""A `Checkpointer`'s work between `restore` and `close`."""
 
 import contextlib
 import logging
@@ -84,7 +84,7 @@ _NOT_CLOSED = (
 
 
 class Session:
-    """The last state of this process, and when and where it is written."""
+    """This process's last state, and when and where it is written."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ Box = tuple[tuple[int, int], ...]  # start and stop in each dim
 
 
 class LeafPart(NamedTuple):
-    """A shard of a leaf, written by one process."""
+    """A leaf's shard, written by one process."""
 
     leaf: int  # index among the state's arrays
     box: Box
@@ -79,7 +79,7 @@ def folder_name(writer: int) -> str:
 
 
 def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
-    """Return the pieces of all leaves, of split leaves first."""
+    """Return the pieces of all leaves, split leaves first."""
     split = [
         LeafPart(leaf, tuple((start, stop) for start, stop in box), writer)
         for leaf, box, writer in facts.get("parts", ())
@@ -90,7 +90,7 @@ def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
 
 
 def names(facts: Mapping[str, Any]) -> list[str]:
-    """Return the name on disk of each piece."""
+    """Return each piece's name on disk."""
     whole, num_split = [*disk_names(leaves_of(facts))], len(facts.get("parts", ()))
     found = []
     for n, (leaf, box, _) in enumerate(pieces(facts)):

@@ -23,12 +23,12 @@ from jdp.collectives.cpu import runtime
 
 @contextlib.contextmanager
 def single_device_programs() -> Iterator[None]:
-    """Allow programs with arrays of one device under `jax.set_mesh` and `jax.transfer_guard`."""
+    """Allow one device's programs under `jax.set_mesh` and `jax.transfer_guard`."""
     with jax.set_mesh(Mesh(np.empty((), object), ())), jax.transfer_guard("allow"):
         yield
 
 
-# Calls of one program run concurrently. MLIR compares all arrays of a call pairwise.
+# Calls of one program run concurrently. MLIR compares a call's arrays pairwise.
 _CALL_BYTES, _CALL_ARRAYS = 64 << 20, 512
 
 
@@ -76,7 +76,7 @@ def takes(x: Any) -> bool:
 
 
 class CopyOut:
-    """The places of arrays of one device, for repeated copies."""
+    """The places of one device's arrays, for repeated copies."""
 
     def __init__(self, places: Sequence[TargetBox]) -> None:
         self._calls: list[tuple[slice, np.ndarray, np.ndarray]] = []
@@ -264,7 +264,7 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Takes snapshots of the states of one run."""
+    """Takes snapshots of a run's states."""
 
     def __init__(self) -> None:
         self._finder, self._copies = Finder(), DeviceCopies(reuse=False)
@@ -308,7 +308,7 @@ class _CommitLayout(NamedTuple):
 
 
 class CommitSnapshots:
-    """Takes snapshots of the states of one run, in the form of `saved_leaves.pack`.
+    """Takes snapshots of a run's states, in the form of `saved_leaves.pack`.
 
     CPU devices write into the memory directly. Other pieces are first copied on their devices, at
     the cost of as much memory.
@@ -349,7 +349,7 @@ class CommitSnapshots:
         return CommitSnapshot(found.leaves, found.split, draft, [*self._copying], placed)
 
     def reservation(self, state: Any, hosts: tuple[int, ...], *, here: bool) -> Callable[[], None]:
-        """Return a function that allocates the memory of commits, for a thread.
+        """Return a function that allocates the commits' memory, for a thread.
 
         `hosts`: of each process; the next host also keeps a process's shards.
         """

@@ -75,7 +75,7 @@ def is_whole_commit(found: Sequence[CommitPart]) -> bool:
 
 
 def wait_for_all(facts: Mapping[str, Any]) -> None:
-    """Wait until all processes wrote their shards of a commit, before they overwrite the last."""
+    """Wait until all processes wrote their shards, before they overwrite the last commit's."""
     name = f"jdp/committed/{facts['life']}/{facts['tag']}/{facts['step']}"
     kv_store.wait_for_all(name, timeout_s=agree.timeout_s())
 
@@ -115,7 +115,7 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
     """Write this process's shards; return when the checkpoint is complete.
 
     All processes call it in the thread that writes checkpoints. Process 0 makes the folder, and the
-    manifest when all have written. `number`: of this call in this life of the run, from 0.
+    manifest when all have written. `number`: of this call in this life, from 0.
     """
     names = shards.names(facts)
     arrays = to_disk_named([names[n] for n in shards.stored(facts)], values)

@@ -66,13 +66,13 @@ class StateWriter:
         progress.own.record_pause(begin_ns)
 
     def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
-        """Allocate the memory of commits in the thread: mapping it may take seconds."""
+        """Allocate the commits' memory in the thread: mapping it may take seconds."""
         assert isinstance(self._snapshots, CommitSnapshots)
         reserve = self._snapshots.reservation(state, hosts, here=self._is_here)
         self._job = self._pool.submit(reserve)
 
     def write_alone(self) -> None:
-        """From now on let the host's first process write the commits of this life alone.
+        """From now on let the host's first process write this life's commits alone.
 
         For states without calls of train steps, whose counts show that all shares are of one step.
         """
@@ -205,7 +205,7 @@ def of_all_processes(group: tuple[int, ...], position: dict[str, Any]) -> dict[s
 
 
 def state_of_data(batches: Any) -> dict[str, Any] | None:
-    """Return the state of batches; None if they only have a position, as of a user's class."""
+    """Return the batches' state; None if they only have a position, as in a user's class."""
     if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
         return None
     state = batches.get_state()

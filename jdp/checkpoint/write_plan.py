@@ -215,7 +215,7 @@ class WrittenPieces(NamedTuple):
 
 
 class Finder:
-    """Finds the pieces of the successive states of one run.
+    """Finds the pieces of a run's successive states.
 
     Each process writes shards of a leaf incomplete on all processes; a `per_rank` leaf is gathered.
     Other leaves are read once, from one device. Without shards, a host's processes may each write a
@@ -262,7 +262,7 @@ class Finder:
         return self._of_share(arrays, here=here, without=self._apart)
 
     def num_bytes(self, state: Any, *, here: bool) -> int:
-        """Return the size of all pieces in a commit."""
+        """Return the size of all of a commit's pieces."""
         arrays = self._described(state)
         split = {part.leaf for part in self._parts}
         here = here or self.form is not None
@@ -349,7 +349,7 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
 
 
 # Whether each process can assemble it from its own devices; equal on all processes, because a
-# sharding lists the shards of all devices.
+# sharding lists all devices' shards.
 def _is_on_each_process(x: Any) -> bool:
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:

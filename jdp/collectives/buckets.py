@@ -39,7 +39,7 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
 def plan_with(
     leaves: Sequence[jax.Array], bucket_bytes: int, further: Sequence[jax.Array]
 ) -> list[list[int]]:
-    """Return the buckets of `plan`, with small `further` arrays in the last of their dtype."""
+    """Return the buckets of `plan`, with small `further` arrays in their dtype's last."""
     buckets = plan(leaves, bucket_bytes)
     dtypes = [leaf.dtype for leaf in (*leaves, *further)]
     for i in range(len(leaves), len(dtypes)):

@@ -135,7 +135,7 @@ def derived(number: int, by: str) -> int:
 
 
 def token() -> jax.Array | None:
-    """Return the token of this trace's last all-reduce."""
+    """Return this trace's last all-reduce token."""
     order = _order.get()
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None

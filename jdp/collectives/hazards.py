@@ -99,7 +99,7 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
 
 
 class _Tokens(set[int]):
-    """The ids of variables with the last token of a chain."""
+    """The ids of variables with a chain's last token."""
 
     def __init__(self, ids: Iterable[int]):
         super().__init__(ids)
@@ -214,12 +214,12 @@ _MAX_BODIES = 10_000
 
 
 def has_collectives_of_xla(jaxpr: Any) -> bool:
-    """Whether a program has collectives of XLA."""
+    """Whether a program has XLA's collectives."""
     return bool(jaxprs.primitive_names(jaxpr) & _XLA)
 
 
 def runs_beside(jaxpr: Any) -> bool:
-    """Whether a native call and a collective of XLA may be independent."""
+    """Whether a native call and an XLA collective may be independent."""
     found = _Waits(jaxpr)
     return found.is_unknown or any(_pairs(found.native, found.xla))
 
@@ -238,7 +238,7 @@ def why_not_beside(jaxpr: Any) -> str | None:
 
 
 def loses_order(jaxpr: Any) -> bool:
-    """Whether XLA may lose the order of collectives in a cached program."""
+    """Whether XLA may lose the collectives' order in a cached program."""
     found = _Waits(jaxpr)
     return found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.xla, found.xla))
 
@@ -248,7 +248,7 @@ class _Wait(NamedTuple):
 
     Attributes:
       before: bits of the operations before it.
-      within: ids of enclosing loops and branches with collectives of XLA.
+      within: ids of enclosing loops and branches with XLA's collectives.
     """
 
     bit: int
@@ -268,7 +268,7 @@ def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wai
 
 
 class _Waits:
-    """The operations of a program that wait for other ranks, each with a bit.
+    """A program's operations that wait for other ranks, each with a bit.
 
     A variable's value is the bits of the operations before it.
     """
@@ -300,7 +300,7 @@ class _Waits:
         return self._kinds[id(jaxpr)]
 
     def follow(self, jaxpr: Any, ins: Sequence[int]) -> list[int]:
-        """Record a jaxpr's operations; return the bits of its outputs."""
+        """Record a jaxpr's operations; return its outputs' bits."""
         self._num_bodies += 1
         if self._num_bodies > _MAX_BODIES:
             return [0] * len(jaxpr.outvars)

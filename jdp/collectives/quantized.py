@@ -162,7 +162,7 @@ def _chunks(leaf: jax.Array, dim: int | None, num_ranks: int, block: int) -> jax
 def _gathered(
     parts: Sequence[jax.Array], axes: tuple[str, ...], name: str, block: int
 ) -> list[jax.Array]:
-    """Return the blocks of all ranks, `[ranks, blocks, block]`, of each leaf."""
+    """Return all ranks' blocks of each leaf, `[ranks, blocks, block]`."""
     sent = _packed(jnp.concatenate(parts), name)
     whole = _unpacked(lax.all_gather(sent, axes), name, block)
     whole = mark(whole, kind=ALL_REDUCED, path="", axes=axes)

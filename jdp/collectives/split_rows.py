@@ -230,7 +230,7 @@ def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) 
 def add_rows(
     rows: jax.Array, ids: jax.Array, num_rows: int, dim: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return this rank's shard of a table that sums the rows of all ranks.
+    """Return this rank's shard of a table that sums all ranks' rows.
 
     Args:
       rows: `[*ids.shape, ...]`, whole rows of this rank.
@@ -346,7 +346,7 @@ def exchanged(
 
 
 class _NativeCalls(NamedTuple):
-    """The `Collectives` of one equation."""
+    """One equation's `Collectives`."""
 
     rank: Any
     group: Any

@@ -29,7 +29,7 @@ def xla(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` with `lax.psum`, one call for each bucket.
 
-    It is the reference in the tests of the other algorithms. XLA may merge the calls.
+    The other algorithms are tested against it. XLA may merge the calls.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.

@@ -1,1 +1,1 @@
-"""Reads rows of a dataset, and places them on devices in batches."""
+"""Reads dataset rows, and places them on devices in batches."""

@@ -231,7 +231,7 @@ def batches(
         number of ranks. Each process reads only its own rows.
       num_steps: number of batches, >= 1. Give this or `epochs`.
       epochs: number of passes over all rows, >= 1.
-      seed: seed of the order, >= 0; the same on all processes.
+      seed: of the order, >= 0; the same on all processes.
       shuffle: False keeps the dataset's own order.
       tail: the short last batch of a run by `epochs`. "pad": pad it, with a mask in every batch,
         even if it is full. "drop": leave it out.

@@ -1,4 +1,4 @@
-"""Reads rows of a dataset by number, and adds the mask of padding."""
+"""Reads dataset rows by number, and adds the padding mask."""
 
 import collections
 import functools
@@ -47,7 +47,7 @@ _HAS_MASK = (
 
 
 def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
-    """Return the number of rows of a dataset, and a function that reads rows.
+    """Return a dataset's number of rows, and a function that reads rows.
 
     `threads` are for a dataset that returns one row at a time.
 

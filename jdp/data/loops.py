@@ -29,7 +29,7 @@ from jdp.worker import progress
 
 
 class EpochPlan(NamedTuple):
-    """The batches of one run over a stream of rows."""
+    """One run's batches over a stream of rows."""
 
     batch_size: int
     end: int  # in rows of the stream
@@ -76,7 +76,7 @@ class EpochPlan(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """The number of batches of the run."""
+        """The run's number of batches."""
         if self.num_steps is not None:
             return self.num_steps
         return self.num_left(0)
@@ -297,7 +297,7 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        """The number of batches of the whole run, for any position."""
+        """The whole run's number of batches, for any position."""
         return self._run.num_batches
 
     def __iter__(self) -> Iterator[Any]:

@@ -129,7 +129,7 @@ class Sampler(Iterator[np.ndarray]):
         rows = batch_size // num_blocks
         self._share = slice(block * rows, (block + 1) * rows)
         self._dtype = np.dtype(np.int32 if num_rows <= 2**31 else np.int64)
-        # An epoch and its order or, for many rows, the keys of its order.
+        # An epoch and its order or, for many rows, the order's keys.
         self._held: tuple[int | None, np.ndarray] = (None, np.empty(0, self._dtype))
 
     def __repr__(self) -> str:
@@ -162,7 +162,7 @@ class Sampler(Iterator[np.ndarray]):
         return self.rows_at(position + np.arange(int_at_least("count", count, least=0)))
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the rows at these positions of the stream, [n] int, ascending."""
+        """Return the stream's rows at these positions, [n] int, ascending."""
         epochs, offsets = np.divmod(positions, self.num_rows)
         if not self.shuffle or not len(positions):
             return offsets.astype(self._dtype)

@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
-    """Return the problem of a loop that ended in `first`, for the process with the end `mine`.
+    """Return the problem of a loop ended by `first`, for the process with the end `mine`.
 
     None if both got equally many batches, or `mine` may still.
     """
@@ -181,7 +181,7 @@ class _Loop:
             with self._propagating_errors():
                 raise kind(self._problem.text)
 
-    # It may wait for this process at the start of its next loop.
+    # It may wait for this process at its next loop's start.
     def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 

@@ -1,4 +1,4 @@
-"""Gathers values of all processes, finds differences, broadcasts bytes."""
+"""Gathers all processes' values, finds differences, broadcasts bytes."""
 
 import contextlib
 import hashlib
@@ -34,7 +34,7 @@ _SLICE_S = 60.0
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of later comparisons, in seconds; initially 300, inf for none."""
+    """Set later comparisons' deadline, in seconds; initially 300, inf for none."""
     this_process.current.timeout_s = timeout_s
 
 
@@ -199,7 +199,7 @@ _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 64 << 20, 1 << 12
 
 
 def broadcast_bytes(data: np.ndarray | None, num_bytes: int, group: Sequence[int]) -> np.ndarray:
-    """Broadcast bytes of one process of a group; a collective call.
+    """Broadcast one process's bytes in a group; a collective call.
 
     `data` is `[num_bytes]` uint8 on that process, which it gets back; None on the others.
     """

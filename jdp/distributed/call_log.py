@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
 
 class CallLog:
-    """The calls of one group of processes."""
+    """One group's calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -64,7 +64,7 @@ num_waiting = 0
 # This process's loops over batches, and the one whose end it awaits.
 open_loops: set[str] = set()
 awaited_loop, num_awaited = "", 0
-# Logs by group of processes.
+# Logs by group.
 logs: dict[tuple[int, ...], CallLog] = {}
 
 

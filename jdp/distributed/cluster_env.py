@@ -59,7 +59,7 @@ def coordinator(environment: Mapping[str, str]) -> str:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a Slurm list.
+    """Return a Slurm list's first host.
 
     >>> first_host("node[007,010-015],login"), first_host("rack1-n[2-3]-ib")
     ('node007', 'rack1-n2-ib')
@@ -69,7 +69,7 @@ def first_host(hosts: str) -> str:
 
 
 def num_tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the number of this step's tasks on this host.
+    """Count this step's tasks on this host.
 
     >>> num_tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
     3
@@ -92,7 +92,7 @@ _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_
 
 
 class ProcessPlace(NamedTuple):
-    """The place of this process among several.
+    """This process's place among several.
 
     Attributes:
       method: JAX's method to find None values: its name, "deactivate" if none is missing, or
@@ -130,7 +130,7 @@ class ProcessPlace(NamedTuple):
 
 
 def find(environment: Mapping[str, str]) -> ProcessPlace | None:
-    """Return the place of this process among several, or None if it is alone.
+    """Return this process's place among several, or None if alone.
 
     WORLD_SIZE=1 or JAX_NUM_PROCESSES=1 means alone, whatever the other variables are. Empty
     variables do not count.

@@ -35,7 +35,7 @@ _GRACE_S = 3.0
 # Process 0 holds the store: if it exits first, JAX ends the others before they print where Ctrl-C
 # interrupted them.
 _INTERRUPT_GRACE_S = 1.0
-# Seconds for the last lines of `jdp.log`.
+# For the last lines of `jdp.log`.
 _LINES_S = 1.0
 _POLL_S = 0.05
 # Errors of JAX and pickle that newcomers meet, and what to write.
@@ -131,7 +131,7 @@ def _leave_by(kind: type[BaseException], error: BaseException, where: TracebackT
         text += f"jdp: {why}\n"
         print(f"jdp: {why}", file=sys.stderr, flush=True)
     if isinstance(error, OtherFailedError) or (why is not None and not is_interrupted):
-        time.sleep(_GRACE_S)  # a launcher ends this process once it knows of the failed one
+        time.sleep(_GRACE_S)  # a launcher that knows of the failed process ends this one
     if is_interrupted and current() is None and jax.distributed.is_initialized():
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(_INTERRUPT_GRACE_S if jax.process_index() == 0 else 0.0)

@@ -41,7 +41,7 @@ class CalledProgram:
     """What calls keep of their program, without its executables.
 
     Attributes:
-      jaxprs: the latest programs of the step on its mesh, with the names of their inputs.
+      jaxprs: the step's latest programs on its mesh, with input names.
       check: raises a RuntimeError for a failure unreported by JAX.
       why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
       why_skipped: returns which gradients led to too many skipped updates, given `reports.skips`
@@ -61,11 +61,11 @@ class StepCall:
     """A call of a step, perhaps still running.
 
     Attributes:
-      number: of the call among those of the step, from 1.
+      number: among the step's calls, from 1.
       reports: of the ranks; None during the dispatch.
       weight: of the batch, `[]` float, ready when the call has run; -inf after an overflow of a sum
         of integers.
-      integer_sums: the author's lines of sums of integers over ranks.
+      integer_sums: the author's lines of integer sums over ranks.
       skips: as in `TraceFindings`.
     """
 
@@ -109,7 +109,7 @@ class StepCall:
         return None if given is None else self.program.why_skipped(given, self.skips)
 
     def overflow(self) -> str | None:
-        """Wait; return the lines of sums, one of which overflowed."""
+        """Wait; return the lines of sums, if one overflowed."""
         if not self.integer_sums or not np.isneginf(self.weight.addressable_data(0)):
             return None
         return " or ".join(line or "a line of a library" for line in self.integer_sums)
@@ -253,7 +253,7 @@ def add(call: StepCall) -> None:
 
 
 def make_room() -> None:
-    """Wait until one more call may be in flight, and raise the errors of finished calls.
+    """Wait until one more call may be in flight, and raise finished calls' errors.
 
     Call it before the dispatch, which donates the state.
     """

@@ -1,4 +1,4 @@
-"""JAX's key-value store of the joined processes."""
+"""JAX's key-value store between joined processes."""
 
 import contextlib
 import threading

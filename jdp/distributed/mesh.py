@@ -202,7 +202,7 @@ def init(
     states already on another mesh stay there.
 
     Args:
-      mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.
+      mesh: your own mesh, with any further axes; jdp uses only `axis_name`.
       axis_name: name of the data axis, or a tuple of names of axes that form it.
       axes: sizes by name, each >= 1, of a mesh with further axes, such as `{"model": 4}`. One data
         axis may be left out: it gets the remaining devices. The data axis is outermost, so the

@@ -1,4 +1,4 @@
-"""A file of metrics, written by a thread while the steps run."""
+"""A metrics file, written by a thread while the steps run."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ from jdp.worker.progress import own
 # it would be a row without a step.
 
 
-# Files of this process.
+# This process's files.
 _claimed: set[Path] = set()
 
 
@@ -98,7 +98,7 @@ _REPEATED = (
     "Count steps over all epochs, as `state.step` and `checkpointer.steps` do."
 )
 OWN_NAMES = ("step", "time")
-# Metrics of the progress line, and users' names for them.
+# The progress line's metrics, and users' names for them.
 _SHOWN = {
     "loss": ("train/loss", "loss"),
     "learning_rate": ("lr", "learning_rate"),
@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class MetricsFile:
-    """A file of metrics, and the thread that writes it."""
+    """A metrics file, and the thread that writes it."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

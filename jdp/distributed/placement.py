@@ -157,7 +157,7 @@ def _require_agreement(
 
 def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Array]:
     if not all(target.is_fully_addressable for target in targets):
-        # device_put would compare the values of all processes, leaf by leaf.
+        # device_put would compare all processes' values, leaf by leaf.
         return list(map(copy_to, leaves, targets))
     # Strongly typed: a weak type would change at the first step, which would compile twice. Copied
     # first, since device_put may alias the caller's memory; all small leaves in one call.

@@ -25,7 +25,8 @@ class Preemption:
 
     With several processes, JAX listens for SIGTERM in each (it checks once a second), and they
     agree on a step that none has started; the other signals become SIGTERM. With one process, a
-    Python handler listens, which only the main thread can install. SIGUSR1 and SIGUSR2 stay if ignored or with a C handler.
+    Python handler listens, which only the main thread can install. SIGUSR1 and SIGUSR2 stay if
+    ignored or with a C handler.
     """
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ class ThisProcess:
       hosts: host name by process of that mesh, if it has several.
       timeout_s: to wait for others in comparisons; inf: no limit.
       excepthook: the `sys.excepthook` that `fail_fast` replaced.
-      state_error: the error of a wrong training step, which makes later states wrong.
-      exchange_error: why rows of a ragged exchange did not fit.
+      state_error: of a wrong training step, which makes later states wrong.
+      exchange_error: why a ragged exchange did not fit.
       why_over: why no process can continue, as found by a loop over batches.
       leaving_by: the exception that leaves a `with` block of jdp, while the block still waits.
         Python reports an uncaught one only after all blocks.

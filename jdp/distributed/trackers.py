@@ -30,12 +30,12 @@ class NamedTracker:
 
 
 def beside(file: Path, what: str) -> Path:
-    """Return the path of a file beside a file of metrics."""
+    """Return the path of a file beside a metrics file."""
     return file.with_name(f"{file.name}.{what}")
 
 
 class RunNote:
-    """Metadata of a tracker's run, in a file beside the file of metrics.
+    """Metadata of a tracker's run, in a file beside the metrics file.
 
     Another first line of `file` means another run.
 
@@ -61,7 +61,7 @@ class RunNote:
         return self._id
 
     def write(self) -> None:
-        """Write the metadata; the file of metrics has a line by then."""
+        """Write the metadata; the metrics file has a line by then."""
         names = sorted(map(sorted, self.names))
         found = {"run": self._id, "last": self.last, "names": names}
         part = self._path.with_name(f"{self._path.name}.part")
@@ -90,7 +90,7 @@ class TrackedRun(Protocol):
 
 
 class _Rebuilt:
-    """Rebuilt from the file of metrics when it resumes."""
+    """Rebuilt from the metrics file when it resumes."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
@@ -129,7 +129,7 @@ class _Table(_Rebuilt):
 
 
 class _TensorBoard(_Rebuilt):
-    """Event files in a folder beside the file of metrics."""
+    """Event files in a folder beside the metrics file."""
 
     def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         from tensorboardX import SummaryWriter
@@ -251,7 +251,7 @@ class OwnTracker:
 
 
 class FileTracker:
-    """The run of a named tracker that mirrors one file of metrics."""
+    """A named tracker's run that mirrors one metrics file."""
 
     def __init__(self, named: NamedTracker, file: Path):
         self.named, self.name = named, named.kind
@@ -454,7 +454,7 @@ def trackers_of(also: Any) -> Sequence[OwnTracker | NamedTracker]:
 
 
 def _in_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the step and values of each line."""
+    """Yield each line's step and values."""
     with open(file) as lines:
         for line in lines:
             if not line.endswith("\n"):

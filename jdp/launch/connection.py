@@ -132,7 +132,7 @@ class Channel:
 
 
 def source_of(address: tuple[Any, ...]) -> str:
-    """Return address and port of a socket as text, equal on both hosts.
+    """Return a socket's address and port as text, equal on both hosts.
 
     >>> source_of(("fe80::1%eth0", 7, 0, 2))
     'fe80::1 7'
@@ -175,12 +175,12 @@ async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
     return connection
 
 
-# The longest delay between the ends of both connections.
+# The longest delay between both connections' ends.
 LIFELINE_S = 1.0
 
 
 class Lifeline:
-    """One end of a connection that carries only a farewell, by a launcher that lives on.
+    """One end of a connection that carries only a living launcher's farewell.
 
     A dead launcher's kernel closes the connection in order; a cut network shows nothing, and a
     firewall's reset is no orderly end. So an orderly end without a farewell means that the other

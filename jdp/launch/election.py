@@ -1,4 +1,4 @@
-"""Where the hosts of a run meet, and which of them leads."""
+"""Where a run's hosts meet, and which one leads."""
 
 import asyncio
 import contextlib
@@ -199,7 +199,7 @@ class LeaderSearch:
 
     @property
     def leader(self) -> str:
-        """The address of the last joined leader."""
+        """The last joined leader's address."""
         name, port = self.addresses[self._joined or 0]
         return f"{name}:{port}"
 

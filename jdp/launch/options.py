@@ -1,4 +1,4 @@
-"""The options of `jdp run`, from its command line and environment."""
+"""`jdp run`'s options, from its command line and environment."""
 
 import argparse
 import difflib
@@ -127,7 +127,7 @@ class Options(NamedTuple):
         return [(name.strip("[]"), int(port)) for name, _, port in parts]
 
     def argv(self) -> list[str]:
-        """Return the command line of one process."""
+        """Return one process's command line."""
         if self.no_python:
             return [*self.command]
         return [sys.executable, *(["-m"] if self.module else []), *self.command]

@@ -94,7 +94,7 @@ def _is_heavy(eqn: Any) -> bool:
 def to_send(
     paths: Sequence[str], step: Scope | None, weight: jax.Array | None, mean: bool
 ) -> Sequence[int]:
-    """Return the positions of gradients without a mean of `scan_layers`."""
+    """Return the positions of gradients without a `scan_layers` mean."""
     if step is None or step.choices.uniform is None:
         return range(len(paths))
     if weight is not step.weight:

@@ -90,7 +90,7 @@ _HEAVY = frozenset(
     "lu lu_pivots_to_permutation qr ragged_dot ragged_dot_general schur sort svd triangular_solve "
     "tridiagonal tridiagonal_solve".split()
 )
-# The primitives of jdp without communication.
+# jdp's primitives without communication.
 _LOCAL = frozenset("jdp_local jdp_mark jdp_tied jdp_together jdp_weigh".split())
 
 
@@ -255,7 +255,7 @@ class ScheduledEvaluator:
         """Gather a group after the use of the group before the last one."""
         parts = [self._shards[value] for value in members]
         ties = self._ties
-        # A gradient is sent in the time of one group.
+        # A gradient is sent in one group's time.
         self._ties = [*self._used_last, *self._sent_before]
         self._sent_before, self._sent = self._sent, []
         if self._is_native:

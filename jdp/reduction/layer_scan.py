@@ -114,7 +114,7 @@ class LayerShards:
         return None if self._weights.forward is None else lax.stop_gradient(self._weights.forward)
 
     def zeros(self) -> list[jax.Array]:
-        """Return a zero gradient of one layer."""
+        """Return one layer's zero gradient."""
         return [jnp.zeros(*x) for x in zip(self._shapes, self._gather_dtypes, strict=True)]
 
     def gathered(self, stacked: Sequence[jax.Array], i: Any, share: Any) -> list[jax.Array]:
@@ -138,7 +138,7 @@ class LayerShards:
         return gather(own, share)
 
     def means(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return shards of the mean of a layer's gradient."""
+        """Return the shards of a layer's mean gradient."""
         return self.divided(self.sums(gradient, share), share)
 
     def sums(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
@@ -184,7 +184,7 @@ class LayerShards:
 
 
 class Operands(NamedTuple):
-    """The operands of a loop over layers, or their gradients; `xs` are no parameters."""
+    """A layer loop's operands, or their gradients; `xs` are no parameters."""
 
     closed_over: Sequence[Any]
     carry: Sequence[Any]

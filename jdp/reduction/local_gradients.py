@@ -138,7 +138,7 @@ class WholeGradients:
         return value, LeafGradients(jax.tree.leaves(grads))
 
     def whole(self, grads: LeafGradients) -> Any:
-        """Return the tree of gradients."""
+        """Return the gradients' tree."""
         means = self._wholes.means(grads.local, {}) if self._wholes.owners else {}
         leaves = [means.get(i, leaf) for i, leaf in enumerate(grads.local)]
         return jax.tree.structure(self._params).unflatten(leaves)

@@ -367,7 +367,7 @@ def rows(x: Any) -> Any:
     """Return per-row outputs from a step: predictions, losses of single rows, embeddings.
 
     Args:
-      x: tree of arrays whose first dim is this rank's rows of the batch.
+      x: tree of arrays whose first dim is this rank's batch rows.
 
     Returns:
       The marked tree, to return among the metrics. The caller gets arrays whose first dim is the
@@ -406,7 +406,8 @@ def batch_norm_statistics(
 
     The results are those of the whole batch for any number of ranks, and equal on every rank, so a
     state may keep them. Gradients are exact, with the step's weights. A rank with only padding
-    contributes nothing. If no row counts, both results are 0. In micro-batches they are those of a micro-batch of all ranks.
+    contributes nothing. If no row counts, both results are 0. In micro-batches they are those of a
+    micro-batch of all ranks.
 
     Args:
       x: `[rows, ..., features]` float, this rank's rows. Dims between (positions, pixels) count

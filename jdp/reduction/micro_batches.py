@@ -63,7 +63,7 @@ def left_out_integers(
 
 
 def num_rows(batch: Any, dim: int = 0) -> int:
-    """Return the size of a dim of the first leaf."""
+    """Return the size of the first leaf's dim."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
 
@@ -338,7 +338,7 @@ class _MicroBatchedLoss(NamedTuple):
         return declared_reductions.over_ranks(found, self.statistics, self.axis_name)
 
     def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:
-        """Return the weight of rows, and whether it is not the step's."""
+        """Return the rows' weight, and whether it is not the step's."""
         step = step_context.current(self.axis_name)
         of_step = None if step is None else step.weight_fn
         is_own = step is not None and self.weight is not None and self.weight is not of_step

@@ -122,7 +122,7 @@ def named_loss(params: Any) -> contextlib.AbstractContextManager:
 
 
 def mark_gradients(grads: Any, owner: Any) -> None:
-    """Mark gradients of narrow losses, for `lints.require_narrow`."""
+    """Mark narrow losses' gradients, for `lints.require_narrow`."""
     scope = step_context.innermost()
     if scope is None or all(entry[2] != owner for entry in scope.loss_dtypes.values()):
         return

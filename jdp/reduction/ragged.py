@@ -101,7 +101,7 @@ def _starts(counts: jax.Array) -> jax.Array:
 
 
 class _Blocks(NamedTuple):
-    """An exchange of blocks of rows.
+    """An exchange of row blocks.
 
     Attributes:
       counts: `[n, n, k]`, by source, destination and block.

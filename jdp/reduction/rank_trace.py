@@ -1,8 +1,8 @@
 """Trace a rank's program without the mesh in types.
 
 Equinox, Lineax, Optimistix and Diffrax refuse a `shard_map`'s types, which have a mesh. So the
-trace has no mesh, and a mark removes it from the types of values. A program with a bare
-`PartitionSpec` is traced with it.
+trace has no mesh, and a mark removes it from values' types. A program with a bare `PartitionSpec`
+is traced with it.
 """
 
 import re

@@ -46,7 +46,7 @@ def scattered(
     tx: Sharded,
     further: Sequence[FurtherSpec],
 ) -> list[jax.Array]:
-    """Return this rank's slices of the means of local gradients."""
+    """Return this rank's slices of local gradients' means."""
     sharding = tx.sharding
     every = axis.in_mesh_order(tx.axis_name)
     over = axis.in_mesh_order(sharding.axes or every)

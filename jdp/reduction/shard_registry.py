@@ -28,7 +28,7 @@ from jdp.reduction import mixed_precision, step_context
 
 
 def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an equal array."""
+    """Return an equal array's slice along `dim` for this rank."""
     return own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
 
 
@@ -221,7 +221,7 @@ def forgotten_after() -> Iterator[None]:
 
 
 def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
-    """Record the optimizer of parameters if it splits their gradients."""
+    """Record parameters' optimizer if it splits their gradients."""
     scope = step_context.innermost()
     if scope is None:
         return

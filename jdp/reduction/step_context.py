@@ -207,7 +207,7 @@ def entered(
     choices: Choices = PLAIN,
     reduce_dtype: Any = None,
 ) -> Iterator[Scope]:
-    """Trace the body of the `with` as a step on `batch`."""
+    """Trace the `with` body as a step on `batch`."""
     leaves = jax.tree.leaves(batch)
     # The marks distinguish a mask that only the weight reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)

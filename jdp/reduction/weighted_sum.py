@@ -30,7 +30,7 @@ class Weighting(NamedTuple):
       forward: `[]`, multiplies this rank's term; None: 1.
       is_adjoint: whether ranks have different weights, so JAX's transpose would be wrong.
       after: `[]`, multiplies the sum's cotangent.
-      before: `[]`, multiplies the cotangent of this rank's term; None: 1.
+      before: `[]`, multiplies this rank's cotangent; None: 1.
     """
 
     forward: jax.Array | None
@@ -55,7 +55,7 @@ class Weighting(NamedTuple):
         return _weigh(x, None, self.after, why_not=self.why_not)
 
     def by_share(self, share: jax.Array | None) -> "Weighting":
-        """Return the weighting of the trace of `share`."""
+        """Return the weighting in the trace of `share`."""
         if share is None:
             return self
         share = lax.stop_gradient(share)  # A second derivative gives it a tangent of zeros.

@@ -129,7 +129,7 @@ def find_batch_size(
         `max_rows` or `on` by position, or in a `functools.partial`.
 
     Returns:
-      The rows, and the memory of that step and of the next larger one.
+      The rows, and the memory of that step and the next larger one.
 
     Raises:
       ValueError: if the fewest rows do not fit, there is no limit, there is no number of rows to

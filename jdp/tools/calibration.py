@@ -1,4 +1,4 @@
-"""Measured rates of this machine, which `jdp bench --calibrate` saves. Needs no JAX.
+"""This machine's measured rates, saved by `jdp bench --calibrate`. Needs no JAX.
 
 Each host and platform has a JSON file with the fields of `Calibration`,
 `~/.cache/jdp/calibration/HOST_PLATFORM.json` (see `docs/bench.md`).
@@ -167,7 +167,7 @@ class CollectiveLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The measured rates of one machine, by number of devices, ascending."""
+    """One machine's measured rates, by number of devices, ascending."""
 
     host: str
     platform: str

@@ -1,4 +1,4 @@
-"""`jdp explain --compare`: ranks options of the optimizer."""
+"""`jdp explain --compare`: ranks the optimizer's options."""
 
 import dataclasses
 import itertools

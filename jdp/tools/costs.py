@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of an instruction."""
+"""An instruction's floating-point operations and bytes."""
 
 import math
 import re
@@ -49,7 +49,7 @@ def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
     assert labels is not None
     lhs, rhs = (hlo.arrays(shapes[x])[0].dims for x in one.operands()[:2])
     output = hlo.arrays(one.shape)[0].dims
-    # A library call for an operand of a convolution has its labels and window.
+    # A library call for a convolution's operand has its labels and window.
     if "Filter" in one.target():
         rhs, output = output, rhs
     elif re.search("[Bb]ackward", one.target()):
@@ -81,7 +81,7 @@ def _windows(one: Instruction) -> list[_KernelWindow]:
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel, with its `cost_estimate`, and dims of its results."""
+    """A Pallas kernel, with its `cost_estimate`, and its results' dims."""
 
     name: str
     result: tuple[tuple[int, ...], ...]
@@ -90,7 +90,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(eqn: Any) -> Kernel:
-    """Return the kernel of a `pallas_call` equation."""
+    """Return a `pallas_call` equation's kernel."""
     cost = eqn.params.get("cost_estimate")
     name = str(eqn.params.get("name") or "")
     result = tuple(tuple(out.aval.shape) for out in eqn.outvars)

@@ -135,7 +135,7 @@ class _Event(NamedTuple):
 
 
 class _RankValues(NamedTuple):
-    """An array of all ranks, `[ranks, ...]` and split over them, and its events."""
+    """An array of all ranks, `[ranks, ...]`, split over them, and its events."""
 
     x: Any
     nan: _Event | None = None
@@ -188,7 +188,7 @@ class _Evaluator:
         self.reached += self._run(eqn.params["jaxpr"], ins)
 
     def _blocks(self, x: Any, spec: Any) -> Any:
-        """Return the blocks of all ranks."""
+        """Return all ranks' blocks."""
         entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
         blocks = []
         for place in itertools.product(*map(range, self._axes.values())):
@@ -248,7 +248,7 @@ class _Evaluator:
     def _call(
         self, key: Any, run: _Run, ins: Sequence[_RankValues], what: Any
     ) -> list[_RankValues]:
-        """Run a function of one rank on all ranks; `what` is its equation or name."""
+        """Run one rank's function on all ranks; `what` is its equation or name."""
         key = (key, *((x.shape, x.dtype) for x, *_ in ins)) if key else None
         mapped = self._compiled.get(key) or self._mapped(run)
         if key:

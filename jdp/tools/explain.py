@@ -1,4 +1,4 @@
-"""`explain`: memory, collectives and time of a compiled step."""
+"""`explain`: a compiled step's memory, collectives and time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -61,7 +61,7 @@ def parameters_of(facts: Facts, paths: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def _has_optimizer(node: Any) -> bool:
-    # An nnx.Rngs has attributes of every name.
+    # An nnx.Rngs has attributes of any name.
     is_optimizer = isinstance(getattr(node, "tx", None), optax.GradientTransformation)
     return is_optimizer and hasattr(node, "opt_state")
 

@@ -1,4 +1,4 @@
-"""Runs a script up to the first call of a step."""
+"""Runs a script up to a step's first call."""
 
 import concurrent.futures.thread
 import contextlib
@@ -35,7 +35,7 @@ class _FoundError(BaseException):
 
 
 def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
-    """Run a script up to the first call of the step."""
+    """Run a script up to the step's first call."""
     given = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     found: list[FirstCall] = []

@@ -17,7 +17,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 class Instruction(NamedTuple):
-    """One operation of a program."""
+    """A program's operation."""
 
     name: str
     shape: str
@@ -26,11 +26,11 @@ class Instruction(NamedTuple):
     is_root: bool = False
 
     def operands(self) -> list[str]:
-        """Return the names of its operands."""
+        """Return its operands' names."""
         return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 
     def called(self) -> list[str]:
-        """Return the names of called computations."""
+        """Return called computations' names."""
         found = _CALLED.findall(self.attributes())
         return [name.strip().lstrip("%") for names in found for name in names.split(",")]
 
@@ -71,7 +71,7 @@ class Computation(list[Instruction]):
 
     @functools.cached_property
     def shapes(self) -> dict[str, str]:
-        """The types of results by name."""
+        """The results' types by name."""
         return {one.name: one.shape for one in self}
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class Array(NamedTuple):
         return math.prod(self.dims)
 
     def num_bytes(self) -> int:
-        """Return the bytes without the padding of tiles."""
+        """Return the bytes without the tiles' padding."""
         return self.num_elements() * _bits(self.dtype) // 8
 
     def order(self) -> list[int]:
@@ -138,7 +138,7 @@ class Array(NamedTuple):
         return order or list(range(len(self.dims)))[::-1]
 
     def padded_bytes(self) -> int:
-        """Return the bytes with the padding of tiles."""
+        """Return the bytes with the tiles' padding."""
         tile = re.search(r"T\(([\d,]+)\)", self.layout)
         if tile is None:
             return self.num_bytes()
@@ -242,12 +242,12 @@ def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
 
 
 def num_bytes(shape: str) -> int:
-    """Return the bytes of all arrays."""
+    """Return all arrays' bytes."""
     return sum(array.num_bytes() for array in arrays(shape))
 
 
 def num_elements(shape: str) -> int:
-    """Return the elements of all arrays."""
+    """Return all arrays' elements."""
     return sum(array.num_elements() for array in arrays(shape))
 
 

@@ -1,4 +1,4 @@
-"""Match collectives of a compiled program with planned ones, to name their leaves.
+"""Match a compiled program's collectives with planned ones, to name their leaves.
 
 A native call has a number. XLA merges and packs its collectives, and drops names, so arrays are
 matched by size, and among equal sizes by their source or updated parameter.
@@ -290,7 +290,7 @@ _Leaf = tuple[int, SentLeaf, PlannedCollective]
 
 
 class _Unmatched:
-    """Leaves of planned collectives not yet matched."""
+    """Planned collectives' leaves, not yet matched."""
 
     def __init__(self, plan: Sequence[PlannedCollective]):
         self._left: dict[tuple, list[_Leaf]] = defaultdict(list)

@@ -9,7 +9,7 @@ from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN
 
 
 class Field(NamedTuple):
-    """A field of an object; `what` has the allowed values in words."""
+    """An object's field; `what` has the allowed values in words."""
 
     what: str
     holds: Callable[[Any], bool]

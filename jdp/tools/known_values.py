@@ -1,4 +1,4 @@
-"""Inputs of collectives with exactly known results. Needs NumPy alone.
+"""Collectives' inputs with exactly known results. Needs NumPy alone.
 
 Element i of rank r is (i + 2 r + 5 c) mod m, where c counts the calls and m is a prime. The dtype
 holds all sums exactly, in any order.

@@ -1,4 +1,4 @@
-"""The memory of a compiled step on one rank, by purpose."""
+"""A compiled step's memory on one rank, by purpose."""
 
 import re
 from collections import defaultdict
@@ -15,7 +15,7 @@ _BY_NAME = (("opt_state", "optimizer_state"), ("params", "parameters"))
 
 
 def state_parts(state: Any) -> dict[str, str]:
-    """Return the part of each leaf of a state whose type shows it.
+    """Return each state leaf's part if its type shows it.
 
     >>> import optax
     >>> params = {"w": jax.numpy.zeros(2)}
@@ -86,7 +86,7 @@ Parts = list[tuple[MadeArray, ...]]
 
 
 def parts_of(computation: Computation) -> dict[str, Parts]:
-    """Return the arrays of each name."""
+    """Return each name's arrays."""
     found: dict[str, Parts] = {}
     for one in computation:
         found[one.name] = _parts(one, [found.get(x, []) for x in one.operands()])
@@ -94,7 +94,7 @@ def parts_of(computation: Computation) -> dict[str, Parts]:
 
 
 def joined(parts: Parts) -> tuple[MadeArray, ...]:
-    """Return all arrays of a tuple."""
+    """Return a tuple's arrays."""
     return tuple(dict.fromkeys(made for part in parts for made in part))
 
 
@@ -155,7 +155,7 @@ class Live(NamedTuple):
 
 
 def fullest(program: HloProgram) -> Live:
-    """Return the memory at the peak of temporary bytes, by the order of operations."""
+    """Return the memory at the peak of temporary bytes, by operation order."""
     return _Liveness(program).fullest(program.entry)
 
 
@@ -294,7 +294,7 @@ class Memory:
 
     @property
     def arguments(self) -> int:
-        """Bytes of all arguments."""
+        """All arguments' bytes."""
         state = self.parameters + self.optimizer_state + self.other_state
         return state + self.batch + self.other_arguments
 

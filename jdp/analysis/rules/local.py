@@ -127,7 +127,7 @@ def record_sum(interp: Interpreter, eqn: Any) -> None:
 
 
 def record_rounds(interp: Interpreter, eqn: Any) -> None:
-    """Record the number of terms added up by a scan, except in a gradient."""
+    """Record a scan's number of added terms, except in a gradient."""
     if eqn.params["reverse"]:
         return
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)
@@ -199,7 +199,7 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
     ]
     if not matches:
         return None
-    _, mean = max(matches)  # the largest number of elements
+    _, mean = max(matches)  # the most elements
     for i, divisor in enumerate(quotient.divisors):
         if i != mean:
             value = lattice.scale_by_number(value, 1 / divisor)

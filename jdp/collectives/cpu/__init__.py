@@ -1,1 +1,1 @@
-"""The compiled all-reduce between CPU devices of one host."""
+"""The compiled all-reduce between a host's CPU devices."""

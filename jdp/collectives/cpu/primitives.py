@@ -1,4 +1,4 @@
-"""JAX primitives of the native collectives."""
+"""The native collectives' JAX primitives."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ from jdp.collectives.xla import Scale, scaled
 
 
 def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
-    """Return the operands before the leaves, equal in all rows of a `vmap`."""
+    """Return the operands before the leaves, equal in all `vmap` rows."""
     before = zip(args[: call_order.TOKEN + 1], places, strict=False)
     return [
         x if place is None else lax.index_in_dim(x, 0, place, keepdims=False) for x, place in before
@@ -230,7 +230,7 @@ def _lower(
 def _put_into_wholes(
     context: Any, args: Sequence[Any], dims: tuple[int, ...], overwrites: tuple[bool, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return operands in which some leaves are slices of the arrays that they overwrite.
+    """Return operands in which some leaves are slices of the arrays overwritten by them.
 
     The barrier keeps XLA's copy of the array apart from the write that XLA fuses.
     """
@@ -405,7 +405,7 @@ class Calls:
     def summed(
         self, primitive: Any, bucket: Sequence[jax.Array], scale: Scale, **params: Any
     ) -> list[jax.Array]:
-        """Return the sums of leaves of one dtype, times `scale`."""
+        """Return the sums of one dtype's leaves, times `scale`."""
         # The call fuses a number's scaling into its rounding. Integers are scaled as in XLA's sums.
         dtype = bucket[0].dtype
         is_fused = isinstance(scale, (int, float)) and jnp.issubdtype(dtype, jnp.floating)

@@ -31,7 +31,7 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Return the key of the memory of ranks along `axes`, 0 within one process."""
+    """Return the memory's key for ranks along `axes`, 0 within one process."""
     if mesh is None or jax.process_count() == 1:
         return 0
     return _shared(mesh, axes).communicator

@@ -1,1 +1,1 @@
-"""The compiled all-reduce between GPUs of one host."""
+"""The compiled all-reduce between a host's GPUs."""

@@ -112,7 +112,7 @@ class UnavailableError(Exception):
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
-    """Return the communicator of the ranks along `axes` of a mesh of GPUs.
+    """Return the communicator of the ranks along `axes` of a GPU mesh.
 
     All processes make the first call, which opens it. Programs for described GPUs only compile.
     """
@@ -122,7 +122,7 @@ def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
 
 
 class Communicator:
-    """The ranks along some axes of a mesh of GPUs, as this process sees them.
+    """The ranks along some axes of a GPU mesh, as this process sees them.
 
     All groups of ranks share `key`; a call finds its rank by it and its device.
     """

@@ -77,7 +77,7 @@ class End(NamedTuple):
         return blob.raw
 
     def connect(self, blobs: Sequence[bytes]) -> None:
-        """Open the memory of all ranks, given their `export` in rank order."""
+        """Open all ranks' memory, given their `export` in rank order."""
         joined = b"".join(blobs)
         self.call("import", ctypes.create_string_buffer(joined, len(joined)))
 

@@ -75,7 +75,7 @@ _num_steps: Counter[str] = Counter()
 
 
 class Given(NamedTuple):
-    """The compared arguments of one call of a step, in this process.
+    """This process's compared arguments in one call of a step.
 
     Attributes:
       call: name of the call, equal on all processes.
@@ -92,7 +92,7 @@ class Given(NamedTuple):
 
 
 class Arguments:
-    """Compares a step's arguments between the processes of its mesh."""
+    """Compares a step's arguments between its mesh's processes."""
 
     def __init__(self, mesh: Mesh, spec: StepSpec):
         self._mesh = mesh
@@ -111,7 +111,7 @@ class Arguments:
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def checksums(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
-        """Hash the arguments of one call, without waiting."""
+        """Hash one call's arguments, without waiting."""
         small: dict[str, Any] = {}
         large: list[tuple[list[str], list[jax.Array]]] = []
         checksums = [self._hashed(0, args[0], large, unknown) if unknown else self.zero]

@@ -21,7 +21,7 @@ class RanksDifferError(RuntimeError):
     """Ranks hold different bits of a state."""
 
 
-# (structure of a state, axes, every) -> calls.
+# (state structure, axes, every) -> calls.
 _num_calls: Counter[Any] = Counter()
 
 

@@ -1,4 +1,4 @@
-"""Compares programs and environments of processes before they communicate."""
+"""Compares processes' programs and environments before they communicate."""
 
 import functools
 import hashlib

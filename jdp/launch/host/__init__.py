@@ -1,1 +1,1 @@
-"""The launcher of one host."""
+"""One host's launcher."""

@@ -62,7 +62,7 @@ class KnownRun:
     def record_generation(
         self, number: int, run_id: str, known: dict[str, Any], leader: str
     ) -> None:
-        """Record a generation of this host."""
+        """Record this host's generation."""
         self.generation, self._run_id = number, run_id
         self.step, self._loss = None, None
         self._record_history(known["history"])

@@ -1,4 +1,4 @@
-"""The processes of a generation on this host, from `go` until none is left.
+"""A generation's processes on this host, from `go` until none is left.
 
 States, and what ends them:
 
@@ -152,7 +152,7 @@ NO_NEWS: dict[str, dict[int, Any]] = {"statuses": {}, "windows": {}}
 
 
 class LocalGeneration:
-    """The processes of a generation on this host.
+    """A generation's processes on this host.
 
     Args:
       ended: called when no process is left.
@@ -211,7 +211,7 @@ class LocalGeneration:
         return {"statuses": self.statuses(), "windows": windows}
 
     def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
-        """Record a message of a process."""
+        """Record a process's message."""
         if kind == "failed":
             # The others need not wait for its exit; a lone process may clean up first. If another
             # is dying, this error may be a consequence.

@@ -1,4 +1,4 @@
-"""The output of this host's processes: on the console and in files.
+"""This host's processes' output: on the console and in files.
 
 One thread reads all of it, so a stopped console blocks the processes, but never the launcher. That
 thread alone touches a `WorkerOutput`.
@@ -91,11 +91,11 @@ class LineSplitter:
         return lines
 
 
-# Kept lines of a process, and their length.
+# A process's kept lines, and their length.
 TAIL_LINES = 50
 TAIL_LINE_CHARS = 1000
 
-# Kept lines of a waiting standby.
+# A waiting standby's kept lines.
 _HELD_LINES = 1000
 
 # JAX's CPU collectives print this for each rank: to the files only.
@@ -130,7 +130,7 @@ class OutputReader(Protocol):
 
 
 class WorkerOutput:
-    """The output of one process; `waits`: hold it until the assignment."""
+    """One process's output; `waits`: hold it until the assignment."""
 
     def __init__(
         self, logs: OutputReader, process: Started, local_rank: int, waits: bool = False

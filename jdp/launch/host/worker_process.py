@@ -1,4 +1,4 @@
-"""One process of this host, perhaps a standby."""
+"""One of this host's processes, perhaps a standby."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ _OF_MEMORY = (_FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def gpus_of_slots(
     num_gpus: int, num_slots: int, environment: Mapping[str, str] = os.environ
 ) -> list[list[int] | None]:
-    """Divide the GPUs of a host among its slots."""
+    """Divide a host's GPUs among its slots."""
     if not num_gpus:
         return [None] * num_slots
     if num_gpus % num_slots == 0:
@@ -355,7 +355,7 @@ class Process:
         return self.restored_step + self.slot.read().steps
 
     def assign(self, assignment: Assignment) -> None:
-        """Make it a process of a generation."""
+        """Make it a generation's process."""
         self.assignment = assignment
         self.slot.expect(self.popen.pid, assignment.generation)
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)

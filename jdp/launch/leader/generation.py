@@ -52,7 +52,7 @@ class Generation:
 
     Attributes:
       parts: by host, until its last process has ended.
-      told: facts by kind of message and by process.
+      told: facts by message kind and process.
       step: the last that all processes called, as far as hosts know.
     """
 
@@ -159,7 +159,7 @@ class Generation:
     def record_statuses(
         self, remote: RemoteHost, ahead_s: float, statuses: dict[str, list], windows: dict
     ) -> None:
-        """Record statuses and windows of a host, `ahead_s` behind."""
+        """Record a host's statuses and windows, `ahead_s` behind."""
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
             self._progress.record_windows(windows)
@@ -170,7 +170,7 @@ class Generation:
         self.parts.pop(remote, None)
 
     def process_metrics(self) -> tuple[ProcessMetrics, ...]:
-        """Return the metrics of its processes."""
+        """Return its processes' metrics."""
         slow = self._progress.slow()
         return tuple(
             ProcessMetrics(i, part.remote.name, status.counts.data_s, slow.get(i))

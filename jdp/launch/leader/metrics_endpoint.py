@@ -1,4 +1,4 @@
-"""Serves the leader's metrics over HTTP in the format of Prometheus.
+"""Serves the leader's metrics over HTTP in Prometheus' format.
 
 One thread answers one scrape at a time, so strangers delay a scrape by at most TIMEOUT_S each. The
 leader's event loop collects the numbers, since it owns their state.

@@ -63,7 +63,7 @@ class _Medians:
 
 
 class Comparison:
-    """The windows of two or more processes over nearly the same steps."""
+    """Two or more processes' windows over nearly the same steps."""
 
     def __init__(self, windows: Mapping[int, Window]) -> None:
         self._windows = windows
@@ -73,7 +73,7 @@ class Comparison:
         }
         has_waits = any(each.waited_high for each in windows.values())
         knows_waits = has_waits and all(each.knows_waits for each in windows.values())
-        # Numbers of a slow process, for which all others wait.
+        # A slow process's numbers, for which all others wait.
         self._measures = ["waited"] * has_waits + ["idle"] * (not knows_waits)
 
     def slow(self) -> dict[int, Slow]:
@@ -96,7 +96,7 @@ class Comparison:
         return all(self._cost_us(process, it) < _HALF * least_us for it in self._measures)
 
     def slowness(self, process: int) -> Slow:
-        """Return the facts of any process."""
+        """Return any process's facts."""
         costs_us = {measure: self._cost_us(process, measure) for measure in self._measures}
         measure = max(costs_us, key=costs_us.__getitem__)
         cost_us, step_us = max(0, costs_us[measure]), self._windows[process].step
@@ -143,7 +143,7 @@ class SlowProcesses:
         return [*self._named]
 
     def poll(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
-        """Return facts and a line of each changed process."""
+        """Return each changed process's facts and line."""
         if len(windows) < 2:
             return {}
         compared = Comparison(windows)
@@ -212,7 +212,7 @@ class ProgressWatch:
             self._say(_line_of_imports(process_id, **facts))
 
     def record_windows(self, windows: Mapping[str, list]) -> None:
-        """Record the windows of processes."""
+        """Record processes' windows."""
         self._windows |= {int(i): Window(*each) for i, each in windows.items()}
         self._has_new_windows = self._has_new_windows or bool(windows)
 

@@ -1,4 +1,4 @@
-"""Chooses the hosts and slots of the next generation."""
+"""Chooses the next generation's hosts and slots."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from jdp.worker.process_status import ProcessStatus
 
 @dataclass
 class Part:
-    """The part of a generation on one host.
+    """A generation's part on one host.
 
     Attributes:
       first: id of its first process; the others follow.
@@ -28,7 +28,7 @@ class Part:
 
     @property
     def process_ids(self) -> range:
-        """The ids of its processes."""
+        """Its processes' ids."""
         return range(self.first, self.first + len(self.slots))
 
     def begin(self, generation: int, **facts: Any) -> None:
@@ -39,7 +39,7 @@ class Part:
         )
 
     def record_statuses(self, statuses: dict[str, list], ahead_s: float) -> None:
-        """Record statuses of a host, `ahead_s` behind."""
+        """Record a host's statuses, `ahead_s` behind."""
         self.statuses = {
             int(i): ProcessStatus.of_json(each).moved(ahead_s) for i, each in statuses.items()
         }

@@ -55,7 +55,7 @@ class RunReport:
         self._progress.take_over(history)
 
     def begin_generation(self, size: int, restored: Mapping[int, dict[str, Any]]) -> None:
-        """Record the first step of a generation."""
+        """Record a generation's first step."""
         now = time.monotonic()
         self._progress.begin_generation(now, size, restored)
         self._event_at = min(self._event_at, now + EVENT_S)

@@ -1,4 +1,4 @@
-"""Isomorphic, independent parts of a program, such as an optimizer's for each matrix."""
+"""A program's isomorphic, independent parts, such as an optimizer's for each matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdp.reduction.partition.costs import multiplies_matrices
 
 
 def number_key(value: Any) -> Any:
-    """Return a key of a number, or an array by identity."""
+    """Return a number's key, or an array's by identity."""
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and not value.shape
     ):
@@ -24,12 +24,12 @@ def number_key(value: Any) -> Any:
 
 
 def type_key(aval: Any) -> Any:
-    """Return a key of a value's type."""
+    """Return a type's key."""
     return tuple(getattr(aval, name, None) for name in ("shape", "dtype", "weak_type"))
 
 
 def equation_key(eqn: Any) -> Any:
-    """Return a key of an equation, without operands."""
+    """Return an equation's key, without operands."""
     program = jaxprs.called(eqn) if eqn.primitive.name in jaxprs.CALLS else None
     if program is not None:  # how it is differentiated does not matter
         return eqn.primitive, _program_key(program)
@@ -83,7 +83,7 @@ class AlikeParts(NamedTuple):
     parts: list[Subprogram]
 
     def operations(self) -> list[FlatOperation]:
-        """Return the operations of all parts, in order."""
+        """Return all parts' operations, in order."""
         return [each for part in self.parts for each in part.operations]
 
     @property

@@ -16,7 +16,7 @@ from jdp.collectives import call_order, shards, xla_shards
 from jdp.reduction import shard_registry, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 
-# Their results are equal on all ranks of their axes.
+# Their results are equal on all of their axes' ranks.
 _AGREEING = frozenset(
     "all_gather all_gather_invariant jdp_all_reduce pmax pmin psum psum_invariant".split()
 )
@@ -92,7 +92,7 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and its gathered values."""
+    """One program's ranks, and its gathered values."""
 
     def __init__(self, axes: tuple[str, ...], size: int):
         self._axes, self.size = axes, size
@@ -105,7 +105,7 @@ class Ranks:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes."""
+        """The mesh axes' names."""
         return self._axes
 
     def fresh(self) -> Ranks:
@@ -121,7 +121,7 @@ class Ranks:
         return bound_to_whole(program, self.axes)
 
     def communicate(self, eqn: Any) -> bool:
-        """Whether an equation combines values of several ranks."""
+        """Whether an equation combines several ranks' values."""
         return names_axes(eqn, self.axes)
 
     def divide(self, size: int) -> bool:

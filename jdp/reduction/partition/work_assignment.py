@@ -63,7 +63,7 @@ class Deal(NamedTuple):
     batch: int
 
     def own(self) -> list[int]:
-        """Return the positions of unshared operands."""
+        """Return unshared operands' positions."""
         return [i for i in range(len(self.dims)) if i not in self.shared]
 
     def row_dims(self) -> list[int | None]:
@@ -79,7 +79,7 @@ def dealt(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> Dea
     first = alike.parts[0]
     dims = tuple(env[value].dim for value in first.ins)
     columns = zip(*(part.ins for part in alike.parts), strict=True)
-    # A single part's slices are those of a stack of matrices.
+    # A single part's slices are those of stacked matrices.
     is_single = len(alike.parts) == 1
     shared = frozenset(
         i

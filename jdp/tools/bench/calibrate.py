@@ -1,4 +1,4 @@
-"""`jdp bench --calibrate`: measured rates of this machine."""
+"""`jdp bench --calibrate`: this machine's measured rates."""
 
 import os
 import time
@@ -87,7 +87,7 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
 def _seconds(
     run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
 ) -> float:
-    """Return the median seconds of checked runs."""
+    """Return checked runs' median seconds."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():
@@ -167,7 +167,7 @@ def require_own_gpus(
 def _computation(
     mesh: Mesh, earlier: Calibration | None, num_cores: int
 ) -> tuple[ComputeRates, ...]:
-    """Return measured rates of computation, on the first process.
+    """Return measured computation rates, on the first process.
 
     Several processes measure only without a file of one process.
     """

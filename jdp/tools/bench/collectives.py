@@ -37,7 +37,7 @@ _APART_ON_GPU = {
 
 
 class Case(NamedTuple):
-    """A collective of arrays of one size.
+    """A collective of equally large arrays.
 
     Attributes:
       size: a rank's elements, as in nccl-tests: of an all-gather's result, otherwise the input. The
@@ -61,7 +61,7 @@ def algorithms(operation: str) -> tuple[str, ...]:
 
 
 class Trial:
-    """A program of independent collectives on a mesh with one axis.
+    """Independent collectives in a program on a mesh with one axis.
 
     All processes must make the same trials in the same order. With `in_place`, results overwrite
     the inputs, as in a compiled step.
@@ -259,7 +259,7 @@ def measure(
 
 
 class _Clock:
-    """Times calls of a collective, and checks the results; CPU seconds are of all processes."""
+    """Times a collective's calls, and checks the results; CPU seconds are of all processes."""
 
     def __init__(self, mesh: Mesh, case: Case, setting: Setting):
         most = _MAX_PPERMUTES if case.algorithm == "ppermute" else _MAX_CALLS

@@ -152,7 +152,7 @@ class FaultyLaunch(FaultyRun):
         return sorted(found, key=lambda it: it["begin"])
 
     def first_steps(self) -> dict[int, list[dict[str, Any]]]:
-        """Return generation -> the first steps of its processes."""
+        """Return generation -> its processes' first steps."""
         found: dict[int, list[dict[str, Any]]] = {}
         for path in self.folder.glob("steps.*"):
             if steps := read_lines([path]):
@@ -160,7 +160,7 @@ class FaultyLaunch(FaultyRun):
         return found
 
     def running(self) -> dict[int, int]:
-        """Return rank -> pid of the newest generation; {} before all have made a step."""
+        """Return the newest generation's rank -> pid; {} before all have made a step."""
         told = self.events("first_step")
         newest = max((it["generation"] for it in told), default=0)
         found = {it["process_id"]: it["pid"] for it in told if it["generation"] == newest}

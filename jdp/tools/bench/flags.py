@@ -1,4 +1,4 @@
-"""Common flags of `jdp bench`, and their devices."""
+"""`jdp bench`'s common flags, and their devices."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Output of `jdp bench`."""
+"""`jdp bench`'s output."""
 
 import os
 import socket
@@ -56,7 +56,7 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return the line of a row of `collectives.measure`."""
+    """Return a line for a row of `collectives.measure`."""
     shown = {
         **row,
         **{f"{name}_us": row[f"{name}_s"] * 1e6 for name in ("median", "min", "max")},

@@ -1,4 +1,4 @@
-"""Times of a training step by number of ranks."""
+"""A training step's times by number of ranks."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""One line of the report of `jdp doctor`."""
+"""One line of `jdp doctor`'s report."""
 
 import dataclasses
 import textwrap
@@ -11,7 +11,7 @@ _WIDTH = 96
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check; `why` and `do` are empty if ok.
+    """One check's result; `why` and `do` are empty if ok.
 
     An ERROR is failed or wrong training, a WARNING slower or possibly failing. No secrets: the
     report is pasted into issues.

@@ -1,4 +1,4 @@
-"""Connections between a run's processes, and differences of their clocks."""
+"""Connections between a run's processes, and their clocks' differences."""
 
 import contextlib
 import socket

@@ -76,7 +76,7 @@ class Installed:
         return tuple(map(int, re.findall(r"\d+", self.versions.get(package, ""))[:3]))
 
     def plugins(self) -> list[str]:
-        """Return the names of JAX's GPU plugins."""
+        """Return JAX's GPU plugins' names."""
         return [name for name in self.versions if _PLUGIN.fullmatch(name)]
 
 

@@ -193,8 +193,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
 
     Returns:
       A context manager. If the block ends before the last step, it logs a warning, and the profile
-      has the steps before. If the block raises, JAX's profiler stops, and the error is raised. Errors of writing are raised
-      at the block's end.
+      has the steps before. If the block raises, JAX's profiler stops, and the error is raised.
+      Errors of writing are raised at the block's end.
 
     Raises:
       ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; at the
