@@ -300,12 +300,12 @@ class Memory:
 
     @property
     def temporary(self) -> int:
-        """Bytes of temporary values."""
+        """Temporary values' bytes."""
         return self.activations + self.gradients + self.temporaries
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """All bytes."""
         return self.arguments + self.temporary + self.outputs + self.code
 
 
@@ -321,7 +321,7 @@ def memory_of(
         sizes[category(name, parts)] += array.padded_bytes()
     temporary = allocated.temp_size_in_bytes
     live = fullest(program)
-    # XLA lets more arrays share memory than the order of operations shows.
+    # XLA lets more arrays share memory than the operations' order shows.
     share = min(1.0, temporary / max(1, live.activations + live.gradients))
     activations, gradients = int(share * live.activations), int(share * live.gradients)
     return Memory(

@@ -82,7 +82,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 
 
-# r: rows, t and s: positions, h: heads, d: dim of a head.
+# r: rows, t and s: positions, h: heads, d: a head's dim.
 def attention(block: Any, x: jax.Array) -> jax.Array:
     """Return causal attention, heads of 32, `[r, t, d]`; `qkv` is `[d, 3 d]`, `out` `[d, d]`."""
     num_rows, length, dim = x.shape

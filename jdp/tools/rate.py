@@ -32,7 +32,7 @@ class Rate:
 
 
 def time_interval(error: float) -> tuple[float, float]:
-    """Return the shortest and the longest time for a predicted time of 1.
+    """Return the shortest and longest time for a predicted time of 1.
 
     `error`, the largest |predicted / measured - 1|, is clipped to `LEAST_ERROR`, for a busy
     machine, and for the longest time to `MOST_ERROR`.
@@ -86,7 +86,7 @@ def kind_of(device_kind: str) -> str:
 
 
 def nvlink(gpu: str) -> Rate:
-    """Return the bytes per second from a GPU to others of its host."""
+    """Return the bytes per second from a GPU to its host's others."""
     if gpu in ("H100", "H200"):
         source = f"{PUBLISHED} (NCCL on 8 GPUs, vLLM's pull request 42324)"
         return part_of(NCCL_BYTES_PER_S, (0.85, 1, 1.1), "B/s", source)

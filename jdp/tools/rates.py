@@ -1,4 +1,4 @@
-"""Rates of devices and links, each with interval and source."""
+"""Device and link rates, each with interval and source."""
 
 import math
 import os
@@ -142,7 +142,7 @@ def _gpu_peaks(description: str, kind: str) -> tuple[dict[str, float], str]:
     if kind not in GPUS:
         return {}, ""
     gpu = GPUS[kind]
-    # TensorFloat-32 has half the rate of bfloat16.
+    # TensorFloat-32 has half of bfloat16's rate.
     peaks = gpu.flops, gpu.flops / 2, gpu.memory_bytes_per_s
     return dict(zip(_OF_DEVICES, peaks, strict=True)), _DATA_SHEET
 

@@ -1,4 +1,4 @@
-"""The report of `explain`: values, text and JSON."""
+"""`explain`'s report: values, text and JSON."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -260,7 +260,7 @@ _SENT, _EXPOSED = "#8e7cc3", "#d1495b"
 
 
 def draw_schedule(report: StepReport, path: str | Path) -> None:
-    """Write a picture of a step's schedule, on two lanes."""
+    """Draw a step's schedule, on two lanes."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -27,7 +27,7 @@ class MissingPluginError(Exception):
 
 
 def gpus_of(name: str) -> tuple[str, int, int]:
-    """Return a target's GPU, the number of hosts, and GPUs of each."""
+    """Return a target's GPU, number of hosts, and GPUs of each."""
     number, _, kind = name.upper().partition("X")
     num, most = int(number), GPUS[kind].per_host
     num_hosts = -(-num // most)
@@ -85,7 +85,7 @@ def gpu_description(name: str) -> str:
 _FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology of TPUs, or "cpu:4"'
 
 
-# Sizes by name of the mesh axes beside the data axis.
+# Sizes by name of mesh axes beside the data axis.
 Further = Mapping[str, int]
 NONE: Further = MappingProxyType({})
 

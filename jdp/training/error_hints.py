@@ -26,7 +26,7 @@ _SEPARATORS = re.compile(r", and |, | and ")
 def explained_value(
     error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Return the error to raise in place of JAX's about a value."""
+    """Return the error to raise instead of JAX's about a value."""
     asked = _ASKED.search(str(error))
     if asked is None:
         return None

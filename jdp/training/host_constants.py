@@ -1,4 +1,4 @@
-"""Constants of a step from Python: random numbers of NumPy, the time."""
+"""Constants of a step from Python: NumPy's random numbers, the time."""
 
 import contextlib
 import dis
@@ -58,7 +58,7 @@ _CALLS = [
 
 @contextlib.contextmanager
 def warned_of_draws(spec: StepSpec) -> Iterator[None]:
-    """Warn once of lines of the step that draw numbers or read the clock."""
+    """Warn once of the step's lines that draw numbers or read the clock."""
     generators = [*_GLOBAL, *_own_generators(spec.fn)]
     before = [*map(pickle.dumps, generators)]
     with _noting.noted() as noted:
@@ -96,7 +96,7 @@ class _Noting:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[_Places]:
-        """Return the places of calls in the body, by text."""
+        """Return the places of the body's calls, by text."""
         found: _Places = {}
         token = _places.set(found)
         self._change(found, is_new=True)
@@ -106,7 +106,7 @@ class _Noting:
             self._change(found, is_new=False)
             _places.reset(token)
 
-    # Callbacks run in other threads, and the functions are those of all threads.
+    # Callbacks run in other threads, and the functions are common to all.
     def _change(self, trace: _Places, is_new: bool) -> None:
         with self._lock:
             if not self._traces:
@@ -159,7 +159,7 @@ def _known(fn: Any, of: Any) -> dict[str, Any]:
 
 
 def _own_generators(fn: Any) -> list[Any]:
-    """Return generators known to a function, to those it knows, and in attributes of objects."""
+    """Return generators known to a function and to those it knows, also in attributes."""
     found: dict[int, Any] = {id(fn): fn}
     level = [fn]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Checks that the averages of an optimizer keep their digits in their dtype.
+"""Checks that an optimizer's averages keep their digits in their dtype.
 
 optax makes most of its state in the parameters' dtype. 16 bits suffice for a mean of gradients, but
 not for a slow mean of their squares.
@@ -42,10 +42,10 @@ class Sum(NamedTuple):
 
 
 class KnownValue(NamedTuple):
-    """What is known about a value of the update.
+    """Known facts about a value of the update.
 
     Attributes:
-      leaves: indices of state leaves; each element of the value is from one of these, or of `sums`.
+      leaves: indices of state leaves; each element is from one of these, or of `sums`.
       number: of all elements, if known.
       factor: it is a multiple of this number.
       is_multiple: of squares, or of a leaf's difference from a value.
@@ -63,7 +63,7 @@ class KnownValue(NamedTuple):
 UNKNOWN = KnownValue()
 
 
-# Operations that keep the facts of one operand.
+# Operations that keep one operand's facts.
 _SAME = frozenset(
     "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
     "squeeze".split()
@@ -170,7 +170,7 @@ MANY_STEPS = 10_000
 
 
 class Change(NamedTuple):
-    """The change of a leaf of the state in an update.
+    """A state leaf's change in an update.
 
     Attributes:
       decays: its multipliers.
@@ -184,7 +184,7 @@ class Change(NamedTuple):
 
 
 def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
-    """Return the changes of an optimizer's state leaves by index, in float32; {} if untraceable."""
+    """Return changes of an optimizer's state leaves by index, in float32; {} if untraceable."""
     leaves, tree = jax.tree.flatten(opt_state)
 
     def update(grads: Any, leaves: Any, params: Any) -> Any:
@@ -214,7 +214,7 @@ def _change(i: int, new: KnownValue, decays: set[Decay]) -> Change:
 
 
 def is_short(leaf: Any) -> bool:
-    """Whether a leaf is of 16-bit floats."""
+    """Whether a leaf has 16-bit floats."""
     if not pytrees.is_array(leaf):
         return False
     dtype = jnp.result_type(leaf)
@@ -240,7 +240,7 @@ def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
 
 
 def _entering(i: int, leaf: Any) -> KnownValue:
-    """Return the facts about a leaf of the state; a count has a later step's value."""
+    """Return a state leaf's facts; a count has a later step's value."""
     value = KnownValue(frozenset([i]))
     if isinstance(leaf, jax.core.Tracer) or jnp.ndim(leaf):
         return value

@@ -16,7 +16,7 @@ from jdp.step_spec import StepSpec
 
 
 def require_unshared(name: str, tree: Any) -> None:
-    """Refuse a tree that holds one variable of nnx at two places.
+    """Refuse a tree with one nnx variable at two places.
 
     A step would see two variables. Modules share random streams, used only at initialization.
     """
@@ -224,7 +224,7 @@ _DROPPED = (
 
 
 def warn_of_statistics(spec: StepSpec, state: Any, before: list[Any]) -> None:
-    """Warn once if an evaluation has updated the batch statistics of nnx in its state."""
+    """Warn once if an evaluation has updated nnx batch statistics in its state."""
     text = _DROPPED.format(step=spec.name, state=spec.argument(0))
     is_changed = any(a is not b for a, b in zip(before, batch_statistics(state), strict=False))
     if is_changed and text not in spec.warned:
@@ -233,7 +233,7 @@ def warn_of_statistics(spec: StepSpec, state: Any, before: list[Any]) -> None:
 
 
 def batch_statistics(tree: Any) -> list[Any]:
-    """Return the values of the batch statistics of nnx in a tree."""
+    """Return the values of nnx batch statistics in a tree."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return []

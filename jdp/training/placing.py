@@ -1,4 +1,4 @@
-"""Places the state and the further arguments of a step."""
+"""Places a step's state and further arguments."""
 
 import contextlib
 import logging
@@ -60,7 +60,7 @@ def require_usable(spec: StepSpec, state: Any) -> None:
 
 
 def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:
-    """Refuse a state, or an optimizer's, in place of the batch."""
+    """Refuse a state, or an optimizer's, as the batch."""
     nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
     found = next(filter(_is_of_optimizer, nodes), None)
     if found is None:
@@ -124,7 +124,7 @@ def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
 def _buffer(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
         return id(leaf)
-    # JAX keeps what it returns with each array: 2 objects, against 27 of `addressable_shards`.
+    # JAX keeps its result with each array: 2 objects, against 27 of `addressable_shards`.
     first = pytrees.without_key(leaf).addressable_data(0)
     if next(iter(first.devices())).platform == "cpu":
         # The address of a CPU array waits for its values and holds the GIL; a callback of an
@@ -185,7 +185,7 @@ def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:
 
 
 def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
-    """Refuse arguments of a step with a donated leaf."""
+    """Refuse a step's arguments with a donated leaf."""
     for i, arg in enumerate(args):
         pytrees.require_alive(
             spec.argument(i),

@@ -1,4 +1,4 @@
-"""Which leaves of a state are sharded over the ranks."""
+"""Which of a state's leaves are sharded over the ranks."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,14 +73,14 @@ def is_train_state(node: Any) -> bool:
     return all(hasattr(node, name) for name in ("tx", *_FIELDS))
 
 
-# `shard_map` gets groups of leaves with one sharding.
+# `shard_map` gets groups of equally sharded leaves.
 UNIFORM, OWN = 0, 1
 _FIRST_DIM = 2
 _NUM_DIMS = 8
 
 
 def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
-    """Return the group of each array of a state, and the mesh axes of its shards.
+    """Return the group of each state array, and its shards' mesh axes.
 
     Group 0 is equal on every rank, group 1 is `per_rank`, group 2 + d is sharded along dim d.
     """
@@ -97,7 +97,7 @@ def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
 
 
 def specs(axis_name: Sequence[str], shard_axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
-    """Return the partition of each group but the uniform one."""
+    """Return each group's partition but the uniform one's."""
     dims = (PartitionSpec(*[None] * dim, tuple(shard_axes)) for dim in range(_NUM_DIMS))
     return (PartitionSpec(tuple(axis_name)), *dims)
 
@@ -106,7 +106,7 @@ NUM_GROUPS = _FIRST_DIM + _NUM_DIMS
 
 
 def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
-    """Return the partition of each array of a state over the ranks, None without a rule.
+    """Return each state array's partition over the ranks, None without a rule.
 
     A leaf that its optimizer leaves whole is whole, even if another optimizer had sharded it.
     """
@@ -126,7 +126,7 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
 
 
 def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[PartitionSpec]:
-    """Return the partition of each leaf of an optimizer's state."""
+    """Return each optimizer state leaf's partition."""
     sharding = sharding_of(tx)
     if sharding is None:
         return [PartitionSpec()] * len(jax.tree.leaves(opt_state))
@@ -178,7 +178,7 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
         shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(optimized_parameters(node))}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
-            # An array of a parameter's shape may be its average.
+            # An array shaped like a parameter may be its average.
             is_beside = is_at_3 and name not in ("step", "seed")
             has_dim = is_split.get(name, is_beside and jnp.shape(leaf) in shapes)
             dims.append(find(leaf) if has_dim else None)
@@ -241,7 +241,7 @@ class StateLayout:
 def parted(
     state: Any, mesh: Mesh, axis_name: AxisName
 ) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
-    """Return a state's arrays by group, its layout, and the axes of its shards."""
+    """Return a state's arrays by group, its layout, and its shards' axes."""
     rank_state.require_dims(pytrees.restore(state))
     held = pytrees.hold(state)
     leaves, treedef = jax.tree.flatten(held)
@@ -276,7 +276,7 @@ def claim_update(state: Any, *, trains: bool = True) -> None:
 def state_parts(
     lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]
 ) -> list[list[jax.Array]]:
-    """Return the arrays of a new state as they leave the step, shards of sharded ones."""
+    """Return a new state's arrays as they leave the step, shards of sharded ones."""
     uniform, own, *by_dim = lists
     shards = [
         [shard_registry.own(leaf, dim, axes) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""The version of jdp and digests of its sources."""
+"""jdp's version and digests of its sources."""
 
 import ast
 import functools
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @functools.cache  # each commit holds the version
 def version() -> str:
-    """Return the version of jdp; "0+unknown" if not installed."""
+    """Return jdp's version; "0+unknown" if not installed."""
     from importlib import metadata  # slower than all of `import jdp`
 
     try:
@@ -46,7 +46,7 @@ def code_digest(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
 
 
 def is_build_of(digest: str | None, package: str | None) -> bool:
-    """Whether another process of this host runs this build."""
+    """Whether another of this host's processes runs this build."""
     if digest == source_digest(PROTOCOL):
         return True
     try:

@@ -63,7 +63,7 @@ class SourceFile(NamedTuple):
 
 
 class Uncompiled(NamedTuple):
-    """Modules of this process without bytecode.
+    """This process's modules without bytecode.
 
     Attributes:
       s: CPU seconds to compile them.

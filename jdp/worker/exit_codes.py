@@ -1,4 +1,4 @@
-"""Exit codes of a run, and signal handlers in C."""
+"""A run's exit codes, and signal handlers in C."""
 
 import ctypes
 import signal

@@ -48,13 +48,13 @@ _GPUS = "/dev/nvidia", "/dev/kfd", "/dev/dri"
 _DEVICES = frozenset(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 _REMOVE_FOLDER = getattr(getattr(tempfile.TemporaryDirectory, "_cleanup", None), "__func__", ())
 
-# Names of OpenBLAS functions by build.
+# OpenBLAS's function names by build.
 _OPENBLAS = [(prefix, suffix) for prefix in ("", "scipy_") for suffix in ("", "64_")]
 _OPENBLAS_HAS_OWN_THREADS = 1  # 2: OpenMP's threads
 
 
 class _RecordingEnvironment(os._Environ):
-    """Records reads of the variables that `jdp.init()` sets, except those of a copy."""
+    """Records reads of the variables set by `jdp.init()`, except those of a copy."""
 
     def __getitem__(self, key: str) -> str:
         # A copy asks for the objects of an iteration.

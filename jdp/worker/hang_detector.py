@@ -117,7 +117,7 @@ class Stall(NamedTuple):
     Attributes:
       report: lines for people.
       processes: awaited by the others, most likely cause first.
-      is_over: whether all exceeded the limits of their phases.
+      is_over: whether all exceeded their phases' limits.
     """
 
     report: str
@@ -127,7 +127,7 @@ class Stall(NamedTuple):
 
 
 class HangDetector:
-    """Decides from the statuses of the processes whether the run hangs.
+    """Decides from the processes' statuses whether the run hangs.
 
     The processes with the fewest steps hold up the others, so only their time counts: a process is
     not at fault while it waits for one that still evaluates or saves. A run is reported after a
@@ -200,7 +200,7 @@ class HangDetector:
     def _timeout_of(self, status: ProcessStatus) -> float:
         return status.timeout_s if self._timeout_s is None else self._timeout_s
 
-    # A waiting process has the limit of those it waits for.
+    # A waiting process has the limit of awaited ones.
     def _limits_s(self, begun: Mapping[int, ProcessStatus]) -> dict[int, float]:
         limits_s = {i: self._limit_s(it) for i, it in begun.items()}
         others = [limits_s[i] for i, it in begun.items() if it.phase not in (WAITING, ENDED)]

@@ -1,4 +1,4 @@
-"""The launcher, as a process of `jdp run` sees it."""
+"""The launcher, as seen by a process of `jdp run`."""
 
 import atexit
 import functools
@@ -24,7 +24,7 @@ _log = logging.getLogger("jdp")
 
 
 class Assignment(NamedTuple):
-    """The place of a process in a generation.
+    """A process's place in a generation.
 
     Args:
       generation: from 0; each recovery and resize begins the next.
@@ -65,7 +65,7 @@ def environment(assignment: Assignment) -> dict[str, str]:
 
 
 class LauncherClient:
-    """This process as a member of a run.
+    """This process as a run's member.
 
     Args:
       connection: a socket to the launcher.

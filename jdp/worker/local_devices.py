@@ -1,4 +1,4 @@
-"""The GPUs and CPUs of this host, found without JAX."""
+"""This host's GPUs and CPUs, found without JAX."""
 
 import os
 import re

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class RunCounts(NamedTuple):
-    """Counts of a process since it began; plain values.
+    """A process's counts since it began; plain values.
 
     Attributes:
       rows: of all ranks in the called steps, as far as jdp supplied the batches.
@@ -80,7 +80,7 @@ class Counter:
         self._words[_EVALUATING] = is_evaluating
 
     def write_metrics(self, step: int, **metrics: float) -> None:
-        """Write loss, learning_rate or gradient_norm of a step."""
+        """Write a step's loss, learning_rate or gradient_norm."""
         for i, name in enumerate(_METRICS):
             if name in metrics:
                 self._floats[_VALUES[i]] = metrics[name]
@@ -122,7 +122,7 @@ class ProcessStatus(NamedTuple):
     Attributes:
       pid: 0 if the slot is free.
       steps: training steps called; a few may still run.
-      progress_s, since_s: time.monotonic() of the last progress, and of the phase's start.
+      progress_s, since_s: time.monotonic() of the last progress, and the phase's start.
       limit_s: for the phase without progress: inf for no limit, 0 for its default.
       timeout_s: of `jdp.init`.
       entered, done: the native library's all-reduces, entered and left by its ranks.
@@ -159,7 +159,7 @@ class ProcessStatus(NamedTuple):
 # A healthy run leaves these within `timeout_s`.
 STEP, BETWEEN, DATA = "running a step", "between steps", "waiting for data"
 BRIEF = frozenset([STEP, BETWEEN, DATA])
-# Other phases may take PATIENCE times as long: XLA compiles large programs for tens of minutes, and
+# Other phases may take PATIENCE times as long: XLA compiles large programs for tens of minutes;
 # data and checkpoints come over networks.
 PATIENCE = 6.0
 JOINING = "waiting in jdp.init() for the others"

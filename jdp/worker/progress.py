@@ -1,4 +1,4 @@
-"""The phases and steps of this process."""
+"""This process's phases and steps."""
 
 import ctypes
 import math
@@ -18,7 +18,7 @@ from jdp.worker.progress_board import NATIVE, Board, Slot, StepRecord, record
 _LEAST_NS = 33_000_000
 # Further waits count as host time.
 _MOST_WAITS = 1000
-# From the end of a step whose metrics the script reads to its next dispatch, at most.
+# At most, from the end of a step with read metrics to its next dispatch.
 _READ_NS = 1_000_000
 
 
@@ -39,7 +39,7 @@ class DispatchedStep(NamedTuple):
 
 
 class HostWaits(NamedTuple):
-    """Waits of the training thread between two dispatches, as (begin, end) in ns.
+    """The training thread's waits between two dispatches, as (begin, end) in ns.
 
     Attributes:
       paused: saving, evaluating, committing, the author's phases.
@@ -71,7 +71,7 @@ class CopiedState(NamedTuple):
 
 
 class StepClock:
-    """Records step times of this process in its slot, see `progress_board`.
+    """Records this process's step times in its slot, see `progress_board`.
 
     A thread waits for each step to end; the training thread only queues it. `is_usual`: only steps,
     batches and the author's code ran since the last step. An unusual step, such as one after a
@@ -97,7 +97,7 @@ class StepClock:
         self._add(0, begin_ns, end_ns)
 
     def add_pause(self, begin_ns: int, end_ns: int, *, for_others: bool = False) -> None:
-        """Record other work of the training thread, or a wait for others."""
+        """Record the training thread's other work, or a wait for others."""
         self._add(1 if for_others else 2, begin_ns, end_ns)
 
     # Bounded: a loop without `train_step` never takes them.
@@ -113,7 +113,7 @@ class StepClock:
         self._calls.put(CopiedState(outputs))
 
     def add_blocked(self, since_ns: int) -> None:
-        """Record a wait of the training thread for steps in flight."""
+        """Record the training thread's wait for steps in flight."""
         self._blocked_ns += time.monotonic_ns() - since_ns
 
     def begin_dispatch(self) -> None:
@@ -200,7 +200,7 @@ class OwnProgress:
     """This process's progress, for all threads; `own` is the only instance.
 
     Attributes:
-      phases: (record, begin) of active phases; the last is shown, the first is the base phase.
+      phases: (record, begin) of active phases; the last is shown, the first is the base.
       between: the base phase after the first step.
       between_own: the same in a loop whose steps only its `Checkpointer` sees.
       unstepped: the base phase after the first request for a batch.

@@ -54,7 +54,7 @@ class StepRecord(NamedTuple):
 
 
 class StepTimes:
-    """The latest records of a process, which alone writes them, without a lock."""
+    """A process's latest records, written by it alone, without a lock."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -70,7 +70,7 @@ class StepTimes:
         self._num_written[0] = 0
 
     def write(self, record: StepRecord) -> None:
-        """Add a record in place of the oldest."""
+        """Replace the oldest record."""
         number = self._num_written[0]
         _RECORD.pack_into(self._memory, _place(number), *record)
         self._num_written[0] = number + 1
@@ -90,10 +90,10 @@ def _place(number: int) -> int:
 
 
 class Window(NamedTuple):
-    """Step times over the latest records of a process, in us.
+    """Step times over a process's latest records, in us.
 
     Attributes:
-      num_written: records of the process.
+      num_written: the process's records.
       num_records: records in this window.
       step, data, host, paused, compute, waited: medians.
       waited_low, waited_high: the 10 % and 90 % quantiles of `waited`.
@@ -167,7 +167,7 @@ _COUNTS = slice(SLOT_BYTES - COUNTS_BYTES, SLOT_BYTES)
 
 
 class Board:
-    """Slots of the processes of one host."""
+    """The slots of a host's processes."""
 
     def __init__(self, memory: mmap.mmap, fd: int = -1):
         self.fd = fd
@@ -198,7 +198,7 @@ class Board:
 
 
 class Slot:
-    """The part of a board that belongs to one process; a write takes less than a microsecond.
+    """One process's part of a board; a write takes less than a microsecond.
 
     The progress time is written before the progress: a reader in between sees a process as busier
     than it is, never as stalled.

@@ -134,7 +134,7 @@ class PlainLines:
 
 
 class Notebook:
-    """An updated output of the running cell."""
+    """The running cell's updated output."""
 
     def __init__(self, shell: Any) -> None:
         self._shell, self._new = shell, importlib.import_module("IPython.display").DisplayHandle
@@ -231,7 +231,7 @@ class TerminalLine:
             self._draw()
 
     def _draw(self) -> None:
-        # The traceback of a failed script comes last.
+        # A failed script's traceback comes last.
         if not (self._is_shown and self._is_at_start) or hasattr(sys, "last_value"):
             return
         with contextlib.suppress(OSError):

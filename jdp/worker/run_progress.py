@@ -1,4 +1,4 @@
-"""The progress of a run over all processes and generations."""
+"""A run's progress over all processes and generations."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -9,10 +9,10 @@ from jdp.worker.process_status import ProcessStatus, RunCounts
 
 
 class RunHistory(NamedTuple):
-    """Failures and lost time of a run, in monotonic seconds.
+    """A run's failures and lost time, in monotonic seconds.
 
     Attributes:
-      failures: (time, step or None, error) of each failure in the restart budget.
+      failures: (time, step or None, error) of each in the restart budget.
       began: when all processes had made the first step.
       lost_s: since then, without new progress.
       recoveries: how many, by each first failure's error code.
@@ -25,7 +25,7 @@ class RunHistory(NamedTuple):
 
     @property
     def num_recoveries(self) -> int:
-        """The number of recoveries from failures."""
+        """The number of recoveries."""
         return sum(self.recoveries.values())
 
     def moved(self, by_s: float) -> "RunHistory":
@@ -45,7 +45,7 @@ class LeaderLoss(NamedTuple):
     Attributes:
       at: time.monotonic() when it was noticed.
       silent_s: before that.
-      step: the last that all processes of this host called.
+      step: the last called by all of this host's processes.
     """
 
     why: str
@@ -62,12 +62,12 @@ class RunSummary(NamedTuple):
     """A run's progress; unknown values are None.
 
     Attributes:
-      step: the last that all processes called, counted over all lives of the run.
+      step: the last called by all processes, counted over all lives of the run.
       loss, learning_rate, gradient_norm: the last in `jdp.log`.
       steps_per_s: lately, from two steps on.
       rows_per_s: examples in these steps, if jdp supplied the batches.
       data_share: fraction of that time in which the slowest loader's process waits for data.
-      commit: step of the last commit that all hosts have.
+      commit: step of the last commit on all hosts.
       ettr: effective training time ratio: the fraction of the time since the first step with new
         progress, without recoveries and repeated steps. None without a launcher.
       activity: a phase of over two seconds, such as "compiling for 7 s".
@@ -127,7 +127,7 @@ def _rate(value: float | None) -> str | None:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Seconds of a rate, or the last two steps if these took longer.
+# A rate's seconds, or the last two steps if these took longer.
 WINDOW_S = 30.0
 
 
@@ -173,7 +173,7 @@ class RunProgress:
     def begin_generation(
         self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
     ) -> None:
-        """Record the first step of all processes of a generation."""
+        """Record a generation's first step of all processes."""
         self._began = now if self._began is None else self._began
         self._size, self._statuses, self._ended = size, {}, {}
         self._restored = {i: facts["base"] for i, facts in restored.items()}
@@ -205,7 +205,7 @@ class RunProgress:
         self.record(now, {})
 
     def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
-        """Record statuses of processes."""
+        """Record processes' statuses."""
         self._activity = process_status.activity(
             now, self._with_evaluations(now, statuses.values())
         )

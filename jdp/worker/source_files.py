@@ -45,7 +45,7 @@ def digests() -> dict[str, list[str]]:
 
 
 def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first edited line of a file that both lives imported."""
+    """Return the first edited line of a file imported in both lives."""
     for name, lines in _lines.items():
         digest, sums = saved.get(name, (None, ""))
         if digest is None or digest == _digest(lines):

@@ -68,7 +68,7 @@ Assumptions = dict[str, Rate]
 
 
 def assumed(gpu: str, link: str | None = None) -> Assumptions:
-    """Return the assumptions for hosts of GPUs."""
+    """Return assumptions for GPU hosts."""
     if gpu not in GPUS:
         raise ValueError(f"the GPU {gpu!r} is unknown. Write one of {', '.join(GPUS)}.")
     link = f"{GPUS[gpu].per_host}x400" if link is None else link

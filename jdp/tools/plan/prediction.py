@@ -1,4 +1,4 @@
-"""Predicts a row of a plan."""
+"""Predicts a plan's row."""
 
 import math
 import random
@@ -29,7 +29,7 @@ from jdp.tools.plan.schedule import (
 
 
 class Failures(NamedTuple):
-    """Failures of a run, and their costs; `missing` is the share of missing hosts, 0 to 1."""
+    """A run's failures, and their costs; `missing` is the share of missing hosts, 0 to 1."""
 
     per_s: float
     recovery_s: float
@@ -38,7 +38,7 @@ class Failures(NamedTuple):
     missing: float = 0.0
 
     def effective(self, commit_every_s: float) -> float:
-        """Return the share of time in steps that count, with full hosts."""
+        """Return the share of time in counting steps, with full hosts."""
         lost = self.per_s * (self.recovery_s + self.degraded_s * self.missing)
         return max(0.0, 1 - lost) * self.kept(commit_every_s)
 
@@ -79,7 +79,7 @@ NUM_SAMPLES = 16
 
 
 class Stragglers(NamedTuple):
-    """Independent slowness of ranks in a step: a factor of computation, of mean 1.
+    """Ranks' independent slowness in a step: a factor of computation, of mean 1.
 
     Attributes:
       kind: "none"; "lognormal"; or "exponential", 1 - scale + an exponential of mean scale.
@@ -154,7 +154,7 @@ def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
 
 
 class PlanOptions(NamedTuple):
-    """The common options of all rows of a plan.
+    """The options common to a plan's rows.
 
     Attributes:
       per_host: GPUs of a host.

@@ -25,7 +25,7 @@ class ModelLeaf(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A step of one rank that computes alone; `bucket_bytes` also limits parameter groups."""
+    """A step of one rank alone; `bucket_bytes` also limits parameter groups."""
 
     leaves: tuple[ModelLeaf, ...]
     forward_s: float
@@ -47,7 +47,7 @@ class Workload(NamedTuple):
 
 
 def uniform(params: float, layers: int, leaves_per_layer: int) -> tuple[ModelLeaf, ...]:
-    """Return the leaves of a model of equal layers.
+    """Return the leaves of equal layers.
 
     >>> uniform(8, layers=2, leaves_per_layer=2)[0]
     ModelLeaf(params=2.0, work=0.25)
@@ -106,7 +106,7 @@ class Group(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """The lane of its collectives."""
+        """Its collectives' lane."""
         return NETWORK if self.hosts > 1 else LINK
 
 
@@ -161,7 +161,7 @@ METHODS = (REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP)
 
 
 class Task(NamedTuple):
-    """A piece of work of one lane; the tasks `after` must have ended."""
+    """A piece of one lane's work; the tasks `after` must have ended."""
 
     lane: str
     seconds: float
@@ -204,7 +204,7 @@ class Program:
 
 
 class Deployment(NamedTuple):
-    """The method and hardware of a step."""
+    """A step's method and hardware."""
 
     method: str
     hosts: int
@@ -214,7 +214,7 @@ class Deployment(NamedTuple):
 
     @property
     def all_ranks(self) -> Group:
-        """The group of all ranks."""
+        """All ranks' group."""
         return Group(self.hosts, self.per_host)
 
     @property

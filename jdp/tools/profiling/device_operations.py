@@ -56,11 +56,11 @@ class Operation(NamedTuple):
     end: int
 
     def looks_like_communication(self) -> bool:
-        """Whether its name is that of a collective."""
+        """Whether its name is a collective's."""
         return any(_COMMUNICATES.match(name) for name in (self.name, self.kernel))
 
     def is_of_nccl(self) -> bool:
-        """Whether it is a kernel of NCCL."""
+        """Whether it is an NCCL kernel."""
         return _NCCL.match(self.kernel) is not None
 
     def may_be(self, kind: str) -> bool:
@@ -167,7 +167,7 @@ def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Progra
 
 
 def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Operation]]:
-    """Return the times of operations that ran once in each run of a program."""
+    """Return the times of operations that ran once in each program run."""
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:
         by_name[each.name].append(each)
@@ -191,7 +191,7 @@ _REDUCES = ("all-reduce", "reduce-scatter")
 
 
 class Collective(NamedTuple):
-    """A collective of a compiled program.
+    """A compiled program's collective.
 
     Attributes:
       name: in a trace, such as "bucket 3: grads['w']".
@@ -218,14 +218,14 @@ class _NoTime:
 def collectives_of(
     operations: Mapping[str, Collection[str]], jaxprs: Mapping[str, Sequence[tuple[Any, list[str]]]]
 ) -> dict[str, dict[str, Collective]]:
-    """Return the collectives of programs by program and operation."""
+    """Return programs' collectives by program and operation."""
     texts: dict[str, list[HloProgram]] = {name: [] for name in operations}
     for name, text in jax_compat.compiled_texts(operations):
         texts[name].append(HloProgram(text))
     found = {}
     for name, ran in operations.items():
         if texts[name]:
-            # Programs of other shapes may have the same name.
+            # Programs of other shapes may share the name.
             program = max(texts[name], key=lambda each: len(_names(each) & set(ran)))
             found[name] = _collectives(program, jaxprs.get(name, ()))
     return found

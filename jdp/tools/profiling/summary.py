@@ -1,4 +1,4 @@
-"""The profile of all ranks: their steps and collectives."""
+"""All ranks' profile: their steps and collectives."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,12 +68,12 @@ def span_difference(one: Spans, other: Spans) -> Spans:
 
 
 def span_total(spans: Spans) -> int:
-    """Return the nanoseconds of all intervals."""
+    """Return all intervals' nanoseconds."""
     return sum(end - begin for begin, end in spans)
 
 
 class Parts(NamedTuple):
-    """Nanoseconds of one step of one rank, which add up to its time.
+    """Nanoseconds of one rank's step, which add up to its time.
 
     Attributes:
       data: idle, and its process waits for a batch.
@@ -124,14 +124,14 @@ def _within(times: Spans, window: tuple[int, int]) -> Spans:
 # difference of two clocks from both sides, the shortest best. Processes of one host share a clock.
 
 
-# Here a rank needs a value of every other rank.
+# Here a rank needs every other rank's value.
 _MEETS = frozenset(["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
 
 _Meetings = dict[tuple, tuple[int, int]]  # collective -> last entered, first left
 
 
 class Shift(NamedTuple):
-    """The offset in ns from a process's clock to that of the first process.
+    """The offset in ns from a process's clock to the first process's.
 
     Attributes:
       within: its largest error in ns: 0 for the same clock; None without common collectives, or if
@@ -193,7 +193,7 @@ def _meetings(trace: ProcessTrace) -> _Meetings:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The parts of one rank's steps, by number."""
+    """Parts of one rank's steps, by number."""
 
     rank: int
     process: int
@@ -227,7 +227,7 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """The profile of all ranks.
+    """All ranks' profile.
 
     Attributes:
       ranks: by their own time, longest first, for which the others wait.
@@ -272,7 +272,7 @@ class Summary:
 
 
 def summarize(folder: Path) -> Summary:
-    """Read the profile of all processes."""
+    """Read all processes' profile."""
     traces, notes = trace_file.read_folder(folder)
     by_process = {trace.facts["process"]: _ranks(trace) for trace in traces}
     ranks = [each for found in by_process.values() for each in found]
@@ -388,7 +388,7 @@ _MOST_RANKS = 16
 
 
 def draw(found: Summary, path: str | Path) -> None:
-    """Write a picture of a profile."""
+    """Draw a profile."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

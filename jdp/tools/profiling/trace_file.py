@@ -62,7 +62,7 @@ _ARGS: dict[str, dict[str, Field]] = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A time of a rank, or of its process, in ns since its profile began.
+    """A rank's or its process's time, in ns since its profile began.
 
     Attributes:
       rank: None for a slice of the process.
@@ -80,7 +80,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class ProcessTrace:
-    """The profile of one process.
+    """One process's profile.
 
     Attributes:
       facts: for JSON: `run`, `process`, `num_processes`, `host`, `clock`, `start_ns`, `ranks`,
@@ -106,7 +106,7 @@ def found_in(folder: Path) -> dict[int, Path]:
 
 
 def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> None:
-    """Write traces of processes into one file, whole or not at all; `begins` are in ns."""
+    """Write processes' traces into one file, whole or not at all; `begins` are in ns."""
     events = []
     for trace, begin in zip(traces, begins, strict=True):
         events += _events(trace, begin)
@@ -178,7 +178,7 @@ def _events(trace: ProcessTrace, begin: int) -> list[dict[str, Any]]:
         first = (1 if rank is None else 10 + rank * len(_KINDS)) + _KINDS.index(kind)
         title = _TITLES.get(kind, kind)
         for lane, track in enumerate(_lanes(slices)):
-            # Slices of one track may not overlap, and XLA uses several threads.
+            # A track's slices may not overlap, and XLA uses several threads.
             number = first * _MOST_LANES + lane
             label = title if rank is None else f"rank {rank}: {title}"
             events.append(_named("thread_name", process, number, label))
