@@ -184,7 +184,6 @@ class WayBack:
             yield Node(Frame(body, eqn, frame), body.jaxpr.outvars[i])
 
     def _written(self, node: Node) -> Iterator[Node]:
-        """Yield values written into a Ref, also in called bodies."""
         frame, ref = node
         for eqn in frame.record.jaxpr.eqns:
             if ref not in [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]:

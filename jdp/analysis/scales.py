@@ -277,7 +277,6 @@ def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
 
 
 def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
-    """Find transposed collectives before a mark of `kind`."""
     found: dict[_Differentiated, None] = {}
 
     def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:

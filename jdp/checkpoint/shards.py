@@ -134,7 +134,6 @@ class SplitValue:
         self._assembled: dict[Box, np.ndarray] = {}
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Return a slice of the leaf, assembled once."""
         if index is ...:
             index = (slice(None),) * len(self.shape)
         box = box_of(index, self.shape)

@@ -207,7 +207,6 @@ class _Store:
         kv_store.offer(f"{self._run}/{self._number}/{key}", json.dumps(value))
 
     def get(self, key: str, process: int, end: float | None = None) -> Any:
-        """Return a process's message, waiting until `end`."""
         timeout_s = agree.timeout_s()
         end = time.monotonic() + timeout_s if end is None else end
         left_s = end - time.monotonic()
@@ -307,7 +306,6 @@ class _Transfer:
         self._needed, self._sources, self._group = needed, sources, group
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return the pieces for this process."""
         me = jax.process_index()
         sent = {n for n in numbers if self._sources.get(n) == me}
         here = [n for n in numbers if n in sent or (n in self._needed and self._readable.has(n))]

@@ -354,7 +354,6 @@ class _Waits:
 
 
 def _without_unread(jaxpr: Any) -> Any:
-    """Return a jaxpr without dead code, as JAX lowers it."""
     body = jaxprs.opened(jaxpr)
     return partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0]
 

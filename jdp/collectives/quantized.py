@@ -193,7 +193,6 @@ def _packed(blocks: jax.Array, name: str) -> jax.Array:
 
 
 def _unpacked(sent: jax.Array, name: str, block: int) -> jax.Array:
-    """Invert `_packed`."""
     shape = (*sent.shape[:-1], sent.shape[-1] // (block + 4))
     end = shape[-1] * block
     numbers = lax.bitcast_convert_type(sent[..., :end].reshape(*shape, block), jnp.dtype(name))

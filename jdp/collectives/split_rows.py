@@ -355,14 +355,12 @@ class _NativeCalls(NamedTuple):
     options: dict[str, Any]
 
     def gathered(self, token: Any, x: jax.Array, name: str) -> tuple[Any, jax.Array]:
-        """Implement `Collectives`."""
         token, (whole,) = self._results(all_gather_p, token, [x], [0], name)
         return token, whole
 
     def sent(
         self, token: Any, leaves: Sequence[jax.Array], split: int, joined: int, name: str
     ) -> tuple[Any, list[jax.Array]]:
-        """Implement `Collectives`."""
         return self._results(all_to_all_p, token, leaves, [(split, joined)] * len(leaves), name)
 
     def _results(

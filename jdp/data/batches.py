@@ -117,7 +117,6 @@ class _Source(Iterator[Any]):
         return self._get()
 
     def set(self, state: Any) -> None:
-        """Set the loader to a state."""
         self.states = deque()
         owner, (_, name) = self._owner()
         if isinstance(state, dict) and [*state] == [_BYTES]:

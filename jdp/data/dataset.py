@@ -243,7 +243,6 @@ def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
 
 
 def _row(dataset: Any, number: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
-    """Return a row's leaves as (name, value), and its treedef."""
     try:
         row = dataset[number]
     except StopIteration as error:  # it would end the loop silently

@@ -181,7 +181,6 @@ class _Producer(threading.Thread):
         return "".join(traceback.format_list(stack)).rstrip()
 
     def ask_to_end(self) -> bool:
-        """Ask the thread to end; return whether a caller should wait."""
         if self._is_asked.is_set():  # at interpreter exit `threading` may be cleared
             return False
         self._is_asked.set()

@@ -164,7 +164,6 @@ class _Loop:
         self._compare()
 
     def stop(self) -> None:
-        """End the loop at program exit, and wait for other processes."""
         try:
             if kv_store.is_open():
                 self.end("left")
@@ -174,7 +173,6 @@ class _Loop:
             self._thread.join()
 
     def raise_problem(self) -> None:
-        """Raise the loop's problem once."""
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
             kind = OtherFailedError if self._problem.is_failure else ValueError

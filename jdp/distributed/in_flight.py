@@ -352,7 +352,6 @@ def _exchange_error(call: StepCall) -> str | None:
 
 
 def _error_of(call: StepCall) -> str | None:
-    """Return the error of a call that ran to its end."""
     if call.differs():
         assert call.arguments is not None and call.given is not None
         return call.arguments.explained(call.given, str(call))

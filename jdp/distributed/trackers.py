@@ -454,7 +454,6 @@ def trackers_of(also: Any) -> Sequence[OwnTracker | NamedTracker]:
 
 
 def _in_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each line's step and values."""
     with open(file) as lines:
         for line in lines:
             if not line.endswith("\n"):

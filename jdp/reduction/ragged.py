@@ -215,7 +215,6 @@ def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> 
 
 
 def _is_misfit(groups: Any, sizes: tuple[int, int]) -> Any:
-    """Return which groups do not fit, `[groups]`."""
     is_negative = (groups < 0).any((1, 2))
     return is_negative | (groups.sum(2) > sizes[0]).any(1) | (groups.sum(1) > sizes[1]).any(1)
 

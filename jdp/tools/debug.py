@@ -188,7 +188,6 @@ class _Evaluator:
         self.reached += self._run(eqn.params["jaxpr"], ins)
 
     def _blocks(self, x: Any, spec: Any) -> Any:
-        """Return all ranks' blocks."""
         entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
         blocks = []
         for place in itertools.product(*map(range, self._axes.values())):
@@ -212,7 +211,6 @@ class _Evaluator:
         return value
 
     def _run(self, program: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
-        """Run a program operation by operation."""
         body = jaxprs.opened(program)
         env = {x: self._given(self._stacked(value), "") for x, value in jaxprs.constants(program)}
         env |= dict(zip(body.invars, ins, strict=True))
@@ -275,7 +273,6 @@ class _Evaluator:
         return self._run(program, ins) if _has_news(outs, ins) else outs
 
     def _inside(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues] | None:
-        """Run an operation's body; None if it has none."""
         if eqn.primitive.name == "cond":
             return self._branches(eqn, ins)
         if eqn.primitive.name == "scan":
@@ -410,13 +407,11 @@ def _has_news(outs: Sequence[_RankValues], ins: Sequence[_RankValues]) -> bool:
 
 
 def _with_events(value: _RankValues, inner: _RankValues) -> _RankValues:
-    """Return a result of an operation with the events of its body."""
     nan, inf = value.nan and (inner.nan or value.nan), value.inf and (inner.inf or value.inf)
     return _RankValues(value.x, nan, inf)
 
 
 def _earlier(one: _RankValues, other: _RankValues) -> _RankValues:
-    """Return a value with the earlier events of two."""
     return _RankValues(one.x, _first(one.nan, other.nan), _first(one.inf, other.inf))
 
 

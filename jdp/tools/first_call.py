@@ -66,7 +66,6 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
 
 
 def _wait_for_threads(before: set[threading.Thread], name: str, found: list[FirstCall]) -> None:
-    """Wait until the step is called or the script's threads have ended."""
     # Threads of executors wait for work; Python lets them end.
     pools = getattr(concurrent.futures.thread, "_threads_queues", {})
     said = False

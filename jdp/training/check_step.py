@@ -144,7 +144,6 @@ def digits_of_wire(state: Any) -> float:
 
 
 def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
-    """Return each device's shard, and its index."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     by_device = {shard.device: shard for shard in leaf.addressable_shards}
@@ -505,7 +504,6 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
 def _explained(
     found: StepDifference, step: Step, args: tuple, keywords: dict[str, Any]
 ) -> StepDifference:
-    """Return a difference with its likely cause."""
     if lines := host_constants.changing(step, args, keywords):
         return replace(found, cause=_CHANGING.format(lines=", ".join(lines)))
     traced = step.trace(*args, **keywords)

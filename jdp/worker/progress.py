@@ -375,7 +375,6 @@ def _record_step() -> None:
 
 
 def _leave_phase(phase: bytes) -> int:
-    """Leave a phase, and return its begin."""
     if own.phases[-1][0] is phase:
         return own.phases.pop()[1]
     # Another thread's phase began later.

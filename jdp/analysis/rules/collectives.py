@@ -96,7 +96,6 @@ def _native_scatter(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _native_scaled(interp: Interpreter, eqn: Any, by: int, totals: list[int]) -> list[int]:
-    """Multiply sums by a native call's scale."""
     scale = jaxprs.number(eqn.invars[2])
     if scale is None:
         return [interp.lattice.scale_by(x, by) for x in totals]

@@ -99,7 +99,6 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
 
 
 def _of_the_first(group: tuple[int, ...], leaves: list[Any]) -> list[Any]:
-    """Return the values of a group's first process."""
     values = [_numbers(leaf) for leaf in leaves]
     ends = np.cumsum([0, *(value.nbytes for value in values)])
     data = None

@@ -142,7 +142,6 @@ class _Server(WSGIServer):
 
     @classmethod
     def of_port(cls, port: int) -> "_Server":
-        """Return a server on all addresses."""
         return make_server("", port, lambda *_: [], cls, _Handler)
 
     # http.server's method asks DNS, which may be slow.

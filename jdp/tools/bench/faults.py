@@ -211,7 +211,6 @@ def measure(
 
 
 def _strike(run: FaultyLaunch, setting: FaultSetting, say: Callable[[str], None]) -> list[Fault]:
-    """Kill random processes until `num_faults` have recovered."""
     chosen, faults = random.Random(setting.seed), []
     pids = run.until_true(run.running, "first step")
     while True:
