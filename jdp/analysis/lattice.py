@@ -67,15 +67,15 @@ class Bits:
     - divided: it may be the one-rank value divided by n, so its sum is a mean;
     - even: it may depend on a mean with equal weights;
     - uneven: it may depend on another exchange between ranks, such as a weighted mean;
-    - averaging: it is a constant divided by n, or by a number of elements that equals n;
+    - averaging: it is a constant divided by n, or by an equal number of elements;
     - undivided: it may depend, also through nonlinear operations, on an unscaled total;
-    - duplicated: it may depend in this way on a sum of equal values;
+    - duplicated: likewise on a sum of equal values;
     - data: it is not a constant of the program;
     - nonzero: it may differ from zero (two bits, of which the constants 1 and -1 have one);
     - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or a
       sum over groups of ranks: a factor other than 1/n corrects a repeated sum;
     - by_ranks: it may have been multiplied by a number of ranks;
-    - capped: it may be a constant that replaces the computed value, as in `max(x, 1)`.
+    - capped: it may be a constant in place of the computed value, as in `max(x, 1)`.
     """
 
     def __init__(self, sizes: Mapping[str, int]):

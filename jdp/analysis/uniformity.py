@@ -35,8 +35,8 @@ def declare_pure(primitive: jax.extend.core.Primitive) -> None:
         primitives of its name.
 
     Raises:
-      TypeError: if it is not a primitive.
-      ValueError: if jdp has a rule for a primitive of this name.
+      TypeError: it is not a primitive.
+      ValueError: jdp has a rule for a primitive of this name.
 
     >>> from jax.extend.core import Primitive
     >>> double_p = Primitive("double")
@@ -218,8 +218,8 @@ def uniformity(
       that `out_specs` combines from shards is "varying".
 
     Raises:
-      ValueError: if ranks could deadlock; if an output may differ from rank to rank although its
-        `out_specs` declare it equal; if a gradient was reduced before jdp reduces it; or if no
+      ValueError: ranks could deadlock; an output may differ from rank to rank although its
+        `out_specs` declare it equal; a gradient was reduced before jdp reduces it; or no
         `shard_map` over the axis is found.
 
     >>> import jax, jax.numpy as jnp

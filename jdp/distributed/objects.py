@@ -30,8 +30,8 @@ def all_gather_object(value: Any) -> list[Any]:
       A list with one object for each process; of one process `[value]`, a copy.
 
     Raises:
-      ValueError: if the pickle is larger than 1 GiB; inside a step or `jit`.
-      RuntimeError: if another process raised an error here, does not join in time, or makes another
+      ValueError: the pickle is larger than 1 GiB; or inside a step or `jit`.
+      RuntimeError: another process raised an error here, does not join in time, or makes another
         call.
 
     >>> import jdp
@@ -55,7 +55,7 @@ def broadcast_object(value: Any = None, source: int = 0) -> Any:
       A copy of that object.
 
     Raises:
-      ValueError: if there is no process `source`; otherwise as `all_gather_object`.
+      ValueError: there is no process `source`; otherwise as `all_gather_object`.
       RuntimeError: as `all_gather_object`.
 
     >>> import jdp

@@ -83,8 +83,8 @@ def mean_over_ranks(
       axis, `x`.
 
     Raises:
-      TypeError: if a leaf is an integer: sum it (`sum_over_ranks`) or cast it.
-      ValueError: if `axis_name` is a part of the axes of a step with a weight, without `weight`.
+      TypeError: a leaf is an integer: sum it (`sum_over_ranks`) or cast it.
+      ValueError: `axis_name` is a part of the axes of a step with a weight, without `weight`.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: mean_over_ranks(x), axis_name="data")(jax.numpy.arange(4.0))
@@ -151,7 +151,7 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       uint32. Without a bound axis, `x`.
 
     Raises:
-      TypeError: if a leaf is a float of 8 bits or fewer, or a random key.
+      TypeError: a leaf is a float of 8 bits or fewer, or a random key.
       RuntimeError: by a later call of the step, if the type of integers cannot hold their sum.
         Under a scan, vmap or jit in the step, or in your own `shard_map`, such a sum wraps around,
         as `jnp.sum` does.
@@ -197,7 +197,7 @@ def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       Without a bound axis, `x`.
 
     Raises:
-      TypeError: if a leaf has no order: complex numbers, typed random keys.
+      TypeError: a leaf has no order: complex numbers, typed random keys.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: max_over_ranks(x), axis_name="data")(jax.numpy.array([1, 3, 2]))
@@ -218,7 +218,7 @@ def min_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       a bound axis, `x`.
 
     Raises:
-      TypeError: if a leaf has no order: complex numbers, typed random keys.
+      TypeError: a leaf has no order: complex numbers, typed random keys.
 
     >>> import jax, jdp
     >>> x = jax.numpy.array([1.0, float("nan"), 2.0])
@@ -374,7 +374,7 @@ def rows(x: Any) -> Any:
       whole batch, in the batch's order.
 
     Raises:
-      ValueError: if a first dim is not the number of this rank's rows.
+      ValueError: a first dim is not the number of this rank's rows.
 
     >>> import jdp, jax.numpy as jnp
     >>> @jdp.eval_step
@@ -422,8 +422,8 @@ def batch_norm_statistics(
       population: sum(w * (x - mean)**2) / sum(w). Without a bound axis, those of `x`.
 
     Raises:
-      TypeError: if `x` is not a float array.
-      ValueError: if `x` has fewer than 2 dims, or the mask does not fit its first dims.
+      TypeError: `x` is not a float array.
+      ValueError: `x` has fewer than 2 dims, or the mask does not fit its first dims.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jnp.array([[[1.0], [3.0]], [[5.0], [jnp.nan]]])     # two rows for each of two ranks

@@ -276,12 +276,12 @@ def value_and_grad(
       `rest` are split over the micro-batches; each gets everything else unchanged.
 
     Raises:
-      ValueError: if the rows do not divide by `accumulate`; if leaves of the batch have different
-        rows; if both `accumulate` and `micro_batch_rows` are given; if `reductions` has another
+      ValueError: the rows do not divide by `accumulate`; leaves of the batch have different
+        rows; both `accumulate` and `micro_batch_rows` are given; `reductions` has another
         operation, or a key that is not in `params`.
-      TypeError: if `aux` has a leaf without a mean; if a parameter is not a float, without
-        `allow_int`; if the loss draws from a raw `jax.random.PRNGKey` of `rest`; if a number is not
-        an integer; or if there are several micro-batches without a batch.
+      TypeError: `aux` has a leaf without a mean; a parameter is not a float, without
+        `allow_int`; the loss draws from a raw `jax.random.PRNGKey` of `rest`; a number is not
+        an integer; or there are several micro-batches without a batch.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)

@@ -54,7 +54,7 @@ def ragged_all_to_all(
         to the places of those in `rows`; unsent rows are 0.
 
     Raises:
-      ValueError: if `counts` are not integers `[n, k]`, `rows` has no dims, `max_rows` < 1, or for
+      ValueError: `counts` are not integers `[n, k]`, `rows` has no dims, `max_rows` < 1, or for
         a gradient over the ranks of a step with `weight=`.
       RuntimeError: by a later call of the step, on all ranks, if there are more rows than
         `max_rows`. Outside of a step that is logged, and the first row is NaN.

@@ -132,8 +132,8 @@ def sharded(
       An optax transformation for `TrainState.create`.
 
     Raises:
-      TypeError: if `tx` is not an optax transformation, or a number is not an integer.
-      ValueError: if `stage` is not 1, 2 or 3, `min_size` is below 1, `over` is not among
+      TypeError: `tx` is not an optax transformation, or a number is not an integer.
+      ValueError: `stage` is not 1, 2 or 3, `min_size` is below 1, `over` is not among
         `axis_name`, a dtype is not a real float of at least 16 bits, or `gather_dtype` is given at
         another stage than 3.
 

@@ -48,8 +48,8 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
       `[*ids.shape, ...]`, in the table's dtype.
 
     Raises:
-      TypeError: if `ids` are not integers, or for "nan" if the dtype of `table` has no NaN.
-      ValueError: if `out_of_range` is another word, `table` has no dims, or there is no row to
+      TypeError: `ids` are not integers, or for "nan" the dtype of `table` has no NaN.
+      ValueError: `out_of_range` is another word, `table` has no dims, or there is no row to
         clip to.
 
     >>> import jax.numpy as jnp

@@ -132,9 +132,9 @@ def find_batch_size(
       The rows, and the memory of that step and the next larger one.
 
     Raises:
-      ValueError: if the fewest rows do not fit, there is no limit, there is no number of rows to
+      ValueError: the fewest rows do not fit, there is no limit, there is no number of rows to
         try, or the batch's arrays have different first dims.
-      TypeError: if a number is not an integer, or `step` is neither a step nor returns one.
+      TypeError: a number is not an integer, or `step` is neither a step nor returns one.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)

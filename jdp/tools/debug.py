@@ -78,8 +78,8 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
       primitive with a hidden body, such as a kernel, is one operation.
 
     Raises:
-      TypeError: if `step` is not decorated.
-      ValueError: if several processes share the mesh, if an argument was donated, or as from the
+      TypeError: `step` is not decorated.
+      ValueError: several processes share the mesh, an argument was donated, or as from the
         first call of the step.
 
     >>> import jax, jax.numpy as jnp, optax, jdp

@@ -53,10 +53,10 @@ def explain(
       allocates; its times are predicted.
 
     Raises:
-      ValueError: if there is no such target or rate, the rows cannot be split, or the step is
+      ValueError: there is no such target or rate, the rows cannot be split, or the step is
         refused, as in a run.
-      MissingPluginError: if this environment cannot compile for the target.
-      TypeError: if `step` is not decorated, `on` is neither a text nor a mesh, or a rate is not a
+      MissingPluginError: this environment cannot compile for the target.
+      TypeError: `step` is not decorated, `on` is neither a text nor a mesh, or a rate is not a
         number.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
