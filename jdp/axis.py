@@ -174,14 +174,14 @@ def is_typed(axis_name: AxisName) -> bool:
 
 
 def as_varying(tree: Any, axis_name: AxisName) -> Any:
-    """Type every leaf as varying over `axis_name`, so that JAX does not sum its gradient."""
+    """Type every leaf as varying over `axis_name`, so JAX does not sum its gradient."""
     if not is_typed(axis_name):
         return tree
     return jax.tree.map(lambda x: _cast(x, names(axis_name)), tree)
 
 
 def as_typed_like(tree: Any, like: Any) -> Any:
-    """Type every leaf as varying where the same leaf of `like` varies, for a typed `shard_map`."""
+    """Type every leaf as varying like the same leaf of `like`, for a typed `shard_map`."""
     return jax.tree.map(lambda x, of: _cast(x, sorted(varying_axes(of))), tree, like)
 
 

@@ -161,7 +161,7 @@ _UNKNOWN = (
     | frozenset("buffer_callback call_exported debug_callback ffi_call pure_callback".split())
 )
 NONLINEAR = "is not linear in the gradient of this rank's rows"
-# For 2^depth values: equal calls count as one, then the rest as linear.
+# For 2^depth values: equal calls count as one, then others as linear.
 _MANY_NODES, _MOST_NODES = 10_000, 200_000
 
 

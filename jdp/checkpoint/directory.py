@@ -30,7 +30,7 @@ from jdp.checkpoint import manifest, orbax_files
 from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import ArrayForm
 
-# Seconds to wait for the lock: an NFS server keeps the lock of a dead host for 90 s.
+# To wait for the lock: an NFS server keeps a dead host's for 90 s.
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 

@@ -4,9 +4,9 @@ All processes begin the same draft, because they see the same records. Each mark
 begun, and as written. The process of share 0 waits for all marks, makes the draft a commit, and
 marks it; then the others begin the next draft.
 
-A process breaks up if it fails, or finds that another one has broken up or writes a share of
-another state: it marks itself as ended and writes no more shares until the next life. Then share 0
-writes commits alone. So a marked share is never overwritten while share 0 may still commit it.
+A process breaks up if it fails, or finds that another has broken up or writes a share of another
+state: it marks itself as ended and writes no more shares until the next life. Then share 0 writes
+commits alone. So a marked share is never overwritten while share 0 may still commit it.
 """
 
 import contextlib

@@ -194,7 +194,7 @@ def position_of(batches: Any) -> dict[str, Any]:
 
 
 def of_all_processes(group: tuple[int, ...], position: dict[str, Any]) -> dict[str, Any]:
-    """Return a position with the loader states of all processes, which all call this."""
+    """Return a position with all processes' loader states; a collective call."""
     data = position.get("data", {})
     if KEY_OF_LOADER not in data:
         return position

@@ -60,7 +60,7 @@ class LoaderBatches(Generator[Any, None, None]):
         return {"position": self._position, "loader": self._state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, with a loader created in the same way."""
+        """Continue where `get_state` was called, with an equally created loader."""
         if self._has_begun:
             raise RuntimeError(
                 f"set_state was called after {self._position} batches, when later ones were "

@@ -254,7 +254,7 @@ class Batches:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, in the same order of the rows.
 
-        A run by `num_steps` has so many batches in all, even if earlier ones had another size.
+        A run by `num_steps` has so many batches in all, even after another batch size.
         """
         if not isinstance(state, Mapping) or "position" not in state:
             raise ValueError(

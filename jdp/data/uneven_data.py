@@ -76,7 +76,7 @@ GRACE_S, LAST_GRACE_S = 1.0, 3.0
 # A wait in the store would abort the interpreter's shutdown.
 _POLL_S = 0.5
 
-# Seconds for a process that left its loop to report its exception.
+# For a process that left its loop to report its exception.
 _UNCAUGHT_S = 0.3
 
 
@@ -102,7 +102,7 @@ def hand_out_equally(
 
 
 class _Loop:
-    """One loop of this process, and what is known about the others'.
+    """One of this process's loops, and known facts about the others'.
 
     All processes give a loop the same name, and share these entries below it in the store: "first",
     the first `LoopEnd`; a note of each process whose loop ended equally; and "verdict", once all
@@ -256,7 +256,7 @@ class _Loop:
                 raise OtherFailedError(uncaught[1])
         return None if text is None else json.loads(text)
 
-    # End this process's wait in a step that the others do not run.
+    # End this process's wait in a step without the others.
     def _get_out(self, problem: str) -> None:
         # First: if the process with the store exits, JAX ends this one.
         print(f"jdp: {problem}", file=sys.stderr, flush=True)

@@ -163,7 +163,7 @@ def digest(items: Sequence[Any] | np.ndarray) -> str:
 
 def _report_failure(group: tuple[int, ...], text: str) -> None:
     number = _put(group, {"failed": text}, "failures")
-    # The store may end with this process, so wait until the others have read the report.
+    # The store may end with this process, so wait until others have read the report.
     end = time.monotonic() + _GRACE_S
     for process in group:
         kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
@@ -201,7 +201,7 @@ _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 64 << 20, 1 << 12
 def broadcast_bytes(data: np.ndarray | None, num_bytes: int, group: Sequence[int]) -> np.ndarray:
     """Broadcast one process's bytes in a group; a collective call.
 
-    `data` is `[num_bytes]` uint8 on that process, which it gets back; None on the others.
+    `data` is `[num_bytes]` uint8 on that process, which gets it back; None on others.
     """
     received = np.empty(num_bytes, np.uint8) if data is None else data
     if len(group) == 1:

@@ -1,4 +1,4 @@
-"""Ends a failed process at once, without waiting for the others."""
+"""Ends a failed process at once, without waiting for others."""
 
 import atexit
 import contextlib
@@ -68,7 +68,7 @@ _HINTS = (
     ),
 )
 
-# Seconds for a report; then the traceback is shown without it.
+# For a report; then the traceback is shown without it.
 _REPORT_S = 2.0
 
 

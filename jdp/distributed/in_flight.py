@@ -127,7 +127,7 @@ class StepCall:
         return self.arguments.difference(self.given, timeout_s=timeout_s)
 
 
-# Seconds without a finished step until processes compare their calls.
+# Without a finished step, until processes compare their calls.
 PATIENCE_S = 5.0
 
 
@@ -219,7 +219,7 @@ def _callback_raised(text: str) -> str:
 # devices. Elsewhere a few hide dispatch.
 _MAX = 8
 
-# Seconds to wait for others' arguments after a failed step.
+# For others' arguments after a failed step.
 _EXPLAIN_FAILURE_S = 2.0
 
 # Python aborts the process if a step calls back during interpreter shutdown.

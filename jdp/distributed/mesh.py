@@ -31,7 +31,7 @@ JOIN_TIMEOUT_S = 300
 _JAX_WAITS_LONGER_S = 60
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
-# Without a launcher, JAX ends the others this long after one is gone; its default is 100.
+# Without a launcher, JAX ends the others this long after a loss; its default is 100.
 HEARTBEAT_TIMEOUT_S = 30
 # A launcher notices it at once. JAX measures with the wall clock, and would abort every process if
 # the clock jumped by more.

@@ -87,7 +87,7 @@ _log = logging.getLogger("jdp")
 # Lines that wait for their steps; only a slow disk makes more wait.
 _MAX_WAITING = 1000
 _END_S = 10.0
-# Seconds between attempts to write a line, and until an error.
+# Between attempts to write a line, and until an error.
 _RETRY_S, _PATIENCE_S = 0.2, 10.0
 # A killed process may still be exiting.
 _LOCK_S = 5.0

@@ -48,7 +48,7 @@ class Preemption:
                     exit_codes.use_handler_of(signal.SIGTERM, number)
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step; equal on all processes, which ask after each step."""
+        """Whether to stop after this step; equal on all processes, which ask after each."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._agrees

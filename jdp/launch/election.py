@@ -194,7 +194,7 @@ class LeaderSearch:
 
     @property
     def connect_timeout_s(self) -> float:
-        """Seconds until the next address is tried."""
+        """Seconds until the next try."""
         return 1.0 if self.is_elective else math.inf
 
     @property

@@ -37,7 +37,7 @@ _timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout
 
 
 def why_missing() -> str | None:
-    """Return why there is no native library; loads it without a backend."""
+    """Return why the native library is missing; loads it without a backend."""
     return _loaded().why_missing
 
 
@@ -80,7 +80,7 @@ def abort(reason: str) -> None:
 
 
 def reset() -> None:
-    """Clear an abort and failed all-reduces, so that new ones can start.
+    """Clear an abort and failed all-reduces, so new ones can start.
 
     After a failed all-reduce, every process that took part must call it once its own calls have
     ended. The order does not matter, and extra calls do no harm: the next all-reduce waits, up to

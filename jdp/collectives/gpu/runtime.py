@@ -90,7 +90,7 @@ _open_ends: list[End] = []
 
 
 def why_missing() -> str | None:
-    """Return why there is no CUDA library; loads it, without a GPU."""
+    """Return why the CUDA library is missing; loads it, without a GPU."""
     return _loaded().why_missing
 
 

@@ -67,7 +67,7 @@ def described(leaf: Any) -> str:
     return f"{value.dtype}{[*value.shape]} {agree.digest(value)}{shown}"
 
 
-# Seconds to wait for others' arguments after a difference.
+# For others' arguments after a difference.
 _EXPLAIN_S = 20.0
 
 # Steps of each name, so all processes name a call alike.

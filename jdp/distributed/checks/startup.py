@@ -384,7 +384,7 @@ class FirstRuns:
         is_returned: bool,
         first: Callable[[], None],
     ) -> Any:
-        """Return `run(*args)`, after all processes agreed on the program."""
+        """Return `run(*args)`, once all processes agreed on the program."""
         shapes = _shapes(args[1:] if is_returned else args)
         self._num_calls += 1
         what = f"call {self._num_calls} of `{self._name}`"
@@ -398,7 +398,7 @@ class FirstRuns:
                 pass
             finally:
                 self._is_expected = True
-        # The returned state may have other shapes than the input state; then compare again.
+        # The returned state may have other shapes than the input: then compare again.
         try:
             is_new = self._compare(trace, args, first)
         except Exception:

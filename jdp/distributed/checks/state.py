@@ -24,7 +24,7 @@ Refs = list[weakref.ref]
 # Leaves of each step's last state over several processes. Not owned by the steps: processes delete
 # a step at different times, while another step continues with its state.
 _returned: list[Refs] = []
-# Further leaves known to be equal on all processes.
+# Other leaves known to be equal on all processes.
 _vouched: Refs = []
 
 

@@ -163,11 +163,11 @@ def _bound() -> socket.socket:
     return reserved
 
 
-# Seconds between beats, at most.
+# Between beats, at most.
 BEAT_S = 0.2
 
 
-# A script without `jdp.init()` may wait for the others.
+# A script without `jdp.init()` may wait for others.
 _FIRST_S = 10.0
 
 

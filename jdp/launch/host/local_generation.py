@@ -235,7 +235,7 @@ class LocalGeneration:
         code = process.popen.returncode
         if code == SAVED:
             self.saved = True
-            # Later exit codes are no failures: the others will save and end.
+            # Later exit codes are no failures: others will save and end.
             self.stop(None)
         if self.is_stopping or code in (0, SAVED) or process.died_first:
             self._tell_exit(process, code)

@@ -1,7 +1,7 @@
 """Serves the leader's metrics over HTTP in Prometheus' format.
 
-One thread answers one scrape at a time, so strangers delay a scrape by at most TIMEOUT_S each. The
-leader's event loop collects the numbers, since it owns their state.
+One thread answers scrapes in turn, so strangers delay one by at most TIMEOUT_S each. The leader's
+event loop collects the numbers, since it owns their state.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from jdp.launch.leader.failure import CODES
 from jdp.launch.leader.progress_watch import Slow
 from jdp.worker.run_progress import RunHistory, RunSummary
 
-# Seconds for a connection, and for the leader's answer.
+# For a connection, and for the leader's answer.
 TIMEOUT_S = 5.0
 
 # Attribute of a `RunSummary`, name, help.

@@ -12,7 +12,7 @@ from jdp.worker.hang_detector import HangDetector, Stall
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.progress_board import NUM_RECORDS, Window
 
-# What a slow process costs the others: fraction of the median step, and us.
+# A slow process's cost to others: fraction of the median step, and us.
 LEAST_SHARE, LEAST_US = 0.05, 1000
 # Nearly all steps must show half of it; below half a process is no longer slow.
 _HALF = 0.5
@@ -118,7 +118,7 @@ class Comparison:
         excess_us = self.excess_us(process, measure)
         return -excess_us if measure == "waited" else excess_us
 
-    # In nearly all steps of the process and of the others.
+    # In nearly all steps, its own and the others'.
     def _clear_us(self, process: int, measure: str) -> int:
         own = self._windows[process]
         if measure == "waited":

@@ -52,7 +52,7 @@ def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
     """Return the plan of a generation formed now."""
     # A connection may end before its host is removed.
     there = [remote for remote in remotes if remote.channel.is_open]
-    # A new host starts its processes from scratch; the others wait only if they need it.
+    # A new host starts its processes from scratch; others wait only if they need it.
     settled = [remote for remote in there if remote.took_part or remote.is_ready]
     chosen = settled if len(settled) >= least else there
     # Hosts without a rank keep the order of joining.

@@ -29,7 +29,7 @@ def _in_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Seconds between summaries on the console, and among the events.
+# Between summaries on the console, and among the events.
 SHOW_S = 0.5
 EVENT_S = 30.0
 
