@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AxisName = str | Sequence[str]
 
-# For each dim the further mesh axes over which the compiler splits an array; () if over none.
+# For each dim the further mesh axes that split an array, by the compiler; () if none.
 FurtherSpec = tuple[tuple[str, ...], ...]
 
 _mesh: ContextVar[AbstractMesh | None] = ContextVar("jdp_mesh", default=None)
@@ -80,7 +80,7 @@ def rank(axis_name: AxisName) -> jax.Array:
 
 
 def enclosing_mesh() -> AbstractMesh:
-    """Return the traced code's mesh, which may be empty."""
+    """Return the traced code's mesh, perhaps empty."""
     around = jax.sharding.get_abstract_mesh()
     return around if around.axis_names else _mesh.get() or around
 

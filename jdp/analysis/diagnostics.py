@@ -92,7 +92,7 @@ def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
 
 @functools.cache
 def whose_file(file_name: str) -> str:
-    """Return "author", "installed", or "library" for a file, whose lines are never named."""
+    """Return "author", "installed", or "library" (never named) for a file."""
     path = Path(file_name)
     if path.is_relative_to(_JDP) or file_name.startswith("<frozen"):
         return "library"

@@ -112,7 +112,7 @@ _MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
 
 
 def _unfolded(x: Any) -> Any:
-    """Keep XLA:CPU from folding a weight gradient's transpose into its product, which is slower."""
+    """Keep XLA:CPU from folding a weight gradient's transpose into its slower product."""
     moves = []
     product = x
     while (op := _operation(product)) is not None and op.name in _MOVES:

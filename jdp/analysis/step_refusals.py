@@ -142,7 +142,7 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _gathered_keys(step: Any) -> Iterator[str]:
-    """Refuse gathers of typed keys into a new dim, which JAX lowers wrongly."""
+    """Refuse gathers of typed keys into a new dim, lowered wrongly by JAX."""
     for eqn in jaxprs.equations(step.params["jaxpr"]) if "all_gather" in _primitives(step) else ():
         if eqn.primitive.name == "all_gather" and not eqn.params["tiled"]:
             aval = eqn.invars[0].aval

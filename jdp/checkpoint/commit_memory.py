@@ -45,7 +45,7 @@ class Commit(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A commit whose values are being written."""
+    """A commit being written."""
 
     slot: int
     number: int

@@ -42,7 +42,7 @@ class Sources:
     """The states restorable by this process: its host's commits; on process 0 also a checkpoint.
 
     Attributes:
-      keys: of these states, except commits of which the host may have only shards.
+      keys: of these states, except commits with perhaps only shards on the host.
       records: commit shards by processes of this host.
       torn: the damaged checkpoints, if all are.
     """
@@ -172,7 +172,7 @@ class Found(NamedTuple):
 
 
 def all_processes() -> tuple[int, ...]:
-    """Return all processes, which restore together."""
+    """Return all processes, since they restore together."""
     if jax.process_count() > 1 and not kv_store.is_open():
         raise RuntimeError(
             f"{jax.process_count()} processes cannot agree on what to restore, because this JAX "

@@ -74,7 +74,7 @@ class StateWriter:
     def write_alone(self) -> None:
         """From now on let the host's first process write this life's commits alone.
 
-        For states without calls of train steps, whose counts show that all shares are of one step.
+        For states without calls of train steps, whose counts tie shares to a step.
         """
         self.settle()
         self._break_up()

@@ -148,8 +148,7 @@ def _of_loop(
     return within._replace(num_chains=within.num_chains + begun), leaving
 
 
-# XLA would first copy an array to read later, which takes longer than a gather that overwrites
-# nothing.
+# XLA would first copy an array to read later, more slowly than a gather that overwrites nothing.
 
 
 _GATHER = "jdp_all_gather"  # the one primitive that overwrites operands

@@ -26,7 +26,7 @@ from jdp.collectives import call_order, shards
 from jdp.collectives.cpu.primitives import Calls, all_gather_p, all_to_all_p
 from jdp.collectives.native_shards import COPIED_DTYPES
 
-# Orders an exchange's calls; None for XLA's, which XLA orders.
+# Orders an exchange's calls; None for XLA's.
 Token = Any
 
 

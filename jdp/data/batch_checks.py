@@ -161,7 +161,7 @@ def _require_equal_parts(reports: Mapping[int, FirstBatch]) -> None:
 
 
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
-    """Raise a ValueError that names a process whose report differs from most."""
+    """Raise a ValueError that names a process with an unusual report."""
     kinds = {process: report[:2] for process, report in reports.items()}
     pair = agree.odd_one(kinds)
     if pair is None:

@@ -31,7 +31,7 @@ class Reader(Protocol):
 
 
 class Compared(Protocol):
-    """A loop whose end is compared with other processes'."""
+    """A loop to compare with other processes' at its end."""
 
     def stop(self) -> None:
         """End the loop at program exit, and wait for other processes."""

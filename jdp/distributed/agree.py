@@ -20,7 +20,7 @@ from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# Gathers of each group, which make the store's keys unique.
+# Each group's gathers, which make the store's keys unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0

@@ -1,4 +1,4 @@
-"""This process's last calls, which all processes must make in the same order."""
+"""This process's last calls, in the order common to all processes."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ class CallLog:
 
 # Threads of this process in a comparison, or at a loop's end.
 num_waiting = 0
-# This process's loops over batches, and the one whose end it awaits.
+# This process's loops over batches, and the awaited one.
 open_loops: set[str] = set()
 awaited_loop, num_awaited = "", 0
 # Logs by group.

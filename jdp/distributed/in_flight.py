@@ -44,8 +44,8 @@ class CalledProgram:
       jaxprs: the step's latest programs on its mesh, with input names.
       check: raises a RuntimeError for a failure unreported by JAX.
       why_invalid: returns an error for invalid weights, given `weight` and `reports.weight`.
-      why_skipped: returns which gradients led to too many skipped updates, given `reports.skips`
-        and the gradients' paths.
+      why_skipped: returns the gradients of too many skipped updates, given `reports.skips` and the
+        gradients' paths.
       waits_in_xla: whether the last traced program has collectives of XLA.
     """
 
@@ -428,7 +428,7 @@ def _has_run(weight: Any) -> bool:
         return True  # the step failed, or the author deleted its arrays
 
 
-# All JAX arrays have this method, which `jax.Array` does not declare.
+# All JAX arrays have this method, undeclared by `jax.Array`.
 _is_ready = operator.methodcaller("is_ready")
 
 

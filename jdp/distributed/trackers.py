@@ -74,7 +74,7 @@ class RunNote:
 
 
 class TrackedRun(Protocol):
-    """A run of a tracker, which resumes the earlier run of the same file."""
+    """A tracker's run, which resumes the same file's earlier run."""
 
     def lacking(self, step: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the values of a line missing in the resumed run."""
@@ -339,7 +339,7 @@ class TrackerQueue:
         return self._runs[-1]
 
     def put(self, step: int, values: Mapping[str, Any], trackers: Sequence[Tracker]) -> None:
-        """Queue a step's values, which the file has; in one thread."""
+        """Queue a step's values of the file; in one thread."""
         if trackers:
             self._lines.put((step, values, trackers))
 

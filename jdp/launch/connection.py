@@ -28,7 +28,7 @@ def token_proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> st
 
 def is_token_proof(given: object, *expected: str) -> bool:
     """Whether `given` is `token_proof(*expected)`, in constant time."""
-    # JSON can hold surrogates, which UTF-8 cannot encode.
+    # JSON can hold surrogates, impossible in UTF-8.
     given = given.encode(errors="replace") if isinstance(given, str) else b""
     return hmac.compare_digest(given, token_proof(*expected).encode())
 

@@ -128,7 +128,7 @@ async def _peek(address: Address) -> list[int] | None:
     return None
 
 
-# Processes get SIGTERM in place of the last three, for which scripts have no handler.
+# Processes get SIGTERM for the last three, for which scripts have no handler.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

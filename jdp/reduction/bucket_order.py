@@ -1,4 +1,4 @@
-"""The order in which gradients are finished and sent."""
+"""The order of finished and sent gradients."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -253,7 +253,7 @@ class Perturbed:
 
 
 def perturbed(given: Operands) -> Perturbed:
-    """Return the perturbed operands, always the carry, which depends on the layers before."""
+    """Return the perturbed operands, always with the carry: it depends on earlier layers."""
 
     def positions(operands: Sequence[Any], *, always: bool = False) -> tuple[int, ...]:
         return tuple(

@@ -206,7 +206,7 @@ def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
 
 @contextlib.contextmanager
 def forgotten_after() -> Iterator[None]:
-    """Forget the arrays remembered in the `with`, whose trace may end."""
+    """Forget the arrays remembered in the `with`: its trace may end."""
     scope = step_context.innermost()
     records: list[dict] = []
     if scope is not None:

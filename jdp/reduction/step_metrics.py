@@ -157,7 +157,7 @@ def averaged(
     """Average float scalars over ranks and sum a vector, in one collective.
 
     Args:
-      summed: `[k]` float32, whole numbers whose sum float32 holds; None for no vector.
+      summed: `[k]` float32, whole numbers with an exact float32 sum, or None.
     """
     given, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in given]

@@ -1,4 +1,4 @@
-"""Sums over ranks whose gradients are those of the step's weighted loss.
+"""Sums over ranks with the gradients of the step's weighted loss.
 
 Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The step's loss is
 sum(s_r l_r). Each rank differentiates its own l_r, and multiplies only the complete gradient by

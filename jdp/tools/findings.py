@@ -213,7 +213,7 @@ def _is_stacked(leaf: SentLeaf, scanned: Collection[str]) -> bool:
 
 
 def wide_wire(facts: Facts) -> list[Finding]:
-    """Find 16-bit parameters whose gradients are sent in 32 bits."""
+    """Find 16-bit parameters with gradients sent in 32 bits."""
     sent = [
         leaf
         for each in facts.step.traced.collectives

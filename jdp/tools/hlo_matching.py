@@ -84,7 +84,7 @@ class ParameterFlow:
         return self._updated(where, [one.name], sizes, begin)
 
     def _sources(self, where: str, level: list[str], sizes: Collection[int]) -> list[str]:
-        """Return the nearest parameters from which arrays are made."""
+        """Return the nearest parameters behind arrays."""
         computation = self._computations[where]
         seen, entering = set[str](), list[str]()
         for _ in range(_MAX_DISTANCE):
@@ -220,7 +220,7 @@ def _entries(fusion: Instruction, inner: Computation, name: str) -> set[str]:
 
 
 def _entering(fusion: Instruction, inner: Computation, names: Sequence[str]) -> list[str]:
-    """Return a fusion's operands from which inner values are made."""
+    """Return a fusion's operands behind inner values."""
     reached, left = set[str](), list(names)
     while left:
         one = inner.by_name.get(left.pop())

@@ -60,7 +60,7 @@ def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any
 
 @functools.cache  # the library has hundreds of megabytes
 def gpu_description(name: str) -> str:
-    """Return XLA's description of a GPU, which its CUDA plugin contains since JAX 0.12."""
+    """Return XLA's description of a GPU, in its CUDA plugin since JAX 0.12."""
     found = importlib.util.find_spec("jax_plugins")
     folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
     libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]

@@ -257,7 +257,7 @@ def _reduced_statistics(evidence: _Evidence) -> LeafDifference | None:
 
 
 def _are_scaled_by_size(evidence: _Evidence) -> LeafDifference | None:
-    """Find parameters of an optimizer like Adam whose gradients agree."""
+    """Find parameters of an optimizer like Adam with equal gradients."""
     scales = re.search(r"stablehlo\.(r?sqrt|sign)\b", evidence.program)
     are_params = all("params" in leaf.path for leaf in evidence.wrong)
     kept = [leaf for leaf in evidence.found.leaves if "opt_state" in leaf.path]
@@ -394,8 +394,8 @@ def check_step(
 
     Args:
       step: a function decorated with `jdp.train_step`.
-      *args: the arguments of a call of the step: the state to start from, whose mesh gives the
-        ranks, a global batch, and further arguments.
+      *args: a call's arguments: the state to start from, whose mesh gives the ranks, a global
+        batch, and further arguments.
       tolerance: largest difference after one step, > 0, relative to 1 + the largest value of the
         leaf. It grows k times after k steps, and by the rounding of 16-bit leaves,
         `gather_dtype` and `reduce_dtype`.

@@ -1,4 +1,4 @@
-"""Imported modules without bytecode, which each process compiles anew."""
+"""Imported modules without bytecode: each process compiles them anew."""
 
 import os
 import shlex

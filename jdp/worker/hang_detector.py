@@ -350,7 +350,7 @@ class SelfWatch:
 
 
 def is_debugged() -> bool:
-    """Whether a debugger has stopped a thread, in which it then runs."""
+    """Whether a debugger has stopped a thread, and runs in it."""
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID):
         return True

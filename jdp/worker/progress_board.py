@@ -1,4 +1,4 @@
-"""Each process's status in shared memory, which the launcher reads.
+"""Each process's status in shared memory, for the launcher.
 
 A process alone writes its slot, by word stores without locks, so its last status stays readable
 however it hangs or ends.
@@ -176,7 +176,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
-        """Return a board, which other processes attach by its `fd`."""
+        """Return a board, to attach in other processes by its `fd`."""
         size = num_slots * _STRIDE
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))

@@ -66,7 +66,7 @@ class RunSummary(NamedTuple):
       loss, learning_rate, gradient_norm: the last in `jdp.log`.
       steps_per_s: lately, from two steps on.
       rows_per_s: examples in these steps, if jdp supplied the batches.
-      data_share: fraction of that time in which the slowest loader's process waits for data.
+      data_share: fraction of that time with the slowest loader's process waiting for data.
       commit: step of the last commit on all hosts.
       ettr: effective training time ratio: the fraction of the time since the first step with new
         progress, without recoveries and repeated steps. None without a launcher.

@@ -66,7 +66,7 @@ def begin_watching(
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])
-    # Last in, first out: JAX's handler, which waits for the others, is registered by now.
+    # Last in, first out: JAX's handler, which waits for the others, is already registered.
     atexit.unregister(_end)
     atexit.register(_end)
     if not is_alone:

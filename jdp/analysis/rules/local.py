@@ -83,7 +83,7 @@ def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 # Another constant than 1 / n corrects these, such as the number of elements.
 _BEND = "cbrt cumsum reduce_window_sum sqrt square"
 
-# Booleans, signs and positions, which n does not scale.
+# Booleans, signs and positions, not scaled by n.
 _DECIDE = """
     and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
     reduce_xor sign xor

@@ -25,8 +25,8 @@ from jdp.collectives.gpu.start_done import pairs
 from jdp.collectives.xla import xla
 from jdp.distributed import agree, kv_store
 
-# The test compares a reduction with lax.psum, beside a matmul, which XLA must be able to load while
-# the reduction waits.
+# The test compares a reduction with lax.psum. XLA must be able to load a matmul beside it, while it
+# waits.
 
 
 # (dtype, size), at least one for each algorithm of jdp/csrc/cuda/plan.cc. Values count up to the

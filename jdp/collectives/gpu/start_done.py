@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.xla import Scale
 
-# A token from a start to its done, which only orders the calls.
+# A token from a start to its done; it only orders the calls.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 

@@ -53,7 +53,7 @@ class Lines(Protocol):
 
 
 class TracedProgram:
-    """A program whose facts and lines were not requested yet.
+    """A program with facts and lines not requested yet.
 
     Args:
       facts_of: returns JSON of what the program depends on beside the author's code.

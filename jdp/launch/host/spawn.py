@@ -34,7 +34,7 @@ def folder(inherited: Mapping[str, str]) -> str:
 
 
 def drop_torn(folder: Path) -> None:
-    """Remove programs torn by a death, which JAX never replaces."""
+    """Remove programs torn by a death, never replaced by JAX."""
     oldest = time.time() - _JUST_NOW_S
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -126,7 +126,7 @@ def _prctl(option: int, value: int) -> int:
     return ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# Seconds for a fork, which blocks the launcher: 0.1 s for each GB of small objects.
+# A fork blocks the launcher: 0.1 s for each GB of small objects.
 _FORK_TIMEOUT_S, _FORK_TIMEOUT_S_PER_GB, _MAX_FORK_TIMEOUT_S = 1.0, 0.25, 3.0
 
 # PF_EXITING in /proc/PID/stat.
@@ -141,7 +141,7 @@ class HostResources:
 
     Attributes:
       gpus: of each slot.
-      commit_file: descriptor of the commit memory, which outlives the processes.
+      commit_file: descriptor of the commit memory, for later processes, too.
     """
 
     def __init__(self, options: Options) -> None:

@@ -144,7 +144,7 @@ class _Server(WSGIServer):
     def of_port(cls, port: int) -> "_Server":
         return make_server("", port, lambda *_: [], cls, _Handler)
 
-    # http.server's method asks DNS, which may be slow.
+    # http.server's method asks DNS, perhaps slowly.
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -73,7 +73,7 @@ class Comparison:
         }
         has_waits = any(each.waited_high for each in windows.values())
         knows_waits = has_waits and all(each.knows_waits for each in windows.values())
-        # A slow process's numbers, for which all others wait.
+        # Numbers of a slow process, awaited by all others.
         self._measures = ["waited"] * has_waits + ["idle"] * (not knows_waits)
 
     def slow(self) -> dict[int, Slow]:

@@ -185,7 +185,7 @@ class Recoveries:
         return self._report.history()._replace(failures=self._budget.failures())
 
     def take_over(self, history: RunHistory, why: Cause) -> str:
-        """Begin with the past of a run whose leader was lost."""
+        """Begin with the past of a run under a lost leader."""
         self._budget.take_over(history.failures)
         self._report.take_over(history)
         if reason := self._budget.reason_to_end(why, why.step, why.noticed):

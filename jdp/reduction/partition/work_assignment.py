@@ -54,7 +54,7 @@ class Deal(NamedTuple):
 
     Attributes:
       shared: positions of operands equal for all parts.
-      batch: number of rows into which the other operands are cut; 1: not cut.
+      batch: number of rows cut from the other operands; 1: not cut.
     """
 
     part: Subprogram

@@ -82,7 +82,7 @@ class Trial:
         self._results: Any = None
 
     def prepare(self) -> None:
-        """Write the next round's inputs, which differ from the last."""
+        """Write the next round's inputs, unlike the last."""
         self._round += 1
         self._inputs = self._fill(self._inputs, np.int32(self._round % 1000))
         if self._in_place:

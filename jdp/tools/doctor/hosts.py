@@ -60,7 +60,7 @@ def _serve(server: socket.socket, clock: Callable[[], float]) -> None:
 
 
 def own_address() -> str:
-    """Return this host's address, at which Gloo listens."""
+    """Return this host's address, where Gloo listens."""
     return socket.gethostbyname(socket.gethostname())
 
 

@@ -37,7 +37,7 @@ def files(num_processes: int) -> Diagnosis:
 
 
 def shared_memory(platform: str, folder: str = "/dev/shm") -> Diagnosis:
-    """Check the named shared memory, which jdp does not use."""
+    """Check the named shared memory, unused by jdp."""
     stat = os.statvfs(folder)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     facts = {"bytes": size, "free_bytes": free}

@@ -219,7 +219,7 @@ class Deployment(NamedTuple):
 
     @property
     def sharded_over(self) -> Group:
-        """The ranks over which a state is split."""
+        """The ranks that split a state."""
         if self.method == REPLICATED:
             return Group(1, 1)
         return Group(1, self.per_host) if self.method == HSDP else self.all_ranks

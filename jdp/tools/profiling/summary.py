@@ -200,7 +200,7 @@ class RankSteps:
     steps: Mapping[int, Parts]
 
     def mean(self) -> tuple[float, float, float, float]:
-        """Return each part's mean in ns, which add up to the mean step."""
+        """Return each part's mean in ns; they add up to the mean step."""
         data, computation, communication, host = (
             sum(values) / len(self.steps) for values in zip(*self.steps.values(), strict=True)
         )
@@ -230,7 +230,7 @@ class Summary:
     """All ranks' profile.
 
     Attributes:
-      ranks: by their own time, longest first, for which the others wait.
+      ranks: by their own time, longest first: the others wait for it.
       collectives: in the order of their first runs.
       notes: missing or damaged data, in words.
     """
