@@ -94,7 +94,7 @@ def _is_local(eqn: Any) -> bool:
     return not any(shapes)
 
 
-# `(interp, eqn, ins) -> class`, or one for each output.
+# `(interp, eqn, ins) -> class`, or one per output.
 Rule = Callable[..., Any]
 
 # Zero if all operands are zero, as far as the analysis needs.

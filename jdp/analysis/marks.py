@@ -99,7 +99,7 @@ _mark_p.def_abstract_eval(_type)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
-# JAX's cache would emit a function for each mark.
+# JAX's cache would emit a function per mark.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,

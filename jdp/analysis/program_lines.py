@@ -62,7 +62,7 @@ def _times(number: int) -> str:
     return {0: "nowhere", 1: "once"}.get(number, f"{number} times")
 
 
-# A body counts for each call; `known` is by a body's id.
+# A body counts per call; `known` is by a body's id.
 def _counts(
     jaxpr: Any, texts: dict[str, tuple[str, str]], known: dict[int, Counter[str]]
 ) -> Counter[str]:

@@ -188,10 +188,10 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 
 # Whether XLA may run one of its collectives beside a native call, on CPUs.
 #
-# XLA has one thread for each device, and one pool with as many threads for all. Threads of both
-# wait for other ranks, and large operations also need the pool. If a rank may wait in a native call
-# and in a collective of XLA, all threads may wait: a deadlock. So native calls of such a program
-# wait on jdp's own threads.
+# XLA has one thread per device, and one pool with as many threads for all. Threads of both wait for
+# other ranks, and large operations also need the pool. If a rank may wait in a native call and in a
+# collective of XLA, all threads may wait: a deadlock. So native calls of such a program wait on
+# jdp's own threads.
 #
 # A loop returns to XLA while its call waits on such a thread. XLA then starts collectives after the
 # loop before those inside have run, so ranks match different collectives, silently. Such a program

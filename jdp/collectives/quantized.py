@@ -153,7 +153,7 @@ def _sum(arrived: jax.Array) -> jax.Array:
 
 
 def _chunks(leaf: jax.Array, dim: int | None, num_ranks: int, block: int) -> jax.Array:
-    """Return the blocks for each rank, `[ranks, blocks, block]` float32."""
+    """Return the blocks per rank, `[ranks, blocks, block]` float32."""
     rows = leaf.ravel() if dim is None else jnp.moveaxis(leaf, dim, 0).ravel()
     rows = jnp.pad(rows.astype(jnp.float32), (0, -rows.size % num_ranks)).reshape(num_ranks, -1)
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(num_ranks, -1, block)

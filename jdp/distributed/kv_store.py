@@ -16,7 +16,7 @@ def is_open() -> bool:
 
 
 def put(key: str, value: str) -> None:
-    """Put a value, once for each key."""
+    """Put a value, once per key."""
     _client().key_value_set(key, value)
 
 
@@ -70,7 +70,7 @@ def get(key: str, *, timeout_s: float) -> str | None:
 
 
 def wait_for_all(name: str, *, timeout_s: float) -> None:
-    """Wait until all processes have made this call, once for each name."""
+    """Wait until all processes have made this call, once per name."""
     if is_open():
         # The barrier rejects an infinite timeout.
         _client().wait_at_barrier(name, int(min(timeout_s, _LONGEST_S) * 1000))

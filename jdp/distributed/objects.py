@@ -27,7 +27,7 @@ def all_gather_object(value: Any) -> list[Any]:
       value: anything that pickle takes, at most 1 GiB of it.
 
     Returns:
-      A list with one object for each process; of one process `[value]`, a copy.
+      A list with one object per process; of one process `[value]`, a copy.
 
     Raises:
       ValueError: the pickle is larger than 1 GiB; or inside a step or `jit`.

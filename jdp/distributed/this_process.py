@@ -71,7 +71,7 @@ def is_on_own_host(process: int) -> bool:
 
 
 def numbered_hosts(processes: Iterable[int]) -> list[int]:
-    """Return a host index for each process, as `jdp.init` found it.
+    """Return a host index per process, as `jdp.init` found it.
 
     >>> numbered_hosts([0, 0])
     [0, 0]

@@ -97,7 +97,7 @@ class _Rebuilt:
 
 
 class _Table(_Rebuilt):
-    """A CSV table with a row for each line; a new name adds a column."""
+    """A CSV table with a row per line; a new name adds a column."""
 
     def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         self._path = beside(file, "csv")

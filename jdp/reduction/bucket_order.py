@@ -20,7 +20,7 @@ def order_of_gradients(jaxpr: Any) -> dict[str, int]:
 
 
 class _Ready(NamedTuple):
-    """A value's last heavy operation, else a bit for each body input before it."""
+    """A value's last heavy operation, else a bit per body input before it."""
 
     heavy: int = 0
     inputs: int = 0

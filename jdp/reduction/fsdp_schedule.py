@@ -171,7 +171,7 @@ class ScheduledEvaluator:
     """One run of a program.
 
     Args:
-      arguments: one for each input; whole arrays for `shards`, used only as results.
+      arguments: one per input; whole arrays for `shards`, used only as results.
       shards: position of an input -> its shard.
       whole: positions of the other parameters.
       capacity: bytes of whole parameters gathered together.

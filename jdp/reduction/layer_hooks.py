@@ -129,7 +129,7 @@ class Hooks:
         self._slot: list[Any] = [
             jax.ShapeDtypeStruct(x.shape[1:], x.dtype if sent is None else sent) for x in floats
         ]
-        # one for each dtype, because all are complete at once
+        # one per dtype, because all are complete at once
         self._plan = buckets.plan(self._slot, sys.maxsize)
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
         self._weights, self._scale = weighted_sum.factors(weight, axes, mean=True)

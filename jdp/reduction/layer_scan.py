@@ -99,7 +99,7 @@ class LayerShards:
         self._gather_dtypes = [part.gather_dtype or part.value.dtype for part in parts]
         self._reduce_dtypes = [part.reduce_dtype or part.value.dtype for part in parts]
         shapes = [part.value.shape[1:] for part in parts]
-        # one for each dtype, because all are complete at once
+        # one per dtype, because all are complete at once
         sent = list(map(jax.ShapeDtypeStruct, shapes, self._reduce_dtypes))
         self._plan = buckets.plan(sent, sys.maxsize)
         self._planned_further = [[parts[i].further[1:] for i in bucket] for bucket in self._plan]

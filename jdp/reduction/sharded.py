@@ -102,9 +102,9 @@ def sharded(
 
     Stage 1 splits the optimizer state, and the gradients after `jdp.value_and_grad`. Stage 2 splits
     gradients as `jdp.value_and_grad` computes them and adds them up over micro-batches. Stage 3
-    also splits the parameters, which are gathered for each step: with `jdp.value_and_grad` each
-    where it is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim
-    that the number of ranks divides; without one, or below `min_size`, it stays whole.
+    also splits the parameters, which are gathered per step: with `jdp.value_and_grad` each where it
+    is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim that the
+    number of ranks divides; without one, or below `min_size`, it stays whole.
 
     It splits a `jdp.TrainState`, another state with `params`, `tx` and `opt_state`, such as Flax's,
     and an `nnx.Optimizer` with the variables that it updates in models beside it. In a step with
@@ -121,8 +121,8 @@ def sharded(
         the gradients of split leaves in 8 bits, unless a further axis splits them.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
-      keep_gathered: at stage 3 gather the parameters once for each step, and keep them until it
-        ends. Sends less, above all with micro-batches, and needs memory for all parameters.
+      keep_gathered: at stage 3 gather the parameters once per step, and keep them until it ends.
+        Sends less, above all with micro-batches, and needs memory for all parameters.
       gather_dtype: at stage 3, dtype such as `jnp.bfloat16` in which `jdp.value_and_grad` gathers
         float parameters of more bits for the loss. Default, and for the rest of the step: the
         state's dtype.

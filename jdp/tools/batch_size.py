@@ -123,7 +123,7 @@ def find_batch_size(
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
         micro-batches, whose rows also divide those of a rank.
       max_rows: the most rows to try. Default: those of one rank's batch for micro-batches, else
-        1024 times those of the batch, or one for each rank if that is more.
+        1024 times those of the batch, or one per rank if that is more.
       on: the devices, as for `jdp.explain`.
       **keywords: keyword arguments of the step. Pass those named `limit_bytes`, `granularity`,
         `max_rows` or `on` by position, or in a `functools.partial`.

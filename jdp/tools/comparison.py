@@ -81,7 +81,7 @@ def require_choices(choices: Mapping[str, Sequence[int]]) -> None:
 
 
 def table(plans: Sequence[RankedPlan]) -> str:
-    """Return a line for each plan, and each unused given rate."""
+    """Return a line per plan and unused given rate."""
     first = plans[0].report
     lines = [
         f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "

@@ -49,7 +49,7 @@ def with_rows(spec: StepSpec, state: Any, batch: Any, rows: int) -> tuple[Any, A
     before = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)}
     held = pytrees.hold(state)
     leaves, tree = jax.tree.flatten(held)
-    before.discard(_ranks_of(leaves, spec))  # one row for each rank
+    before.discard(_ranks_of(leaves, spec))  # one row per rank
     own = rank_state.flags(held)
     changed = [
         _with_rows(leaf, rows) if is_own and jnp.shape(leaf)[0] in before else leaf

@@ -54,7 +54,7 @@ class StepDifference:
       metrics: leaves of the metrics, the worst first.
       num_steps: number of steps run.
       gathers: arrays that the update of a `jdp.sharded` optimizer gathers whole, as strings.
-      owned: matrices that the update computes on one rank each, a string for each kind.
+      owned: matrices that the update computes on one rank each, a string per kind.
     """
 
     leaves: list[LeafDifference]

@@ -323,7 +323,7 @@ class _PlanWalk:
         before = None
         for eqn in jaxpr.eqns:
             name = _name(eqn)
-            # JAX makes consecutive sums, one for each leaf of a bucket.
+            # JAX makes consecutive sums, one per leaf of a bucket.
             is_same, before = before is not None and _is_like(before, eqn), eqn
             if name.removesuffix("_native") in _EXCHANGES:
                 self._exchange(eqn, name, paths)

@@ -258,7 +258,7 @@ def _of_devices(spec: StepSpec, batch: Any) -> str | None:
 
 
 def _of_keys(spec: StepSpec, rest: Sequence[Any], num_ranks: int) -> str | None:
-    """Return a hint if an argument has a key for each device, as for pmap."""
+    """Return a hint if an argument has a key per device, as for pmap."""
     for i, arg in enumerate(rest, 2):
         if any(jnp.shape(leaf)[:1] == (num_ranks,) for leaf in jax.tree.leaves(arg)):
             key, rank = spec.argument(i), f"jax.lax.axis_index({spec.axis_name[0]!r})"

@@ -202,7 +202,7 @@ def _shown(named: list[tuple[Any, Any]]) -> str:
 
 
 def _spread(trainable: Any, params: Any) -> list[bool]:
-    """Return a flag for each leaf, given a prefix tree."""
+    """Return a flag per leaf, given a prefix tree."""
     try:
         spread = jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params

@@ -231,7 +231,7 @@ class StateLayout:
         return self.treedef.unflatten([next(left[group]) for group in self.groups])
 
     def parted(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Sort the entries for each array into groups."""
+        """Sort the entries per array into groups."""
         lists: list[list[Any]] = [[] for _ in range(NUM_GROUPS)]
         for leaf, group in zip(leaves, self.groups, strict=True):
             lists[group].append(leaf)

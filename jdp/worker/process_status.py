@@ -32,7 +32,7 @@ class RunCounts(NamedTuple):
 # Indices of 8-byte words. Steps are stored plus one; 0 means none.
 _ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED = range(5)
 _METRICS = ("loss", "learning_rate", "gradient_norm")
-_VALUES, _HAS = range(5, 8), 8  # one bit for each value
+_VALUES, _HAS = range(5, 8), 8  # one bit per value
 _TARGET, _EVALUATING = 9, 10
 COUNTS_BYTES = 88
 

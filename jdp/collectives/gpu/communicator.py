@@ -29,7 +29,7 @@ from jdp.distributed import agree, kv_store
 # waits.
 
 
-# (dtype, size), at least one for each algorithm of jdp/csrc/cuda/plan.cc. Values count up to the
+# (dtype, size), at least one per algorithm of jdp/csrc/cuda/plan.cc. Values count up to the
 # modulus, so all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}

@@ -82,7 +82,7 @@ class End(NamedTuple):
         self.call("import", ctypes.create_string_buffer(joined, len(joined)))
 
     def algorithms(self) -> str:
-        """Return a line with the algorithm for each range of sizes."""
+        """Return a line with the algorithm per range of sizes."""
         return _functions().jdp_cuda_describe(*self).decode()
 
 

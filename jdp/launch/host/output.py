@@ -98,7 +98,7 @@ TAIL_LINE_CHARS = 1000
 # A waiting standby's kept lines.
 _HELD_LINES = 1000
 
-# JAX's CPU collectives print this for each rank: to the files only.
+# JAX's CPU collectives print this per rank: to the files only.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+\s*"

@@ -1,8 +1,8 @@
 """A run's leader: it begins generations on hosts, and recovers after a failure.
 
 The launcher at the rendezvous address leads. With several addresses, the hosts elect one
-(`jdp/launch/election.py`), which needs a quorum for each generation (`jdp/launch/quorum.py`). An
-`Agent` manages the leader's own processes, as on any host.
+(`jdp/launch/election.py`), which needs a quorum per generation (`jdp/launch/quorum.py`). An `Agent`
+manages the leader's own processes, as on any host.
 
 States, and what ends them:
 

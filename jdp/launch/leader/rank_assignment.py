@@ -17,7 +17,7 @@ class Part:
 
     Attributes:
       first: id of its first process; the others follow.
-      slots: of the host, one for each process.
+      slots: of the host, one per process.
       statuses: by process id, on the leader's clock.
     """
 

@@ -216,7 +216,7 @@ _OVER_ROWS = {
 
 
 def combine(parts: Sequence[jax.Array], partial: str, ranks: Ranks) -> list[jax.Array]:
-    """Combine partial results, in one collective for each dtype."""
+    """Combine partial results, in one collective per dtype."""
     outs: list[Any] = [None] * len(parts)
     # XLA:CPU may abort on an all-reduce of bfloat16, and float32 loses less.
     wide = [_widened(part) for part in parts] if partial == "sum" else parts

@@ -235,7 +235,7 @@ def measure(
     setting: Setting,
     skipped: Callable[[str, str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each size and algorithm, on all processes."""
+    """Yield a row per size and algorithm, on all processes."""
     able = list(algorithms)
     for size in elements:
         clocks: dict[str, _Clock] = {}

@@ -364,7 +364,7 @@ def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
 def bars_of_parts(
     panel: Any, names: Sequence[str], widths: Mapping[str, Sequence[float]], **options: Any
 ) -> None:
-    """Draw a bar for each name, of parts in sequence."""
+    """Draw a bar per name, of parts in sequence."""
     left = np.zeros(len(names))
     for part, seconds in widths.items():
         panel.barh(range(len(names)), seconds, left=left, label=part, **options)

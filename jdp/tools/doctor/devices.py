@@ -25,7 +25,7 @@ _NUM_ROUNDS = 2
 
 
 def self_test(mesh: Mesh, where: str) -> list[Diagnosis]:
-    """Return a diagnosis for each collective, by `auto` and XLA, even after a wrong result."""
+    """Return a diagnosis per collective, by `auto` and XLA, even after a wrong result."""
     return [_tested(mesh, where, operation) for operation in known_values.OPERATIONS]
 
 

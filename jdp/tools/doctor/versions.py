@@ -110,7 +110,7 @@ def versions(here: Installed) -> Diagnosis:
 
 
 def known_bad(here: Installed) -> list[Diagnosis]:
-    """Return a diagnosis for each bad combination, or one without any."""
+    """Return a diagnosis per bad combination, or one without any."""
     made = [
         Diagnosis("known problems", bad.level, found, bad.why, f"{bad.do} ({bad.source})")
         for bad in KNOWN_BAD

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jdp.tools.plan.schedule import METHODS, Workload, uniform
 from jdp.tools.rate import LEAST_GIVEN, MOST_GIVEN
 
-# A forward pass multiplies and adds once for each parameter and token, a backward pass twice.
+# A forward pass multiplies and adds once per parameter and token, a backward pass twice.
 FLOPS_PER_PARAM = 6
 # Adam reads and writes a parameter and two numbers, and reads its gradient, all in float32.
 _UPDATE_BYTES = 28

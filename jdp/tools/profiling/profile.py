@@ -170,10 +170,9 @@ class Profile:
 def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     """Record some steps of a training loop on every rank, for `jdp timeline` and for Perfetto.
 
-    The loop stays unchanged. Steps count from 0 at the start of the with block: calls of a function
-    of `jdp.train_step`, or of `Checkpointer.step` in a loop without one. All processes profile the
-    same steps. They wait for their devices before the first profiled step and after the last, and
-    then write the files.
+    Steps count from 0 at the start of the with block: calls of a function of `jdp.train_step`, or
+    of `Checkpointer.step` in a loop without one. All processes profile the same steps. They wait
+    for their devices before the first profiled step and after the last, and then write the files.
 
     `folder` gets, for each process i:
 
