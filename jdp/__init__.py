@@ -102,8 +102,8 @@ if "requests" in os.environ.get("JDP_LAUNCHER", ""):  # this process may be fork
     fork_server.record_reads()
 
 if not TYPE_CHECKING:
-    # `jdp run` needs no JAX, so names import on first read. The first one imports all but
-    # `jdp.tools`, for a standby that waits in `init`.
+    # `jdp run` needs no JAX, so names import on first read. The first imports all but `jdp.tools`,
+    # for a standby that waits in `init`.
     def __getattr__(name):
         import importlib
 

@@ -127,7 +127,7 @@ def on_local_shards(fn: Callable[[jax.Array], jax.Array], x: jax.Array, spec: Fu
     """Call `fn` on this device's shard over further axes.
 
     XLA would gather `x` over them first: it partitions no reduce-scatter, all-gather or all-to-all
-    over manual axes along its own axes (JAX 0.12).
+    over manual axes (JAX 0.12).
     """
     if not spec:
         return fn(x)

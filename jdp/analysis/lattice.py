@@ -23,8 +23,7 @@ class AbstractValue(NamedTuple):
         copied.
       zero: whether it is known to be zero everywhere.
       total: the axes in `reduced` along which it is a total.
-      unclear: the axes in `reduced` along which it may be a total or a mean; along the others it
-        is a mean.
+      unclear: the axes in `reduced` along which it may be a total or a mean; a mean along others.
       repeated: mesh axes along which equal values were summed, n times too large.
       even: mesh axes along which it depends on means of equal weights, and on no other exchange.
       undivided: mesh axes along which it may depend on a total that no number has scaled since.
@@ -183,8 +182,8 @@ _REMEMBERED = (
 class Lattice(Bits):
     """Operations on encoded classes, see `Bits`; `axes` are varying bits.
 
-    A constant has no bits of sums, so a join with a sum keeps the claim, as in a loop that starts
-    with a constant.
+    A constant has no bits of sums, so a join with a sum keeps the claim, as in a loop that begins
+    with it.
 
     >>> lattice = Lattice({"data": 4})
     >>> rows = lattice.mixed | lattice.axes(["data"])

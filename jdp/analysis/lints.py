@@ -133,7 +133,7 @@ def _join(values: Sequence[_Gradient]) -> _Gradient:
 
 
 # A linear function of a rank's gradients commutes with the mean over ranks; its factors and masks
-# do not depend on gradients.
+# depend on no gradient.
 
 
 # Linear in all operands together. Comparisons are reported, so logic is included.

@@ -214,8 +214,8 @@ def uniformity(
       **kwargs: its keyword arguments.
 
     Returns:
-      A tree like f's outputs, with "uniform" or "varying" for each array that f returns. An array
-      that `out_specs` combines from shards is "varying".
+      A tree like f's outputs, with "uniform" or "varying" for each returned array. An array that
+      `out_specs` combines from shards is "varying".
 
     Raises:
       ValueError: ranks could deadlock; an output may differ from rank to rank although its

@@ -104,8 +104,8 @@ class Checkpointer:
     ) -> Any:
         """Resume from the latest intact commit or checkpoint, if there is one.
 
-        Call it once, after `jdp.init()` and before the loop. A process whose host has no commit
-        receives the state from a process that has one.
+        Call it once, after `jdp.init()` and before the loop. A process on a host without a commit
+        receives the state from another.
 
         Args:
           state: the state of step 0, or a function without arguments that makes it. Its leaves give

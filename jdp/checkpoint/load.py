@@ -168,8 +168,7 @@ def load(
 ) -> Any:
     """Load a checkpoint, or a part of it, for inference, export or fine-tuning.
 
-    It does not need `jdp.init`, works on any number of devices, and may run while a run writes to
-    the directory.
+    It works without `jdp.init`, on any number of devices, and while a run writes to the directory.
 
     Args:
       directory: of `jdp.Checkpointer`; or of Orbax: of a CheckpointManager, a step with one PyTree,

@@ -310,8 +310,8 @@ class _CommitLayout(NamedTuple):
 class CommitSnapshots:
     """Takes snapshots of a run's states, in the form of `saved_leaves.pack`.
 
-    CPU devices write into the memory directly. Other pieces are first copied on their devices, at
-    the cost of as much memory.
+    CPU devices write into the memory directly. Other pieces are first copied on their devices, with
+    as much memory.
     """
 
     def __init__(self, commits: HostCommits) -> None:

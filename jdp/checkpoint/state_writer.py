@@ -45,7 +45,7 @@ class StateWriter:
         self._failure: BaseException | None = None
 
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
-        """Wait for the previous write, copy a state so it may be donated, and start writing it.
+        """Wait for the previous write, copy a state for its donation, and start writing it.
 
         Even after a failed write, since other processes may take part in this one.
         """

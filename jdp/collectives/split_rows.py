@@ -240,8 +240,8 @@ def add_rows(
     return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
-# JAX cannot transpose a loop with collectives. Under `vmap` a batch's ids are one lookup, where JAX
-# would batch the loop.
+# JAX cannot transpose a loop with collectives. Under `vmap` a batch's ids are one lookup; JAX would
+# batch the loop.
 take_p = jax.extend.core.Primitive("jdp_take_rows")
 add_p = jax.extend.core.Primitive("jdp_add_rows")
 

@@ -28,7 +28,7 @@ _BYTES = "base64"
 class LoaderBatches(Generator[Any, None, None]):
     """The batches of one pass over a loader.
 
-    `close`, or deleting it, ends the loop and its background thread. `loader` is an iterable over
+    `close`, or deleting it, ends the loop and its background thread. `loader`: an iterable over
     this process's host batches.
     """
 

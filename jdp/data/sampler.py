@@ -58,8 +58,8 @@ def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64
     return values
 
 
-# Version of the shuffled order. 1, of jdp 0.1, holds each epoch; 2 computes rows on demand. Both
-# are equal up to this many rows.
+# Version of the shuffled order. 1, of jdp 0.1, holds each epoch; 2 computes rows on demand. Equal
+# up to this many rows.
 LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 
 
@@ -71,8 +71,8 @@ class Sampler(Iterator[np.ndarray]):
     order depends on neither the batch size nor the number of ranks, so a run can resume at the same
     row with others. Batches continue across an epoch's end, and all are full.
 
-    The cost of shuffling does not grow with the number of rows: above 2**16 rows, a keyed
-    permutation computes row numbers on demand.
+    The cost of shuffling does not grow with the rows: above 2**16, a keyed permutation computes row
+    numbers on demand.
 
     Args:
       num_rows: rows of the dataset, >= 1.

@@ -1,7 +1,7 @@
 """This process's place by the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
 
-`jax.distributed.initialize()` alone would use a Slurm allocation without srun, and wait for
-processes never started. It would also assign one GPU to each process.
+`jax.distributed.initialize()` alone would use a Slurm allocation without srun, wait for processes
+never started, and assign one GPU to each process.
 """
 
 import importlib.util

@@ -32,7 +32,7 @@ TEXT_CHARACTERS = 600
 
 # Others read the report for up to 2 s. If process 0 exited first, JAX would end this one meanwhile.
 _GRACE_S = 3.0
-# Process 0 holds the store: if it exits first, JAX ends the others before they print where Ctrl-C
+# Process 0 holds the store: its early exit would end the others before they print where Ctrl-C
 # interrupted them.
 _INTERRUPT_GRACE_S = 1.0
 # For the last lines of `jdp.log`.
@@ -190,8 +190,8 @@ def _is_success(error: BaseException) -> bool:
 
 def leave_if_failed() -> None:
     """End this process after an uncaught exception; for exit handlers that wait."""
-    # Another hook may have replaced ours. Python records an exception before it calls any hook; at
-    # a prompt the recorded one may be old.
+    # Another hook may have replaced ours. Python records an exception before any hook; at a prompt
+    # it may be an old one.
     is_ours = this_process.current.excepthook is not None
     is_replaced = is_ours and sys.excepthook is not _show_and_leave
     is_prompt = hasattr(sys, "ps1") or sys.flags.interactive

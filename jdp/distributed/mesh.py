@@ -33,11 +33,11 @@ _LAUNCHED_TIMEOUT_S = 24 * 3600
 
 # Without a launcher, JAX ends the others this long after a loss; its default is 100.
 HEARTBEAT_TIMEOUT_S = 30
-# A launcher notices it at once. JAX measures with the wall clock, and would abort every process if
-# the clock jumped by more.
+# A launcher notices it at once. JAX measures with the wall clock, and a jump beyond this would
+# abort every process.
 _LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
 
-# JAX imports the first two when it first lowers a program; `socket` the third for a host by name.
+# JAX imports the first two to lower its first program; `socket` the third for a host by name.
 _LATE_IMPORTS = ("jaxlib.mlir.dialects.mhlo", "jaxlib.mlir.dialects.builtin", "encodings.idna")
 
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")

@@ -29,8 +29,8 @@ from jdp.worker import launcher_client
 from jdp.worker.launcher_client import Assignment
 from jdp.worker.progress import own
 
-# The run's id, kept in `metrics.jsonl.run`, so no run continues another's file. In the file itself
-# it would be a row without a step.
+# The run's id, in `metrics.jsonl.run`, so no run continues another's file. In the file itself it
+# would be a row without a step.
 
 
 # This process's files.

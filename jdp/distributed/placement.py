@@ -97,7 +97,7 @@ def placed(
     """Copy a state onto the mesh, equal on every rank; `per_rank` state is sharded over the ranks.
 
     Leaves already there, perhaps sharded over further axes, stay. A copy shares no buffer with the
-    original, so it may be donated.
+    original: it may be donated.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in named]

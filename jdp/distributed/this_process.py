@@ -22,8 +22,8 @@ class ThisProcess:
       state_error: of a wrong training step, which makes later states wrong.
       exchange_error: why a ragged exchange did not fit.
       why_over: why no process can continue, as found by a loop over batches.
-      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits.
-        Python reports an uncaught one only after all blocks.
+      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits:
+        Python reports it only after all blocks.
       is_interrupted: whether Ctrl-C ends this process.
       has_restored: whether a Checkpointer restored a saved state.
       has_reported_failure: to the launcher.

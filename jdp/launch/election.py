@@ -159,8 +159,8 @@ def read_claim(given: object) -> list[int] | None:
     return None
 
 
-# A leader without contact for the heartbeat timeout T kills its processes after 1.5 T, so this host
-# may follow another after 2 T.
+# A leader without contact for the heartbeat timeout T kills its processes after 1.5 T, so after 2 T
+# this host may follow another.
 WAIT = 2.0
 
 

@@ -12,8 +12,8 @@ both need a quorum of the last electors that both know. Two quorums share a host
 connected to one leader at a time. A leader that goes on without a host sends it a farewell: that
 host may know less later, so it must not count the leader as dead.
 
-A restarted launcher knows no electors and is none. If all listed hosts are present, no other leader
-can exist, and no quorum is needed.
+A restarted launcher knows no electors and is none. If all listed hosts are present, no quorum is
+needed: no other leader can exist.
 
 Groups are numbered, and a settled group supersedes all lower ones. A lower group unknown to its
 leader was never settled, or the two would share a host. So the state that hosts keep and send does

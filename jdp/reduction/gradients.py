@@ -75,8 +75,8 @@ def sync_gradients(
     `state.apply_gradients(grads, synced=True)`, or in your own `shard_map` or `pmap`.
 
     Args:
-      grads: tree of complex arrays, or floats of at least 16 bits: each rank's own gradient of the
-        mean loss over its rows.
+      grads: tree of complex arrays, or floats of at least 16 bits: each rank's own gradient of its
+        rows' mean loss.
       weight: `[]`, >= 0, of this rank's rows, such as `mask.sum()`; weight 0 drops even NaN.
         Default: that of the step (`train_step(weight=...)`), else equal. A step with another weight
         is refused if its loss has means or sums over ranks, whose gradients use the default.
@@ -84,8 +84,8 @@ def sync_gradients(
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0. Leaves are not split.
       mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
-      mesh: the mesh, for your own `shard_map` on several processes, so that `collectives.auto`
-        knows which processes share a host.
+      mesh: the mesh, for your own `shard_map` on several processes, so `collectives.auto` knows
+        which share a host.
       reduce_dtype: float dtype of sent gradients, such as `jnp.bfloat16`; results keep their own.
         Default: their own, as for complex gradients.
 

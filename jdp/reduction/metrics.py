@@ -121,8 +121,8 @@ _MOST_PACKED = 1024  # elements
 def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[jax.Array]:
     """Sum small leaves as one vector.
 
-    XLA would merge one of two simultaneous means with the gradients, and metrics that depend on
-    that mean would need another call.
+    XLA would merge one of two simultaneous means with the gradients; metrics that depend on it
+    would need another call.
     """
     small = [i for i, x in enumerate(leaves) if x.size <= _MOST_PACKED and x.dtype == jnp.float32]
     if len(small) < 2:
@@ -139,8 +139,8 @@ def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[ja
 def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Sum a tree over ranks, for counts and histograms.
 
-    Its gradient is exact, with the step's weights. A rank whose rows have weight 0 in the step has
-    no gradient.
+    Its gradient is exact, with the step's weights. A rank with rows of weight 0 in the step has no
+    gradient.
 
     Args:
       x: tree of numeric arrays, any shapes; booleans count as 0 and 1.
@@ -412,8 +412,8 @@ def batch_norm_statistics(
     Args:
       x: `[rows, ..., features]` float, this rank's rows. Dims between (positions, pixels) count
         like rows.
-      mask: `[rows]` or `[rows, positions]`, bool or float >= 0, the weight of each. Where it is 0,
-        `x` may be NaN. Default: equal weights.
+      mask: `[rows]` or `[rows, positions]`, bool or float >= 0, the weights. Where it is 0, `x` may
+        be NaN. Default: equal weights.
       feature_dim: the features' dim in `x`, 1 for `[rows, features, height, width]`.
       axis_name: the data axis.
 

@@ -45,7 +45,7 @@ def ragged_all_to_all(
       rows: `[rows, ...]`, any dtype. Rows after the last block are not sent.
       counts: int, `[n, k]`, >= 0: this rank sends `counts[i, j]` rows for block j of rank i.
       max_rows: rows of the result, >= 1, equal on all ranks.
-      axis_name: the axis of the n ranks, or a tuple; also another one than that of the data.
+      axis_name: the axis of the n ranks, or a tuple; not necessarily the data axis.
 
     Returns:
       received: `[max_rows, ...]`; rows after the last block are 0.

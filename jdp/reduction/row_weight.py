@@ -47,7 +47,7 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
 
 def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply by a weight, `[]`, in at least float32; 0 gives 0, even for NaN."""
-    # lax traces in a fifth of jnp's time.
+    # lax traces faster than jnp.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
     if weight.ndim:  # under vmap
         weight = jnp.broadcast_to(weight, x.shape)

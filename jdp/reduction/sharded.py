@@ -114,8 +114,8 @@ def sharded(
       tx: the complete optimizer.
       stage: 1, 2 or 3.
       min_size: leaves with fewer numbers stay whole, >= 1.
-      over: the mesh axis, or axes, of the split, of those in `axis_name`; parts are replicated over
-        the others. Default: all of `axis_name`.
+      over: the mesh axis, or axes, of the split, among `axis_name`; parts are replicated over the
+        others. Default: all of `axis_name`.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm for whole leaves, from `jdp.collectives`; `quantized` also sends
         the gradients of split leaves in 8 bits, unless a further axis splits them.

@@ -118,8 +118,8 @@ def find_batch_size(
         unchanged, and the result is the rows of a micro-batch of one rank.
       *args: arguments of the step, as for `jdp.explain`. For a step, the first dim of the batch
         changes, and that of arrays of `jdp.per_rank` with as many rows.
-      limit_bytes: memory of the step on one rank, > 0. Default for GPUs named in `on`: JAX's part
-        of their memory, 75 %.
+      limit_bytes: memory of the step on one rank, > 0. Default for GPUs named in `on`: JAX's 75 %
+        of their memory.
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
         micro-batches, whose rows also divide those of a rank.
       max_rows: the most rows to try. Default: those of one rank's batch for micro-batches, else

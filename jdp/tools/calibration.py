@@ -131,8 +131,8 @@ class CollectiveLaw:
     Attributes:
       algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
         (`jdp.collectives.ring`) or "xla".
-      bytes_per_s: inf for a constant time. `bytes` is a rank's whole array, as in nccl-tests: the
-        result of an all-gather, otherwise the input.
+      bytes_per_s: inf for a constant time. `bytes` is a rank's whole array, as in nccl-tests: an
+        all-gather's result, otherwise the input.
       largest_error: the largest |predicted / measured - 1| over `points`.
       points: the measured (bytes, median seconds), ascending.
       cpu_points: the same for a call's CPU seconds on all ranks together.

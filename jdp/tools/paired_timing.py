@@ -19,7 +19,7 @@ def alternate(
     """Time contestants in rounds; return each one's `[rounds]` seconds, means of two runs.
 
     A round runs all contestants in one order and then in reverse, against slow drift; every other
-    round begins with the last contestant.
+    round reverses that.
     """
     for clock in list(clocks.values()) * warm_up:
         clock()

@@ -34,8 +34,8 @@ class Rate:
 def time_interval(error: float) -> tuple[float, float]:
     """Return the shortest and longest time for a predicted time of 1.
 
-    `error`, the largest |predicted / measured - 1|, is clipped to `LEAST_ERROR`, for a busy
-    machine, and for the longest time to `MOST_ERROR`.
+    `error`, the largest |predicted / measured - 1|, is at least `LEAST_ERROR`, for a busy machine,
+    and for the longest time at most `MOST_ERROR`.
 
     >>> [round(x, 3) for x in time_interval(0.5)]  # predicted / measured was 1.5 at most
     [0.667, 2.0]

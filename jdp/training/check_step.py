@@ -201,7 +201,7 @@ def likely_cause(
 class _Evidence:
     """The evidence for a cause.
 
-    `wrong` are the leaves of the state that differ too much, at least one; or one metric.
+    `wrong`: the too different leaves of the state, at least one; or one metric.
     """
 
     found: StepDifference

@@ -22,8 +22,8 @@ _FIELDS = ("step", "params", "opt_state", "model_state", "seed")
 def state_nodes(state: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a state's nodes, in the order of its leaves, each with its optimizer or None.
 
-    A node is an optimizer with its state; another variable of nnx, whose optimizer has a matching
-    `wrt`; or another leaf.
+    A node is an optimizer with its state, another nnx variable, whose optimizer has a matching
+    `wrt`, or another leaf.
     """
     nnx = sys.modules.get("flax.nnx")
     variable = () if nnx is None else nnx.Variable

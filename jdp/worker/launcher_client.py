@@ -116,8 +116,8 @@ class LauncherClient:
             os.environ.update(environment(self.assignment))
             self._tell_slow_imports(self.assignment)
             _warn_of_local_rank(self.assignment)
-            # JAX's exit handler waits for the other processes. Imported before, it runs after this
-            # one, so the launcher learns of the end first.
+            # JAX's exit handler waits for other processes. Imported before, it runs after this one,
+            # so the launcher learns of the end first.
             atexit.register(self.tell_end)
         return self.assignment
 

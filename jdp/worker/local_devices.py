@@ -45,7 +45,7 @@ def _num_listed(text: str, num_present: int | None) -> int:
             number = re.match(r"\s*\+?([0-9]+)", device, re.ASCII)
             known = int(number[1]) if number else None
         if known is None or isinstance(known, int) and known >= (num_present or known + 1):
-            # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles, a
+            # CUDA stops at the first that is no device: -1, an empty one, Slurm's NoDevFiles, a
             # name after a blank.
             break
         if known in found:

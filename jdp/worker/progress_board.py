@@ -1,6 +1,6 @@
 """Each process's status in shared memory, for the launcher.
 
-A process alone writes its slot, by word stores without locks, so its last status stays readable
+Only a process writes its slot, by word stores without locks, so its last status stays readable
 however it hangs or ends.
 """
 
@@ -200,8 +200,8 @@ class Board:
 class Slot:
     """One process's part of a board; a write takes less than a microsecond.
 
-    The progress time is written before the progress: a reader in between sees a process as busier
-    than it is, never as stalled.
+    The progress time is written before the progress: a reader in between sees a process as too
+    busy, never as stalled.
 
     Attributes:
       write_phase: `write_phase(progress_ns, since_ns, phase)`, one C call; `phase` is a `record`.

@@ -360,8 +360,8 @@ _IMAGE = """
     exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
 """
 
-# Elements of the first operand, moved, cast or negated. JAX's casts between varying types change no
-# value, and a `done` returns its start's operand.
+# Elements of the first operand, moved, cast or negated. JAX's casts between varying types keep
+# values, and a `done` returns its start's operand.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
     assert_consumed_value consume copy copy_p expand_dims

@@ -116,7 +116,7 @@ class Segment(NamedTuple):
 def create_segment(num_ranks: int) -> Segment:
     """Create memory through which `num_ranks` ranks of this host's processes reduce.
 
-    It is anonymous, and freed with its last process. Every process must `attach` it, this one too.
+    It is anonymous, and freed with its last process. Every process must `attach` it.
     """
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))

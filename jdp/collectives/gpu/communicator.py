@@ -55,7 +55,7 @@ def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
     """Return the self-test's jitted program.
 
     For each bucket, and for the matmul, it returns `[ranks, 2]` float32: the number of wrong
-    values, NaN included, and the largest difference.
+    values, also NaN, and the largest difference.
     """
 
     def on_rank() -> list[jax.Array]:

@@ -1,6 +1,6 @@
 """The native CUDA library, as this process's ranks see it.
 
-It ran on one GPU, with ranks of one process and of several, and never between GPUs.
+It ran on one GPU, with one process and several, never between GPUs.
 """
 
 import ctypes

@@ -130,7 +130,7 @@ def words_of(x: jax.Array) -> jax.Array:
 
 
 # Elements and leaves of an argument hashed by the step itself. A separate program hashes a larger
-# one, unless it is the previous call's object.
+# one, unless it is the previous call's.
 _SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
 
 _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks

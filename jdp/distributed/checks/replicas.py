@@ -39,7 +39,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     Args:
       state: any tree; other leaves than arrays are ignored.
       every: of the calls for trees of this structure, check the first and every `every`-th after
-        it, >= 1. The other calls do nothing.
+        it, >= 1. Others do nothing.
       axis_name: the mesh's data axis: a name, or a tuple of names.
 
     Returns:

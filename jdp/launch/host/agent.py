@@ -189,7 +189,7 @@ class _First(NamedTuple):
 class Agent:
     """This host's part in a run.
 
-    `lead` is called with this launcher's id when it is to lead. `over` is done when the run is.
+    `lead` is called with this launcher's id when it is to lead. `over` is done with the run.
     """
 
     def __init__(

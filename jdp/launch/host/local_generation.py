@@ -58,7 +58,7 @@ def _of_cgroup(root: Path) -> list[Path]:
 
 
 # NCCL's RAS service (since 2.24) tells which ranks of a GPU job hang. One process answers for the
-# whole job, in lines as `ncclras` reads them. Tried with NCCL 2.32.
+# whole job, in lines as `ncclras` reads them.
 
 
 _DEFAULT = "localhost:28028"
@@ -213,8 +213,8 @@ class LocalGeneration:
     def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         """Record a process's message."""
         if kind == "failed":
-            # The others need not wait for its exit; a lone process may clean up first. If another
-            # is dying, this error may be a consequence.
+            # Others need not wait for its exit; a lone process may clean up first. If another is
+            # dying, this error may be a consequence.
             assert process.assignment is not None
             is_alone = process.assignment.num_processes == 1
             if not is_alone and not any(other.is_dying() for other in self.processes):

@@ -68,7 +68,7 @@ class AppendFile:
 
 MAX_LINE_BYTES = 2**20
 
-# A progress bar ends lines with a carriage return. A final one may be half of \r\n, so it waits.
+# A progress bar ends lines with a carriage return. A final one waits: it may be half of \r\n.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
@@ -254,7 +254,7 @@ class OutputMux:
     ) -> WorkerOutput:
         """Read a process's pipes until they close.
 
-        A standby is hidden until it is assigned; then the lines of one that `waits` are shown.
+        A standby is hidden until its assignment; then, if it `waits`, its lines are shown.
         """
         output = WorkerOutput(self, process, local_rank, waits)
         output.is_standby = standby or waits

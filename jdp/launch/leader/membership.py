@@ -22,8 +22,8 @@ from jdp.worker.messages import MAX_LINE_BYTES
 # The limit until a connection proves that it knows the token.
 VISITOR_BYTES = 1 << 16
 VISITOR_S = 10.0
-# The oldest is closed, since a host proves itself at once. A quarter of this process's descriptors
-# at most.
+# The oldest is closed, since a host proves itself at once. At most a quarter of this process's
+# descriptors.
 MAX_VISITORS = 256
 
 

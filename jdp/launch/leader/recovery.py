@@ -146,7 +146,7 @@ class Outage:
 class Recoveries:
     """Decides whether a run continues after a failure, and reports each recovery.
 
-    `stepped`: a generation has finished a step, so the program works. `checkpoint_step` is of the
+    `stepped`: a generation has finished a step, so the program works. `checkpoint_step`: of the
     last restored checkpoint.
     """
 

@@ -64,7 +64,7 @@ class Trial:
     """Independent collectives in a program on a mesh with one axis.
 
     All processes must make the same trials in the same order. With `in_place`, results overwrite
-    the inputs, as in a compiled step.
+    inputs, as in a compiled step.
     """
 
     def __init__(self, cases: Sequence[Case], mesh: Mesh, *, in_place: bool = False):

@@ -1,8 +1,7 @@
 """Simulates one step of one rank: computation, and transfers over each link.
 
 1. A rank has three lanes: it computes, it sends within its host ("link") and between hosts
-   ("network"). A lane runs one task at a time, in program order, as XLA and NCCL do. So no event
-   queue is needed.
+   ("network"). A lane runs one task at a time, in program order, as XLA and NCCL do.
 2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
    slow for a whole step, so the slowest rank's schedule is that of the step.
 3. Transfers do not slow computation. On CPUs the ranks themselves send and add, so all tasks
@@ -113,7 +112,7 @@ class Group(NamedTuple):
 class Fabric(NamedTuple):
     """Links from a GPU to others of its host, and from a host to others.
 
-    An all-reduce is a "ring", a "tree", or "best", the faster one. Gathers and scatters are rings.
+    An all-reduce is a "ring", a "tree", or the "best". Gathers and scatters are rings.
     """
 
     link_bytes_per_s: float

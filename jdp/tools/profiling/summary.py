@@ -92,8 +92,8 @@ class Activity(NamedTuple):
     """A rank's times, each a `span_union`.
 
     Attributes:
-      running: its programs, from first to last operation; empty if gaps between operations are time
-        of the host, which launches each.
+      running: its programs, from first to last operation; empty if gaps between operations are the
+        host's time, which launches each.
       waiting: its process waits for a batch.
     """
 

@@ -1,7 +1,7 @@
 """A profiled process's file, for Perfetto and `jdp timeline`.
 
-It is compressed JSON of Chrome's trace format, with times in microseconds, to the nanosecond, and
-in `otherData` the process's facts.
+Compressed JSON of Chrome's trace format, with times in microseconds, to the nanosecond, and in
+`otherData` the process's facts.
 """
 
 import gzip
