@@ -381,7 +381,7 @@ class _HostBatches(Iterator[Any]):
     """This process's host batches, from a position of the run.
 
     `mine` is [rows] int, this process's rows within a batch; `rows` is [rows] int, the dataset's
-    rows read last. `checksums`: of rows to compare, by the position of the next batch.
+    rows read last. `checksums`: of rows to compare, by the next batch's position.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """This machine's measured rates, saved by `jdp bench --calibrate`. Needs no JAX.
 
-Each host and platform has a JSON file with the fields of `Calibration`,
-`~/.cache/jdp/calibration/HOST_PLATFORM.json` (see `docs/bench.md`).
+See `docs/bench.md` for its file.
 """
 
 import dataclasses

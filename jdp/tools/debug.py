@@ -204,7 +204,6 @@ class _Evaluator:
         return jnp.stack(blocks)
 
     def _given(self, blocks: Any, name: str) -> _RankValues:
-        """Return an argument, perhaps with NaN."""
         (value,) = self._call(
             None, lambda x: [x], [_RankValues(blocks)], name or "a captured array"
         )

@@ -80,7 +80,7 @@ _NUM_DIMS = 8
 
 
 def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
-    """Return the group of each state array, and its shards' mesh axes.
+    """Return each state array's group, and its shards' mesh axes.
 
     Group 0 is equal on every rank, group 1 is `per_rank`, group 2 + d is sharded along dim d.
     """

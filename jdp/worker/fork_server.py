@@ -57,7 +57,7 @@ class _RecordingEnvironment(os._Environ):
     """Records reads of the variables set by `jdp.init()`, except those of a copy."""
 
     def __getitem__(self, key: str) -> str:
-        # A copy asks for the objects of an iteration.
+        # A copy asks for an iteration's objects.
         if isinstance(key, str) and not any(key is each for each in _copied):
             if _NUMBERS.fullmatch(f"'{key}'".encode(errors="replace")):
                 _record_read(key)

@@ -28,12 +28,10 @@ class Assignment(NamedTuple):
 
     Args:
       generation: from 0; each recovery and resize begins the next.
-      num_processes: on all hosts.
       local_id, num_local: of the processes on this host.
       coordinator: "address:port" of process 0.
       resumes: whether a state to resume from may exist.
       gpus: indices of this process's GPUs; None if the host has none.
-      host_id: in this generation.
     """
 
     generation: int
@@ -68,7 +66,6 @@ class LauncherClient:
     """This process as a run's member.
 
     Args:
-      connection: a socket to the launcher.
       board_file: descriptor of the host's progress board.
       commit_file: memfd of the host's commits.
       forks: answers fork requests while this process waits.

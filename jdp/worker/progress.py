@@ -204,7 +204,6 @@ class OwnProgress:
       between: the base phase after the first step.
       between_own: the same in a loop whose steps only its `Checkpointer` sees.
       unstepped: the base phase after the first request for a batch.
-      num_steps: called.
       num_counted: `num_steps` at the last call of `count_step`.
       num_own_steps: steps other than calls of a train step.
       is_first_step: whether a process among others has called no step yet.

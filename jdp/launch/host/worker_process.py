@@ -140,7 +140,6 @@ class HostResources:
       ValueError: the GPUs cannot be divided evenly.
 
     Attributes:
-      gpus: of each slot.
       commit_file: descriptor of the commit memory, for later processes, too.
     """
 

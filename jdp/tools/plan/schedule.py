@@ -81,7 +81,7 @@ def work_of(group: Sequence[ModelLeaf]) -> float:
 
 
 def params_of(group: Sequence[ModelLeaf]) -> float:
-    """Count the parameters of a group."""
+    """Count a group's parameters."""
     return sum(leaf.params for leaf in group)
 
 

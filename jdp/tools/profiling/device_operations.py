@@ -167,7 +167,6 @@ def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Progra
 
 
 def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Operation]]:
-    """Return the times of operations that ran once in each program run."""
     by_name: dict[str, list[Operation]] = defaultdict(list)
     for each in own:
         by_name[each.name].append(each)
