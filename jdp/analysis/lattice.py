@@ -18,15 +18,14 @@ class AbstractValue(NamedTuple):
 
     Attributes:
       axes: mesh axes along which ranks may hold different values. Empty: uniform.
-      reduced: mesh axes along which it is a sum or mean of values that differed, or consists of
-        several of these, then only scaled by a uniform value, negated, cast, reshaped, sliced or
-        copied.
+      reduced: those along which it is a sum or mean of values that differed, or consists of several
+        of these, then only scaled by a uniform value, negated, cast, reshaped, sliced or copied.
       zero: whether it is known to be zero everywhere.
       total: the axes in `reduced` along which it is a total.
       unclear: the axes in `reduced` along which it may be a total or a mean; a mean along others.
-      repeated: mesh axes along which equal values were summed, n times too large.
-      even: mesh axes along which it depends on means of equal weights, and on no other exchange.
-      undivided: mesh axes along which it may depend on a total that no number has scaled since.
+      repeated: those along which equal values were summed, n times too large.
+      even: those along which it depends on means of equal weights, and on no other exchange.
+      undivided: those along which it may depend on a total that no number has scaled since.
       duplicated: the same for a sum of equal values.
     """
 
@@ -99,7 +98,6 @@ class Bits:
         self.capped = 32 * self.data
         # Added to data if an operation invalidates every claim.
         self.mixed = self.unsummed | self.unrepeated | self.single | self.data | self.nonzero
-        # A sum n times too large stays wrong.
         self.imaged = self.mixed & ~self.unrepeated
         # An unknown value, equal on all ranks.
         self.anything = self.mixed | self.total | self.divided | self.uneven

@@ -31,7 +31,7 @@ def auto(
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: the ranks' mesh; None if unknown, as inside a `shard_map` of your own.
 
     Returns:

@@ -39,7 +39,7 @@ def native(
       buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are summed in
         float32 and rounded once. XLA sums unsupported dtypes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: the ranks' mesh, needed for several processes or GPUs. To compile for a mesh, its
         devices need not exist.
       algorithm: "direct": each free rank sums a part of a bucket from all ranks; "ring": chunks

@@ -50,7 +50,7 @@ def quantized(
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: the ranks' mesh; None: JAX's default devices.
       dtype: on the wire: int8, float8_e4m3fn or float8_e5m2.
       block: numbers that share a float32 scale, >= 16. A block with NaN or infinity becomes NaN,

@@ -29,7 +29,7 @@ def ring(
     Args:
       buckets: lists of leaves, one dtype each; any shapes. Sums are taken in that dtype.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: unused.
 
     Returns:

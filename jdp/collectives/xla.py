@@ -34,7 +34,7 @@ def xla(
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: the ranks' mesh, since CPUs need another program; None: JAX's default devices.
 
     Returns:

@@ -196,7 +196,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
-# JAX would treat each number of a list as a leaf of its own.
+# JAX would treat each number of a list as a leaf.
 def _is_of_numbers(value: Any) -> bool:
     return type(value) is list and all(
         isinstance(each, int | float | complex | np.number) or _is_of_numbers(each)

@@ -93,8 +93,8 @@ def log(
 
     A thread waits for the values. Process 0 writes; on other processes the call checks its
     arguments. A resumed or recovered run repeats some steps: a line is not written again up to the
-    last step in the file with the same names. So log metrics of the same names in the order of
-    their steps. A new run cannot continue another run's file.
+    last step in the file with the same names. So log metrics of the same names in step order. A new
+    run cannot continue another run's file.
 
     Args:
       metrics: names and scalars: arrays of one element, or numbers. A nested mapping adds its name:

@@ -47,8 +47,8 @@ def broadcast_object(value: Any = None, source: int = 0) -> Any:
     As `all_gather_object`, for one sender: every process must call it.
 
     Args:
-      value: of process `source`, anything that pickle takes, at most 1 GiB of it; the objects of
-        other processes are ignored.
+      value: of process `source`, anything that pickle takes, at most 1 GiB of it; other processes'
+        objects are ignored.
       source: the sending process, 0 <= source < `jax.process_count()`, the same on all.
 
     Returns:

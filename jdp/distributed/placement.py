@@ -212,7 +212,6 @@ def _target(
         spec = sharding.spec if sharding is not None and sharding.mesh == mesh else ()
         if spec and spec[0] is not None and axis.names(spec[0]) == names:
             return None
-        # It keeps its sharding along further axes.
         return NamedSharding(mesh, PartitionSpec(names, *spec[1:]))
     if sharding is not None and not may_be_split:
         _require_whole(path, leaf, sharding, names)

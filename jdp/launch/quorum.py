@@ -7,10 +7,10 @@ half of them with the last leader. An elector lives until its death is seen
 
 A generation with other hosts changes the electors. Until all its processes have joined, and so all
 new electors know of the change, a next generation needs a quorum of both groups. Then the old group
-is superseded, and a host that learns this forgets it. Two leaders that do not know of each other
-both need a quorum of the last electors that both know. Two quorums share a host, and a host is
-connected to one leader at a time. A leader that goes on without a host sends it a farewell: that
-host may know less later, so it must not count the leader as dead.
+is superseded, and a host that learns this forgets it. Two leaders, unknown to each other, both need
+a quorum of the last electors that both know. Two quorums share a host, and a host is connected to
+one leader at a time. A leader that goes on without a host sends it a farewell: that host may know
+less later, so it must not count the leader as dead.
 
 A restarted launcher knows no electors and is none. If all listed hosts are present, no quorum is
 needed: no other leader can exist.

@@ -94,9 +94,8 @@ def sync_gradients(
       and Flax's `_overwrite_with_gradient` has the maximum over ranks.
 
     Raises:
-      ValueError: JAX has already summed a leaf (in a `shard_map` with check_vma=True); only
-        another axis is bound; `axis_name` is a part of the axes of a step with a weight, without
-        `weight`.
+      ValueError: JAX has already summed a leaf (in a `shard_map` with check_vma=True); only another
+        axis is bound; `axis_name` is a part of a weighted step's axes, without `weight`.
       TypeError: a leaf is an integer, float0 or float8 gradient, or `bucket_bytes` not an
         integer.
 

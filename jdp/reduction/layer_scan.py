@@ -99,7 +99,7 @@ class LayerShards:
         self._gather_dtypes = [part.gather_dtype or part.value.dtype for part in parts]
         self._reduce_dtypes = [part.reduce_dtype or part.value.dtype for part in parts]
         shapes = [part.value.shape[1:] for part in parts]
-        # one per dtype, because all are complete at once
+        # one per dtype: all are complete at once
         sent = list(map(jax.ShapeDtypeStruct, shapes, self._reduce_dtypes))
         self._plan = buckets.plan(sent, sys.maxsize)
         self._planned_further = [[parts[i].further[1:] for i in bucket] for bucket in self._plan]
@@ -553,7 +553,7 @@ class _LateScatter:
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
-            # XLA waits for a sum at its first use, so keep it behind the matmuls.
+            # As above, keep it behind the matmuls.
             sums = self._shards.sums(slot, residuals[0])
             sums, gradient = lax.optimization_barrier((sums, gradient))
             return None, sums, gradient, nothing

@@ -84,7 +84,7 @@ def mean_over_ranks(
 
     Raises:
       TypeError: a leaf is an integer: sum it (`sum_over_ranks`) or cast it.
-      ValueError: `axis_name` is a part of the axes of a step with a weight, without `weight`.
+      ValueError: `axis_name` is a part of a weighted step's axes, without `weight`.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: mean_over_ranks(x), axis_name="data")(jax.numpy.arange(4.0))

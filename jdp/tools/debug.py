@@ -74,8 +74,8 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
       **keywords: arguments of that call by keyword.
 
     Returns:
-      The operation, its line, ranks and rows, to print; None if all these values are finite. A
-      primitive with a hidden body, such as a kernel, is one operation.
+      The operation, its line, ranks and rows, to print; None if all are finite. A primitive with a
+      hidden body, such as a kernel, is one operation.
 
     Raises:
       TypeError: `step` is not decorated.

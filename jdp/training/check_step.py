@@ -396,9 +396,9 @@ def check_step(
       step: a function decorated with `jdp.train_step`.
       *args: a call's arguments: the state to start from, whose mesh gives the ranks, a global
         batch, and further arguments.
-      tolerance: largest difference after one step, > 0, relative to 1 + the largest value of the
-        leaf. It grows k times after k steps, and by the rounding of 16-bit leaves,
-        `gather_dtype` and `reduce_dtype`.
+      tolerance: largest difference after one step, > 0, relative to 1 + the leaf's largest value.
+        It grows k times after k steps, and by the rounding of 16-bit leaves, `gather_dtype` and
+        `reduce_dtype`.
       num_steps: number of steps, all with this batch, >= 1.
       **keywords: arguments of that call by keyword. Pass one named `tolerance` or `num_steps` by
         position, or in a `functools.partial`.

@@ -105,7 +105,7 @@ def _advice(causes: list[ProcessStatus], statuses: list[ProcessStatus]) -> str:
     return "If it needs longer, write jdp.phase(name, timeout_s=...) or jdp.init(timeout_s=...)."
 
 
-# Seconds until a report, if a step may take 600 s.
+# Until a report, if a step may take 600 s.
 _STALL_S = 30.0
 # A longer gap between polls: the caller was stopped.
 _BLIND_S = 5.0
@@ -219,7 +219,7 @@ class HangDetector:
             return status.limit_s
         return self._timeout_of(status) * (1 if status.phase in BRIEF else PATIENCE)
 
-    # Seconds until a report, scaled to this limit.
+    # Until a report, scaled to this limit.
     def _patience_s(self, limit_s: float, status: ProcessStatus) -> float:
         timeout_s = self._timeout_of(status)
         if math.isinf(timeout_s):

@@ -23,10 +23,10 @@ from jdp.worker.process_status import (
 
 # The time from the end of a step on the devices to the end of the next has five parts:
 #
-#   data     the devices were idle, and the process waited for a batch
-#   paused   the devices were idle while the process saved, evaluated or was in a phase of the
-#            author's; or they copied the state for a commit
-#   host     the devices were idle for another reason: code between steps, dispatch
+#   data     idle devices while the process waited for a batch
+#   paused   idle devices while the process saved, evaluated or was in a phase of the author's;
+#            or they copied the state for a commit
+#   host     idle devices for another reason: code between steps, dispatch
 #   waited   for others, in a collective of jdp's library or between steps; a wait in XLA's
 #            collectives is unknown and counts as computation
 #   compute  the rest

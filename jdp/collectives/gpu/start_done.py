@@ -34,7 +34,7 @@ def split(
       buckets: lists of leaves, one dtype each; any shapes. Sums of bfloat16 and float16 are taken
         in float32.
       axis_name: a name, or a tuple of names, bound by `shard_map`, of GPUs.
-      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: unused.
 
     Returns:

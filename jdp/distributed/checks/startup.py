@@ -39,7 +39,7 @@ class Lines(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return how often each line occurs, by its digest."""
+        """Return each line's number of occurrences, by its digest."""
         ...
 
     @property

@@ -11,7 +11,7 @@ from jdp.launch.options import Options
 from jdp.worker.live_line import LiveLine
 from jdp.worker.run_progress import RunSummary
 
-# Seconds between lines without a terminal.
+# Between lines without a terminal.
 PLAIN_S = 30.0
 
 

@@ -16,7 +16,7 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 _SUFFIX = "-cache"
 
-# Seconds between a file's write time and a program's next run.
+# Between a file's write time and a program's next run.
 _JUST_NOW_S = 1.0
 
 

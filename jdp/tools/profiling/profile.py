@@ -197,7 +197,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
 
     Raises:
       ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; at the
-        start of the block, if processes have different steps.
+        block's start, if processes have different steps.
       RuntimeError: at the block's start, if a profile already runs, also one of JAX's, or if this
         one had a block before.
       OSError: at the block's start, if `folder` cannot be written.
