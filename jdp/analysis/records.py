@@ -155,7 +155,7 @@ class Record:
         return tuple(found.items())
 
     def marks(self, lattice: Lattice) -> tuple[Marked, ...]:
-        """Return the marks in all bodies, once an equation."""
+        """Return the marks in all bodies, once per equation."""
         found: dict[int, Marked] = {}
         for note, line in self._found("mark"):
             value, under = lattice.decode(note.facts[0]), lattice.names(note.facts[1])

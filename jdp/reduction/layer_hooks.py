@@ -21,8 +21,8 @@ from jdp.reduction import step_context, weighted_sum
 def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `same(*args, share, witness)` with a custom backward pass.
 
-    The hooks act together: a nested derivative of the carry alone gets `is_ours=False`, and leaves
-    them to the derivative of the parameters, and so of the witness.
+    The hooks act together or not at all: a nested derivative of the carry alone gets
+    `is_ours=False`, and leaves them to the derivative of the parameters, and so of the witness.
     """
     hook = jax.custom_vjp(same)
 

@@ -553,7 +553,7 @@ class _LateScatter:
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
-            # As above, keep it behind the matmuls.
+            # XLA waits for a sum at its first use, so keep it behind the matmuls.
             sums = self._shards.sums(slot, residuals[0])
             sums, gradient = lax.optimization_barrier((sums, gradient))
             return None, sums, gradient, nothing

@@ -71,7 +71,6 @@ class RunSummary(NamedTuple):
       ettr: effective training time ratio: the fraction of the time since the first step with new
         progress, without recoveries and repeated steps. None without a launcher.
       activity: a phase of over two seconds, such as "compiling for 7 s".
-      target: step at which the loop over `jdp.batches` ends.
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
     >>> print(summary)
