@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 256,
-    "lines of jdp": 56_138,
-    "words of docstrings and comments in jdp": 67_715,
+    "lines of jdp": 56_073,
+    "words of docstrings and comments in jdp": 64_995,
     "lines of tests": 74_738,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
