@@ -66,10 +66,10 @@ LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 class Sampler(Iterator[np.ndarray]):
     """Shuffled row numbers, every row once per epoch, from any position at once.
 
-    All epochs together are one endless stream of row numbers. Epoch e is a permutation that depends
-    only on (seed, e). The only state to save is `position`, the number of rows returned so far. The
-    order depends on neither the batch size nor the number of ranks, so a run can resume at the same
-    row with others. Batches continue across an epoch's end, and all are full.
+    All epochs are one endless stream of row numbers. Epoch e is a permutation that depends only on
+    (seed, e). The only state to save is `position`, the number of rows returned so far. The order
+    depends on neither the batch size nor the number of ranks, so a run can resume at the same row
+    with others. Batches continue across an epoch's end, and all are full.
 
     The cost of shuffling does not grow with the rows: above 2**16, a keyed permutation computes row
     numbers on demand.

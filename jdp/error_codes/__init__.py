@@ -19,7 +19,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """Return a code's page in Markdown."""
+    """Return the page of a code in Markdown, or None."""
     if code.upper() not in codes():
         return None
     return (_pages() / f"{code.upper()}.md").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def title(code: str) -> str:
     return (page(code) or "").partition("\n")[0].removeprefix(f"# {code}: ")
 
 
-# The pages' folder, also in a zip file.
+# The folder of the pages, also in a zip file.
 def _pages() -> Any:
     from importlib import resources  # not for each `import jdp`
 

@@ -11,7 +11,7 @@ class RunCounts(NamedTuple):
       rows: of all ranks in the called steps, as far as jdp supplied the batches.
       data_s: seconds of waiting for data.
       commit, checkpoint: step of the last; -1 for none.
-      logged: last step in `jdp.log` with one of the following; -1 for none.
+      logged: last step in `jdp.log` with one of these; -1 for none.
       loss, learning_rate, gradient_norm: latest value, or None.
       target: step at which the loop over `jdp.batches` ends; -1 if unknown.
       is_evaluating: whether `jdp.evaluate` runs.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 256,
     "lines of jdp": 56_073,
-    "words of docstrings and comments in jdp": 64_995,
+    "words of docstrings and comments in jdp": 64_998,
     "lines of tests": 74_738,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,

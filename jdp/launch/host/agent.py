@@ -7,7 +7,7 @@ States, and what ends them:
   a generation  its processes run here, see `local_generation.py`; until all have ended (waiting)
   over          the run is over for this host; the message `over` leads here from any state
 
-If the leader is lost, the others continue without this host. So it kills its processes, keeps its
+If the leader is lost, others continue without this host. So it kills its processes, keeps its
 standbys and commit memory, and joins again. Processes that were asked to end may first use their
 shutdown timeout, since their checkpoint counts; then it is over.
 """
