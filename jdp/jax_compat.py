@@ -29,6 +29,9 @@ CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 # 0.10.2, not on 0.12.0.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 
+# XLA for CPUs removes barriers before it has fused operations.
+FUSES_ACROSS_BARRIERS = jax.__version_info__ < (0, 12, 0)
+
 # JAX 0.11.2's compiler crashes on an empty argument of `shard_map` beside others.
 CRASHES_ON_EMPTY_ARGUMENTS = jax.__version_info__ == (0, 11, 2)
 

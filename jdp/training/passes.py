@@ -76,7 +76,8 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     if spec.virtual_ranks is None:
         return built
     traced = built.program.trace(*built.inputs.args)
-    return built._replace(program=virtual_ranks.mapped(traced, mesh, spec.axis_name[0]))
+    why_xla = call_order.PART_OF_ANOTHER if rank_program.series else None
+    return built._replace(program=virtual_ranks.mapped(traced, mesh, spec.axis_name[0], why_xla))
 
 
 def _built(rank_program: RankProgram, probed: Pass) -> Pass:

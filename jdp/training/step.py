@@ -550,6 +550,9 @@ def train_step(
         sum(w * x) / sum(w); weight 0 contributes 0, even with NaN. Finite and >= 0: an invalid
         constant is refused, other invalid values are an error soon after. A differentiated
         `lax.psum` or `lax.all_gather` is refused: JAX transposes it without weights.
+      virtual_ranks: trace the step for so many ranks, >= 1, and run it on at most as many, with
+        equal bits of state and metrics on any number of them (CPUs). Rows of the batch, keys,
+        weights and statistics belong to virtual ranks. For `jdp.replicated`.
       donate: reuse the memory of the input state for the returned one. Ctrl-C is then delayed until
         the call has returned the new state.
 
@@ -595,6 +598,7 @@ def eval_step(
       fn: `fn(state, batch, *rest) -> metrics`, as for `train_step`, without donation.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
       weight: `weight(batch) -> []`, how much this rank's rows count.
+      virtual_ranks: as for `train_step`.
 
     Returns:
       `step(state, batch, *rest) -> metrics`; `jdp.evaluate` runs it over a whole set.

@@ -14,7 +14,6 @@ XLA must compile a region alike for any number of ranks, as fusion decides about
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jdp import jax_compat, rank_state
 from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
+from jdp.collectives import call_order, shards
 from jdp.error_codes import with_code
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
 from jdp.reduction.optimizer import sharding_of
@@ -55,8 +55,8 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
         return
     if num_ranks != mesh.size:
         raise ValueError(
-            f"`{spec.name}` has virtual_ranks={number}, but the mesh {dict(mesh.shape)} has further "
-            "axes, whose sums depend on their sizes. Make the mesh with jdp.init()."
+            f"`{spec.name}` has virtual_ranks={number}, but its mesh has further axes, "
+            f"{dict(mesh.shape)}, whose sums depend on their sizes. Use a mesh of jdp.init()."
         )
     if num_ranks > number:
         raise ValueError(
@@ -107,6 +107,10 @@ class Blocks(NamedTuple):
         rank = np.searchsorted(starts, np.arange(self.num_virtual), side="right") - 1
         return rank * self.width + np.arange(self.num_virtual) - starts[rank]
 
+    def slots_of(self, num_nodes: int) -> Sequence[int]:
+        """Return the places of so many nodes of the sums over all ranks, in order."""
+        return range(num_nodes) if self.is_even else [*self.slots()]
+
     def fillers(self) -> np.ndarray:
         """Return a virtual rank for each place, `[ranks * width]` int; unused places have any."""
         found = np.zeros(self.num_ranks * self.width, int)
@@ -114,13 +118,23 @@ class Blocks(NamedTuple):
         return found
 
 
-class _Place(NamedTuple):
+class _Ranks(NamedTuple):
     """What the regions of a traced program share."""
 
     axis_name: str
     blocks: Blocks
+    mesh: Mesh
     start: jax.Array  # this rank's first virtual rank, int32 []
     count: jax.Array  # the number of them, int32 [], unknown to XLA
+    latest: list[Any]  # results of the latest collective
+
+    def after(self, values: Sequence[Any]) -> list[Any]:
+        """Return the operands of a collective that waits for the latest one."""
+        return lax.optimization_barrier([*values, *self.latest])[: len(values)]
+
+    def follow(self, results: Sequence[Any]) -> None:
+        """Record a collective: XLA may run independent ones in any order on each rank."""
+        self.latest[:] = results[:1]
 
 
 def traced_mesh(spec: StepSpec, mesh: Mesh) -> Any:
@@ -130,11 +144,21 @@ def traced_mesh(spec: StepSpec, mesh: Mesh) -> Any:
     return AbstractMesh((spec.virtual_ranks,), spec.axis_name, axis_types=(AxisType.Auto,))
 
 
-def mapped(traced: Any, mesh: Mesh, axis_name: str) -> Callable[..., Any]:
-    """Return a program, traced with one `shard_map` over the virtual ranks, for a mesh."""
+def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Callable[..., Any]:
+    """Return a program, traced with one `shard_map` over the virtual ranks, for a mesh.
+
+    `why_xla` says why it must not make native calls, or is None.
+    """
     flat, out_tree = flatten(traced.jaxpr), jax.tree.structure(traced.out_avals)
+    names = jaxprs.primitive_names(traced.jaxpr)
+    if not names.isdisjoint(_COLLECTIVES - _SUMS) or _has_sums_in_loops(traced.jaxpr):
+        why_xla = why_xla or "the step has other collectives than sums, or sums in loops."
 
     def run(*args: Any) -> Any:
+        with call_order.entered(why_not=why_xla):
+            return evaluated(*args)
+
+    def evaluated(*args: Any) -> Any:
         env = _environment(flat, jax.tree.leaves(args))
         for operation in flat.operations:
             operands = [env[each] for each in operation.ins]
@@ -146,6 +170,11 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str) -> Callable[..., Any]:
         return out_tree.unflatten([env[each] for each in flat.outs])
 
     return run
+
+
+def _has_sums_in_loops(jaxpr: Any) -> bool:
+    loops = [eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name in _LOOPS]
+    return any(_has_collective(body) for eqn in loops for body in jaxprs.bodies(eqn))
 
 
 def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> list[Any]:
@@ -164,7 +193,8 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
         rank = lax.axis_index(axis_name)
         starts = jnp.asarray(blocks.starts(), jnp.int32)
         count = jnp.int32(blocks.width) if blocks.is_even else starts[rank + 1] - starts[rank]
-        place = _Place(axis_name, blocks, starts[rank], lax.optimization_barrier(count))
+        count = lax.optimization_barrier(count)
+        ranks = _Ranks(axis_name, blocks, mesh, starts[rank], count, [])
         stacked = [
             value if dim is None else _stacked(value, dim, 1 if is_of_rank else blocks.width)
             for value, dim, is_of_rank in zip(values, in_dims, are_of_rank, strict=True)
@@ -174,7 +204,7 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
             for value, is_of_rank in zip(stacked, are_of_rank, strict=True)
         ]
         flags = [dim is not None for dim in in_dims]
-        results, are_varying = _Regions(program, flags).run(place, stacked)
+        results, are_varying = _Regions(program, flags).run(ranks, stacked)
         outs = zip(results, are_varying, out_dims, strict=True)
         return [_leaving(value, flag, dim, blocks.width) for value, flag, dim in outs]
 
@@ -309,16 +339,16 @@ class _Regions:
         self._stages = self._scheduled()
         self.are_varying = [each in self.varying for each in program.outs]
 
-    def run(self, place: _Place, ins: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    def run(self, ranks: _Ranks, ins: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         """Return the outputs, and which of them are stacked."""
         program = self._program
         env = _environment(program, ins)
         for stage in self._stages:
             by_kind = [[each for kind, each in stage if kind == wanted] for wanted in range(4)]
-            self._run_uniform(by_kind[_UNIFORM], env, place)
-            self._run_varying(by_kind[_VARYING], env, place)
-            self._run_collectives(by_kind[_COLLECTIVE], env, place)
-        self._compute([self._constant[x] for x in program.outs if x in self._constant], env, place)
+            self._run_uniform(by_kind[_UNIFORM], env, ranks)
+            self._run_varying(by_kind[_VARYING], env, ranks)
+            self._run_collectives(by_kind[_COLLECTIVE], env, ranks)
+        self._compute([self._constant[x] for x in program.outs if x in self._constant], env, ranks)
         return [env[each] for each in program.outs], self.are_varying
 
     def _kind(self, operation: FlatOperation) -> int:
@@ -365,44 +395,37 @@ class _Regions:
         return stages
 
     def _run_uniform(
-        self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _Ranks
     ) -> None:
-        ins, outs = self._boundary(operations)
-        if not outs:
+        region = _Region(self._compute, operations, *self._boundary(operations), ranks)
+        if not region.outs:
             return
-        inner = _barred({x: env[x] for x in ins})
-        self._compute(operations, inner, place)
-        env.update(_barred({x: inner[x] for x in outs}))
+        values = [env[x] for x in region.ins]
+        if jax_compat.FUSES_ACROSS_BARRIERS:
+            env.update(region.results(region.in_branch(values)))
+        else:
+            env.update(region.results(region.run(None, *values)))
 
     def _run_varying(
-        self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _Ranks
     ) -> None:
-        ins, outs = self._boundary(operations)
+        region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         if not operations:
             return
-
-        def region(i: Any, *values: Any) -> list[Any]:
-            inner = _barred(dict(zip(ins, values, strict=True)))
-            self._compute(operations, inner, place, _Local(place.start + i, {}))
-            return lax.optimization_barrier([inner[each] for each in outs])
-
-        def never(*values: Any) -> list[Any]:
-            return [jnp.zeros(each.aval.shape, each.aval.dtype) for each in outs]
-
-        width = place.blocks.width
+        width = ranks.blocks.width
         if width == 1:  # without copies into stacks
-            values = [env[x][0] if x in self.varying else env[x] for x in ins]
-            results = lax.cond(place.count > 0, functools.partial(region, 0), never, *values)
-            env.update((x, y[None]) for x, y in zip(outs, results, strict=True))
+            values = [env[x][0] if x in self.varying else env[x] for x in region.ins]
+            results = region.results(region.in_branch(values, ranks.start))
+            env.update((x, y[None]) for x, y in results.items())
             return
 
         def body(i: Any, stacks: list[Any]) -> list[Any]:
-            values = [_element(env[x], i) if x in self.varying else env[x] for x in ins]
-            pairs = zip(stacks, region(i, *values), strict=True)
+            values = [_element(env[x], i) if x in self.varying else env[x] for x in region.ins]
+            pairs = zip(stacks, region.run(ranks.start + i, *values), strict=True)
             return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
 
-        stacks = [jnp.broadcast_to(x, (width, *x.shape)) for x in never()]
-        env.update(zip(outs, lax.fori_loop(0, place.count, body, stacks), strict=True))
+        stacks = [jnp.broadcast_to(x, (width, *x.shape)) for x in region.zeros()]
+        env.update(region.results(lax.fori_loop(0, ranks.count, body, stacks)))
 
     def _boundary(
         self, operations: Sequence[FlatOperation]
@@ -425,27 +448,27 @@ class _Regions:
         self,
         operations: Sequence[FlatOperation],
         env: dict[FlatValue, Any],
-        place: _Place,
+        ranks: _Ranks,
         local: "_Local | None" = None,
     ) -> None:
         """Compute operations, and the constants that they read."""
         local = _Local(None, {}) if local is None else local
         for operation in operations:
             needed = [self._constant[x] for x in operation.ins if x in self._constant]
-            self._compute([x for x in needed if x.outs[0] not in env], env, place, local)
+            self._compute([x for x in needed if x.outs[0] not in env], env, ranks, local)
             operands = [x.constant if x.constant is not None else env[x] for x in operation.ins]
             env.update(zip(operation.outs, local.run(operation, operands), strict=True))
 
     def _run_collectives(
-        self, operations: list[FlatOperation], env: dict[FlatValue, Any], place: _Place
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _Ranks
     ) -> None:
         read = {each for operation in operations for each in operation.ins}
-        self._compute([self._constant[x] for x in read if x in self._constant], env, place)
+        self._compute([self._constant[x] for x in read if x in self._constant], env, ranks)
         sums = [each for each in operations if each.eqn.primitive.name in _SUMS]
         for operation in sums:
-            _require_all_ranks(operation.eqn, place)
+            _require_all_ranks(operation.eqn, ranks)
         summed = [x for operation in sums for x in operation.ins]
-        totals = _totals([self._stack(env, x, place) for x in summed], place)
+        totals = _totals([self._stack(env, x, ranks) for x in summed], ranks)
         env.update(zip([x for each in sums for x in each.outs], totals, strict=True))
         for operation in operations:
             if operation.eqn.primitive.name in _SUMS:
@@ -453,28 +476,85 @@ class _Regions:
             operands = [env[x] if x.constant is None else x.constant for x in operation.ins]
             flags = [x in self.varying for x in operation.ins]
             if operation.eqn.primitive.name in _LOOPS:
-                results = _Loop(operation.eqn, flags).run(operands, flags, place)
+                inside = ranks._replace(latest=[])
+                results = _CollectiveLoop(operation.eqn, flags).run(
+                    ranks.after(operands), flags, inside
+                )
+                ranks.follow(results)
             else:
-                _require_all_ranks(operation.eqn, place)
-                stacks = [self._stack(env, x, place) for x in operation.ins]
-                results = _exchanged(operation, stacks, place)
+                _require_all_ranks(operation.eqn, ranks)
+                stacks = [self._stack(env, x, ranks) for x in operation.ins]
+                results = _exchanged(operation, stacks, ranks)
             env.update(zip(operation.outs, results, strict=True))
 
-    def _stack(self, env: dict[FlatValue, Any], x: FlatValue, place: _Place) -> jax.Array:
+    def _stack(self, env: dict[FlatValue, Any], x: FlatValue, ranks: _Ranks) -> jax.Array:
         value = env[x] if x.constant is None else x.constant
-        return value if x in self.varying else _repeated(value, place)
+        return value if x in self.varying else _repeated(value, ranks)
 
 
 def _barred(values: dict[FlatValue, Any]) -> dict[FlatValue, Any]:
     return dict(zip(values, lax.optimization_barrier([*values.values()]), strict=True))
 
 
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+class _Region:
+    """Operations between collectives, which XLA compiles alike for any number of ranks."""
+
+    def __init__(
+        self,
+        compute: Callable[..., None],
+        operations: Sequence[FlatOperation],
+        ins: list[FlatValue],
+        outs: list[FlatValue],
+        ranks: _Ranks,
+    ) -> None:
+        self.ins, self.outs = ins, outs
+        self._compute, self._operations, self._ranks = compute, operations, ranks
+        self._key_kinds: dict[FlatValue, Any] = {}  # keys leave as their data
+
+    def run(self, virtual_rank: Any, *values: Any) -> list[Any]:
+        """Return the results for one virtual rank, or for None."""
+        inner = _barred(dict(zip(self.ins, values, strict=True)))
+        self._compute(self._operations, inner, self._ranks, _Local(virtual_rank, {}))
+        found = [inner[x] for x in self.outs]
+        for x, value in zip(self.outs, found, strict=True):
+            if _is_key(value):
+                self._key_kinds[x] = jax.random.key_impl(value)
+        return lax.optimization_barrier(
+            [jax.random.key_data(value) if _is_key(value) else value for value in found]
+        )
+
+    def in_branch(self, values: Sequence[Any], virtual_rank: Any = None) -> list[Any]:
+        """Return the results of a branch that XLA cannot open."""
+        taken = functools.partial(self.run, virtual_rank)
+        return lax.cond(self._ranks.count > 0, taken, lambda *_: self.zeros(), *values)
+
+    def zeros(self) -> list[jax.Array]:
+        """Return zeros like the results."""
+        return [_zeros(x.aval) for x in self.outs]
+
+    def results(self, values: Sequence[Any]) -> dict[FlatValue, Any]:
+        """Return the values that leave, and keys as keys."""
+        found = dict(zip(self.outs, values, strict=True))
+        kinds = self._key_kinds
+        return found | {x: jax.random.wrap_key_data(found[x], impl=kinds[x]) for x in kinds}
+
+
+def _zeros(aval: Any) -> jax.Array:
+    described = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    data = jax.eval_shape(jax.random.key_data, described) if _is_key(aval) else described
+    return jnp.zeros(data.shape, data.dtype)
+
+
 def _element(stack: jax.Array, i: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)
 
 
-def _repeated(x: Any, place: _Place) -> jax.Array:
-    return jnp.broadcast_to(x, (place.blocks.width, *jnp.shape(x)))
+def _repeated(x: Any, ranks: _Ranks) -> jax.Array:
+    return jnp.broadcast_to(x, (ranks.blocks.width, *jnp.shape(x)))
 
 
 class _Local(NamedTuple):
@@ -559,10 +639,10 @@ def _controlled(eqn: Any, operands: Sequence[Any], evaluate: _Evaluate) -> list[
 
 def _loop_flags(operation: FlatOperation, flags: list[bool]) -> list[bool]:
     """Return which results of a loop or branches with collectives vary."""
-    return _Loop(operation.eqn, flags).are_varying
+    return _CollectiveLoop(operation.eqn, flags).are_varying
 
 
-class _Loop:
+class _CollectiveLoop:
     """A loop, or branches, with collectives in a body."""
 
     def __init__(self, eqn: Any, flags: list[bool]) -> None:
@@ -606,7 +686,7 @@ class _Loop:
         if is_wrong:
             _refuse(self._eqn, f"reduces over ranks where it {why}")
 
-    def run(self, operands: Sequence[Any], flags: Sequence[bool], place: _Place) -> list[Any]:
+    def run(self, operands: Sequence[Any], flags: Sequence[bool], ranks: _Ranks) -> list[Any]:
         """Return the results, stacked where they vary."""
         name = self._eqn.primitive.name
         is_scan = name == "scan"
@@ -615,16 +695,16 @@ class _Loop:
         for i, (x, flag) in enumerate(zip(operands, flags, strict=True)):
             wanted = i >= self._num_before and self.flags[i - self._num_before]
             if wanted and not flag:
-                x = _repeated(x, place)
+                x = _repeated(x, ranks)
             given.append(jnp.moveaxis(x, 0, 1) if wanted and i >= first_x else x)
 
         def evaluate(program: Any, ins: Sequence[Any]) -> list[Any]:
             if name == "while" and program is self._eqn.params["cond_jaxpr"]:
                 return _Local(None, {})._evaluate(program, ins)
             regions = self._regions[self._index(program)]
-            outs, are_varying = regions.run(place, ins)
+            outs, are_varying = regions.run(ranks, ins)
             wanted = zip(outs, are_varying, self.are_varying, strict=True)
-            return [x if is_one == flag else _repeated(x, place) for x, is_one, flag in wanted]
+            return [x if is_one == flag else _repeated(x, ranks) for x, is_one, flag in wanted]
 
         results = _controlled(self._eqn, given, evaluate)
         if not is_scan:
@@ -650,53 +730,54 @@ def _refuse(eqn: Any, what: str) -> None:
     )
 
 
-def _require_all_ranks(eqn: Any, place: _Place) -> None:
+def _require_all_ranks(eqn: Any, ranks: _Ranks) -> None:
     axes = jaxprs.collective_axes(eqn)
-    if axes != (place.axis_name,) or eqn.params.get("axis_index_groups") is not None:
+    if axes != (ranks.axis_name,) or eqn.params.get("axis_index_groups") is not None:
         _refuse(eqn, f"reduces over {axes} or groups of ranks")
 
 
 def _exchanged(
-    operation: FlatOperation, stacks: Sequence[jax.Array], place: _Place
+    operation: FlatOperation, stacks: Sequence[jax.Array], ranks: _Ranks
 ) -> list[jax.Array]:
     """Run a collective other than a sum on the values of all virtual ranks."""
-    blocks, name = place.blocks, operation.eqn.primitive.name
+    blocks, name = ranks.blocks, operation.eqn.primitive.name
     if name == "reduce_scatter":
-        return [_scattered(operation.eqn, total, place) for total in _totals(stacks, place)]
+        return [_scattered(operation.eqn, total, ranks) for total in _totals(stacks, ranks)]
     slots = blocks.slots()
     if blocks.num_ranks > 1:
-        stacks = [lax.all_gather(x, place.axis_name, tiled=True) for x in stacks]
+        stacks = [lax.all_gather(x, ranks.axis_name, tiled=True) for x in ranks.after(stacks)]
+        ranks.follow(stacks)
     if not blocks.is_even:
         stacks = [x[slots] for x in stacks]
     size = blocks.num_virtual
     run = jax.vmap(
-        lambda *operands: operation.run(operands), axis_name=place.axis_name, axis_size=size
+        lambda *operands: operation.run(operands), axis_name=ranks.axis_name, axis_size=size
     )
     results = run(*stacks)
     if name in _UNIFORM_RESULTS:
         return [x[0] for x in results]
-    mine = jnp.minimum(place.start + jnp.arange(blocks.width), size - 1)
+    mine = jnp.minimum(ranks.start + jnp.arange(blocks.width), size - 1)
     return [jnp.take(x, mine, axis=0) for x in results]
 
 
-def _scattered(eqn: Any, total: jax.Array, place: _Place) -> jax.Array:
-    dim, size = eqn.params["scatter_dimension"], place.blocks.num_virtual
-    mine = jnp.minimum(place.start + jnp.arange(place.blocks.width), size - 1)
+def _scattered(eqn: Any, total: jax.Array, ranks: _Ranks) -> jax.Array:
+    dim, size = eqn.params["scatter_dimension"], ranks.blocks.num_virtual
+    mine = jnp.minimum(ranks.start + jnp.arange(ranks.blocks.width), size - 1)
     cut = jnp.moveaxis(total.reshape(*total.shape[:dim], size, -1, *total.shape[dim + 1 :]), dim, 0)
     found = jnp.take(cut, mine, axis=0)
     return found if eqn.params["tiled"] else jnp.squeeze(found, dim + 1)
 
 
-def _totals(stacks: Sequence[jax.Array], place: _Place) -> list[jax.Array]:
+def _totals(stacks: Sequence[jax.Array], ranks: _Ranks) -> list[jax.Array]:
     """Sum stacks `[width, ...]` over all virtual ranks, by a binary tree."""
-    blocks = place.blocks
+    blocks = ranks.blocks
     # A power of two that divides `width`: whole subtrees of this rank.
     size = blocks.width & -blocks.width if blocks.is_even else 1
     nodes = [_of_subtrees(_wide(x), size) for x in stacks]
     if blocks.num_ranks == 1:
         totals = [_tree([*x]) for x in nodes]
     else:
-        totals = _totals_of_ranks(nodes, place)
+        totals = _totals_of_ranks(nodes, ranks)
     return [lax.convert_element_type(x, like.dtype) for x, like in zip(totals, stacks, strict=True)]
 
 
@@ -706,31 +787,30 @@ def _wide(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, jnp.float32) if is_short else x
 
 
-def _totals_of_ranks(nodes: Sequence[jax.Array], place: _Place) -> list[jax.Array]:
-    found: list[Any] = [None] * len(nodes)
+def _totals_of_ranks(nodes: Sequence[jax.Array], ranks: _Ranks) -> list[jax.Array]:
+    """Sum nodes `[nodes, ...]` of each rank: each rank sums a part of each leaf, in order."""
+    blocks, found = ranks.blocks, [*nodes]
+    is_native = shards.is_native((ranks.axis_name,), ranks.mesh)
     for dtype in dict.fromkeys(x.dtype for x in nodes):
         places = [i for i, x in enumerate(nodes) if x.dtype == dtype]
-        num_nodes, shapes = len(nodes[places[0]]), [nodes[i].shape[1:] for i in places]
-        rows = jnp.concatenate([nodes[i].reshape(num_nodes, -1) for i in places], axis=1)
-        total = _summed(rows, place)
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        pieces = jnp.split(total, ends[:-1])
-        for i, piece, shape in zip(places, pieces, shapes, strict=True):
-            found[i] = piece.reshape(shape)
+        rows = [nodes[i].reshape(len(nodes[i]), -1) for i in places]
+        sizes = [x.shape[1] for x in rows]
+        rows = rows if is_native else [jnp.concatenate(rows, axis=1)]
+        padded = [_padded(x, blocks.num_ranks) for x in ranks.after(rows)]
+        names = (ranks.axis_name,)
+        (mine,) = shards.all_to_all([padded], [[(1, 0)] * len(rows)], names, mesh=ranks.mesh)
+        sums = [_tree([x[i] for i in blocks.slots_of(len(x))]) for x in mine]
+        (totals,) = shards.all_gather([sums], [[0] * len(rows)], names, mesh=ranks.mesh)
+        ranks.follow(totals)
+        if not is_native:
+            totals = jnp.split(totals[0][: sum(sizes)], np.cumsum(sizes)[:-1])
+        for i, size, total in zip(places, sizes, totals, strict=True):
+            found[i] = total[:size].reshape(nodes[i].shape[1:])
     return found
 
 
-def _summed(rows: jax.Array, place: _Place) -> jax.Array:
-    """Sum `[nodes, size]` of each rank over nodes and ranks: each rank sums a part, in order."""
-    blocks = place.blocks
-    num_nodes, size = rows.shape
-    part = -(-size // blocks.num_ranks)
-    rows = jnp.pad(rows, ((0, 0), (0, part * blocks.num_ranks - size)))
-    parts = rows.reshape(num_nodes, blocks.num_ranks, part)
-    mine = lax.all_to_all(parts, place.axis_name, 1, 0)  # [ranks, nodes, part]
-    flat = mine.reshape(-1, part)
-    ordered = [*flat] if blocks.is_even else [flat[i] for i in blocks.slots()]
-    return lax.all_gather(_tree(ordered), place.axis_name, tiled=True)[:size]
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple)))
 
 
 def _of_subtrees(stack: jax.Array, size: int) -> jax.Array:

@@ -141,7 +141,7 @@ def transformer(layers="unrolled"):
         x = params["table"][text]
         if layers == "unrolled":
             for i in range(depth):
-                x = layer(x, jax.tree.map(lambda p: p[i], params["layers"]))
+                x = layer(x, {name: p[i] for name, p in params["layers"].items()})
         elif layers == "jdp":
             x, _ = jdp.scan_layers(lambda x, p: (layer(x, p), None), x, params["layers"])
         else:
