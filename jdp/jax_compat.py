@@ -87,23 +87,27 @@ def is_deleted(array: Any) -> bool:
     devices = array.sharding.device_set
     if len(devices) == 1 or next(iter(devices)).platform != "cpu":
         return False
+    array = getattr(array, "_base_array", array)  # of a key
     arrays = getattr(array, "_arrays", None)  # faster than the public name
     if arrays is None:
         arrays = [shard.data for shard in array.addressable_shards]
     return any(each.is_deleted() for each in arrays)
 
 
-_is_deleted = operator.methodcaller("is_deleted")
+try:
+    from jax._src.array import ArrayImpl
+
+    _is_deleted: Any = ArrayImpl.is_deleted  # faster than a `methodcaller`
+except (ImportError, AttributeError):
+    _is_deleted = is_deleted
 _shards_of = operator.attrgetter("_arrays")
 
 
 def any_deleted(arrays: Sequence[Any]) -> bool:
     """Whether any array or shard was donated; faster than `is_deleted`."""
-    if any(map(_is_deleted, arrays)):
-        return True
     try:
         return any(map(_is_deleted, chain.from_iterable(map(_shards_of, arrays))))
-    except AttributeError:  # a key of JAX's, or another JAX
+    except (AttributeError, TypeError):  # a key of JAX's, or another JAX
         return any(map(is_deleted, arrays))
 
 

@@ -1,7 +1,6 @@
 """Kinds of leaves; a step passes other leaves than arrays through."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,9 +78,6 @@ def is_not_compiled(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) == 6
 
 
-_is_deleted = operator.methodcaller("is_deleted")
-
-
 def is_deleted(leaf: Any) -> bool:
     """Whether a leaf was donated or deleted."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
@@ -96,15 +92,6 @@ def any_deleted(tree: Any) -> bool:
         return jax_compat.any_deleted(leaves)
     except (AttributeError, TypeError):  # of a number, a tracer
         return any(map(is_deleted, leaves))
-
-
-def was_donated(state: Any) -> bool:
-    """Whether a state was donated as a whole: all shards of one leaf are examined."""
-    leaves = jax.tree.leaves(state)
-    try:
-        return any(map(_is_deleted, leaves)) or any(map(is_deleted, leaves[:1]))
-    except (AttributeError, TypeError):
-        return any_deleted(leaves)
 
 
 def require_alive(name: str, tree: Any, advice: str) -> None:

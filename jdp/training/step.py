@@ -45,12 +45,11 @@ class KnownState:
       is_callers: whether the caller may donate it to another step.
     """
 
-    __slots__ = ("_was_donated", "leaves")
+    __slots__ = ("_may_be_deleted", "leaves")
 
     def __init__(self, state: Any, *, is_callers: bool = False) -> None:
-        self._was_donated: Any = pytrees.was_donated if is_callers else None
-        if jax_compat.DELETED_ARRAY_CRASHES:
-            self._was_donated = pytrees.any_deleted
+        # The shards of a new state take longer to make than a step to call.
+        self._may_be_deleted = is_callers or jax_compat.DELETED_ARRAY_CRASHES
         self.leaves: list[weakref.ref] | None = None
         self.is_followed_by(state)
 
@@ -62,7 +61,7 @@ class KnownState:
         """Whether these are the leaves of this state, all alive."""
         if self.leaves is None or not state_check.are_known(self.leaves, leaves):
             return False
-        return self._was_donated is None or not self._was_donated(leaves)
+        return not (self._may_be_deleted and jax_compat.any_deleted(leaves))
 
 
 class LatestCall:
@@ -89,10 +88,9 @@ class LatestCall:
         leaves = _flatten(args[0])[0]
         if not (self._is_alone or self.known.are_leaves(leaves)):
             return False
-        if self.program.hits is not None and len(args) == 2:
-            return True  # JAX compares the batch: host arrays and other shardings miss its cache
         if not _are_apart(leaves, args):
             return False
+        # JAX compares shardings, too: others miss its cache.
         return self.program.hits is not None or self._lies_as_this(args[1:])
 
     def is_followed_by(self, state: Any) -> None:
@@ -133,16 +131,18 @@ def record_call(
 
 
 def _are_apart(state: Sequence[Any], args: tuple) -> bool:
-    """Whether further arguments need no copy: of a donated leaf, or an array of the host."""
+    """Whether further arguments are alive, no leaves of the state and no arrays of the host."""
     try:
-        leaves = _flatten(args[1:])[0]
-    except ValueError:  # with an error of their own
+        batch, *rest = args[1:]
+        leaves = _flatten((batch, rest))[0]
+        asked = leaves if jax_compat.DELETED_ARRAY_CRASHES else _flatten(rest)[0]
+        if asked and jax_compat.any_deleted(asked):
+            return False
+    except (AttributeError, TypeError, ValueError):  # not arrays, or with an error of their own
         return False
     if not {*map(id, leaves)}.isdisjoint(map(id, state)):
         return False
-    if any(isinstance(leaf, np.ndarray) for leaf in leaves):  # the caller may write into it
-        return False
-    return not (jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted(leaves))
+    return not any(isinstance(leaf, np.ndarray) for leaf in leaves)  # the caller may write into it
 
 
 def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:
@@ -429,19 +429,14 @@ class Step:
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
             state = placing.place_state(held, where, spec)
             leaves = jax.tree.leaves(state)
-        if jax_compat.DELETED_ARRAY_CRASHES:
-            placing.require_alive_or_unsorted(spec, [state, batch, *rest])
+        placing.require_alive_or_unsorted(spec, [(), batch, *rest])
         try:
             batch = place_batch(batch, where, spec.axis_name, spec.virtual_ranks)
-        except RuntimeError:
-            placing.require_alive(spec, [state, batch])
-            raise
         except ValueError:
             placing.require_batch(spec, batch, len(rest))
             raise
         rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
-        # A batch that is sharded over several ranks is a copy already.
-        if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):
+        if spec.donate:
             batch, *rest = placing.copy_donated([batch, *rest], leaves)
         is_traced = is_traced or _holds_tracer((batch, rest))
         compiled = self._compiled_steps.get((where, is_traced, spec.keywords))

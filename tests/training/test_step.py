@@ -747,6 +747,49 @@ def test_a_further_argument_that_was_donated_is_named():
         step(s, batch(), teacher)
 
 
+@pytest.mark.parametrize("named", ["state", "teacher"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_the_caller_donated_is_named_also_where_a_view_keeps_shards(named, num_ranks):
+    where = ranks(num_ranks)
+
+    @jdp.eval_step
+    def step(state, batch, teacher):
+        return jdp.mean_over_ranks(batch.mean()) + teacher + state["x"]
+
+    copies = NamedSharding(where, P())
+    args = {"state": {"x": jnp.zeros(())}, "batch": jnp.zeros(num_ranks), "teacher": jnp.zeros(())}
+    args = {name: jax.device_put(x, copies) for name, x in args.items()}
+    args["batch"] = jax.device_put(args["batch"], NamedSharding(where, P("data")))
+    for _ in range(3):
+        assert step(*args.values()) == 0
+    (donated,) = jax.tree.leaves(args[named])
+    views = [np.asarray(shard.data) for shard in donated.addressable_shards[:-1]]
+    jax.jit(lambda x: x + 1, donate_argnums=0)(donated)
+    assert not donated.is_deleted()
+    with pytest.raises(ValueError, match=f"`{named}.*was donated"):
+        step(*args.values())
+    assert len(views) == num_ranks - 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_batch_may_be_a_leaf_of_the_donated_state(num_ranks):
+    where = ranks(num_ranks)
+    tx = jdp.sharded(optax.sgd(1.0), stage=3, min_size=1)
+    s = jdp.TrainState.create({"w": jnp.arange(12.0)}, tx)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda p: p["w"].sum() * batch.mean())(state.params)
+        return state.apply_gradients(grads), {"mean": batch.mean()}
+
+    other = jax.device_put(jnp.full(12, 2.0), NamedSharding(where, P("data")))
+    means = []
+    for rows in (None, other, other, None, None):
+        s, metrics = step(s, s.params["w"] if rows is None else rows)
+        means.append(float(metrics["mean"]))
+    assert means == [5.5, 2, 2, -4, 0]
+
+
 def test_a_step_may_be_a_partial_function():
     ranks(2)
 
