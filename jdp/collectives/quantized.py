@@ -113,7 +113,7 @@ def summed_shards(
         sent = [each for each in leaves if _is_sent(each[0])]
         exact = [each for each in leaves if not _is_sent(each[0])]
         sums = iter(_exact(exact, axes, scale, mesh) if exact else [])
-        rounded = iter(_rounded(sent, axes, scale, name, block) if sent else [])
+        rounded = iter(_differentiable(sent, axes, scale, mesh, name, block) if sent else [])
         results.append([next(rounded if _is_sent(leaf) else sums) for leaf in bucket])
     return results
 
@@ -127,6 +127,30 @@ def _exact(
 ) -> list[jax.Array]:
     bucket, dims = zip(*leaves, strict=True)
     return xla_shards.reduce_scatter([bucket], [dims], axes, scale=scale, mesh=mesh)[0]
+
+
+def _differentiable(
+    leaves: Sequence[Leaf], axes: tuple[str, ...], scale: Scale, mesh: Mesh | None, name: str,
+    block: int,
+) -> list[jax.Array]:  # fmt: skip
+    """Return `_rounded`, with the derivatives of the exact sum: those of a rounding are 0."""
+    bucket, dims = zip(*leaves, strict=True)
+    is_constant = isinstance(scale, (int, float))
+
+    def exact(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
+        leaves = [*zip(bucket, dims, strict=True)]
+        return _exact(leaves, axes, scale if is_constant else factor, mesh)
+
+    @jax.custom_jvp
+    def rounded(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
+        leaves = [*zip(bucket, dims, strict=True)]
+        return _rounded(leaves, axes, scale if is_constant else factor, name, block)
+
+    @rounded.defjvp
+    def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        return rounded(*primals), jax.jvp(exact, primals, tangents)[1]
+
+    return rounded(bucket, None if is_constant else scale)
 
 
 def _rounded(

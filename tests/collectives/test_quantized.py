@@ -226,6 +226,57 @@ def test_scanned_layers_send_8_bits(stage):
         assert np.abs(found - gradient).max() < 0.02 * np.abs(gradient).max()
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_derivatives_are_those_of_the_exact_sum(make_mesh, num_ranks):
+    x = normal(num_ranks, 5003)
+
+    def slopes(all_reduce, x):
+        def sums(x, factor):
+            ((total,),) = all_reduce([[x]], ("data",), scale=factor)
+            return total
+
+        half = jnp.float32(0.5)
+        total, of_both = jax.jvp(sums, (x, half), (jnp.cos(x), half))
+        _, transposed = jax.vjp(sums, x, half)
+        return total, of_both, transposed(jnp.sin(x))
+
+    got, want = (
+        per_rank(make_mesh(num_ranks), functools.partial(slopes, all_reduce), x)
+        for all_reduce in (quantized, jdp.collectives.xla)
+    )
+    assert np.abs(got[0] - want[0]).max() > 0
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), got[1:], want[1:]
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_gradient_flows_through_quantized_gradients(stage):
+    ranks(2)
+    x = np.random.default_rng(3).normal(size=(8, 64)).astype(np.float32)
+
+    def trained(all_reduce):
+        wrap = functools.partial(jdp.sharded, stage=stage) if stage else jdp.replicated
+        tx = wrap(optax.sgd(0.5), all_reduce=all_reduce)
+        state = jdp.TrainState.create({"w": jnp.ones((64, 80)) / 8}, tx)
+
+        @jdp.train_step
+        def step(state, x):
+            def inner(params):
+                return jnp.mean((x @ params["w"]) ** 2)
+
+            def outer(params):
+                slopes = jdp.sync_gradients(jax.grad(inner)(params), all_reduce=all_reduce)
+                return inner(jax.tree.map(lambda p, g: p - 0.5 * g, params, slopes))
+
+            return state.apply_gradients(jax.grad(outer)(state.params)), {}
+
+        return np.asarray(step(state, x)[0].params["w"]) - 1 / 8
+
+    got, exact = trained(quantized), trained(jdp.collectives.xla)
+    assert np.abs(got - exact).max() < 0.02 * np.abs(exact).max()
+
+
 def on_two_processes(x):
     mesh = jdp.init()
     tx = jdp.replicated(optax.sgd(1.0), all_reduce=quantized)
