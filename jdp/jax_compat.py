@@ -53,6 +53,16 @@ def trace_of(x: Any) -> Any:
     return getattr(x, "_trace", None)
 
 
+def batch_traces(x: Any) -> tuple[Any, ...]:
+    """Return the traces of the `jax.vmap`s that map a value, innermost first."""
+    traces = []
+    while isinstance(x, jax.core.Tracer):
+        if getattr(x, "batch_dim", None) is not None:
+            traces.append(trace_of(x))
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return tuple(traces)
+
+
 def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
     """Return `jax.shard_map(f, ...)` that also accepts zero-size arrays on JAX 0.11.2."""
     if not CRASHES_ON_EMPTY_ARGUMENTS:

@@ -2,7 +2,7 @@
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,15 +124,44 @@ def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[ja
     XLA would merge one of two simultaneous means with the gradients; metrics that depend on it
     would need another call.
     """
-    small = [i for i, x in enumerate(leaves) if x.size <= _MOST_PACKED and x.dtype == jnp.float32]
-    if len(small) < 2:
-        return sum_all(leaves)
-    large = [i for i in range(len(leaves)) if i not in small]
-    vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
-    vector, *sums = sum_all([vector, *(leaves[i] for i in large)])
-    parts = jnp.split(vector, np.cumsum([leaves[i].size for i in small])[:-1])
-    parts = [part.reshape(leaves[i].shape) for i, part in zip(small, parts, strict=True)]
-    found = dict(zip([*small, *large], [*parts, *sums], strict=True))
+    kinds = [_kind(x) if _is_small(x) else i for i, x in enumerate(leaves)]
+    groups = _grouped(kinds)
+    sums = sum_all([_joined([leaves[i] for i in group]) for group in groups])
+    return _parts(leaves, groups, sums)
+
+
+def _is_small(x: jax.Array) -> bool:
+    return x.size <= _MOST_PACKED and x.dtype == jnp.float32
+
+
+def _kind(x: jax.Array) -> tuple:
+    """Return what two leaves of one vector have in common, so that each part keeps its type."""
+    return x.dtype, axis.varying_axes(x), jax_compat.batch_traces(x)
+
+
+def _grouped(kinds: Iterable[Any]) -> list[list[int]]:
+    """Return the indices of each kind."""
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(i)
+    return [*groups.values()]
+
+
+def _joined(leaves: list[jax.Array]) -> jax.Array:
+    return leaves[0] if len(leaves) == 1 else jnp.concatenate([x.reshape(-1) for x in leaves])
+
+
+def _parts(
+    leaves: list[jax.Array], groups: list[list[int]], joined: list[jax.Array]
+) -> list[jax.Array]:
+    """Invert `_joined` for all groups."""
+    found: dict[int, jax.Array] = {}
+    for group, vector in zip(groups, joined, strict=True):
+        ends = np.cumsum([leaves[i].size for i in group])[:-1]
+        parts = jnp.split(vector, ends) if len(group) > 1 else [vector]
+        found.update(
+            (i, part.reshape(leaves[i].shape)) for i, part in zip(group, parts, strict=True)
+        )
     return [found[i] for i in range(len(leaves))]
 
 
@@ -240,19 +269,14 @@ def _extremes_of(x: Any, axis_name: AxisName, caller: str) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extremes(leaves: list[jax.Array], axis_name: AxisName, is_max: bool) -> list[jax.Array]:
-    """One collective for each integer type."""
+    """One collective for each type of integers."""
     extreme = lax.pmax if is_max else lax.pmin
     integers = [_as_ordered_integers(leaf, is_max) for leaf in leaves]
-    extremes: list[Any] = [None] * len(leaves)
-    for dtype in dict.fromkeys(each.dtype for each in integers):
-        chosen = [i for i, each in enumerate(integers) if each.dtype == dtype]
-        flat = extreme(
-            jnp.concatenate([integers[i].ravel() for i in chosen]), axis.names(axis_name)
-        )
-        ends = np.cumsum([leaves[i].size for i in chosen])[:-1]
-        for i, part in zip(chosen, jnp.split(flat, ends), strict=True):
-            extremes[i] = _from_ordered(part.reshape(leaves[i].shape), leaves[i].dtype)
-    return extremes
+    groups = _grouped(map(_kind, integers))
+    names = axis.names(axis_name)
+    joined = [extreme(_joined([integers[i] for i in group]), names) for group in groups]
+    extremes = _parts(integers, groups, joined)
+    return [_from_ordered(x, leaf.dtype) for x, leaf in zip(extremes, leaves, strict=True)]
 
 
 @_extremes.defjvp

@@ -71,6 +71,46 @@ def test_small_means_of_a_dtype_are_one_sum_with_the_bits_of_several(mesh, weigh
     assert sum(len(each.invars) for each in sums) == 3 + weighted
 
 
+reductions = pytest.mark.parametrize("reduce", [jdp.mean_over_ranks, jdp.max_over_ranks])
+
+
+@reductions
+def test_leaves_that_vary_over_other_axes_are_not_packed(reduce):
+    axes = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
+    both = jax.make_mesh((2, 2), ("data", "model"), **axes)
+    a, b = np.arange(2.0, dtype=np.float32), np.arange(4.0, dtype=np.float32).reshape(2, 2)
+    specs = P("data"), P("data", "model")
+    f = jax.shard_map(
+        lambda *x: reduce(x), mesh=both, in_specs=specs, out_specs=(P(), P(None, "model"))
+    )
+    found = jax.jit(f)(a, b)
+    of_numpy = np.mean if reduce is jdp.mean_over_ranks else np.max
+    np.testing.assert_array_equal(found[0], of_numpy(a, keepdims=True))
+    np.testing.assert_array_equal(found[1], of_numpy(b, 0, keepdims=True))
+
+
+@reductions
+@pytest.mark.parametrize("slopes", [False, True])
+def test_a_leaf_that_vmap_does_not_map_stays_without_its_dim(make_mesh, reduce, slopes):
+    n = 3
+
+    def of_rank(x):
+        def each(row):
+            def both(x, row):
+                return reduce({"a": x.sum(), "b": row})
+
+            return jax.jvp(both, (x, row), (x, row))[1] if slopes else both(x, row)
+
+        return jax.vmap(each, out_axes={"a": None, "b": 0})(x.reshape(2, 1))
+
+    x = np.arange(2.0 * n, dtype=np.float32).reshape(n, 2)
+    found = per_rank(make_mesh(n), of_rank, x)
+    of_numpy = np.mean if reduce is jdp.mean_over_ranks else np.max
+    assert found["a"].shape == (n,)
+    np.testing.assert_allclose(found["a"], of_numpy(x.sum(1)), rtol=1e-6)
+    np.testing.assert_allclose(found["b"][0][:, 0], of_numpy(x, 0), rtol=1e-6)
+
+
 def test_a_mean_may_be_complex(make_mesh):
     got = per_rank(make_mesh(2), jdp.mean_over_ranks, np.array([1 + 2j, 3], np.complex64))
     np.testing.assert_array_equal(got, [2 + 1j] * 2)
