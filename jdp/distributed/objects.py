@@ -3,6 +3,7 @@
 import base64
 import operator
 import pickle
+import threading
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ _MAX_BYTES = 2**30
 def all_gather_object(value: Any) -> list[Any]:
     """Return the objects that all processes pass to this call, in the order of processes.
 
-    Every process must call it, outside of a step, since it waits for all. Objects are pickled, and
-    only processes of one run exchange them. For metrics of a step write `jdp.mean_over_ranks`.
+    Every process must call it in its main thread, outside of a step, since it waits for all.
+    Objects are pickled, and only processes of one run exchange them. For metrics of a step write
+    `jdp.mean_over_ranks`.
 
     Args:
       value: anything that pickle takes, at most 1 GiB of it.
@@ -32,7 +34,7 @@ def all_gather_object(value: Any) -> list[Any]:
     Raises:
       ValueError: the pickle is larger than 1 GiB; or inside a step or `jit`.
       RuntimeError: another process raised an error here, does not join in time, or makes another
-        call.
+        call; or in another thread than the main one.
 
     >>> import jdp
     >>> jdp.all_gather_object({"host": "a", "rows": [3, 4]})
@@ -77,6 +79,11 @@ def _gathered(value: Any, sources: Any, what: str) -> list[Any]:
             f"{what} is called while JAX traces a step, which would run it once, not in each step. "
             "Call it between steps. In a step write jax.lax.all_gather(x, 'data')."
         )
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"{what} is called in a thread, and processes match calls only by their order, which "
+            "threads do not keep. Call it in the main thread."
+        )
     group, me = tuple(range(jax.process_count())), jax.process_index()
     with propagating_errors(group, f"in {what}"):
         data = pickle.dumps(value) if me in sources else b""
@@ -88,14 +95,15 @@ def _gathered(value: Any, sources: Any, what: str) -> list[Any]:
         is_small = len(data) <= _MAX_IN_MESSAGE
         told = base64.b64encode(data).decode() if is_small else len(data)
         answers = all_gather(group, told, what=what)
-    found = []
-    for process in sources:
-        answer = answers[process]
-        if isinstance(answer, str):
-            received = base64.b64decode(answer)
-        else:
+        if not all(isinstance(answers[process], str) for process in sources):
             in_flight.drain()  # CPUs match collectives by their order
-            own = np.frombuffer(data, np.uint8) if process == me else None
-            received = broadcast_bytes(own, answer, group).tobytes()
-        found.append(pickle.loads(received))
-    return found
+            all_gather(group, None, what=what)  # an earlier step's error
+        received = [_received(answers[process], data, process, group) for process in sources]
+    return [pickle.loads(each) for each in received]
+
+
+def _received(answer: Any, data: bytes, process: int, group: tuple[int, ...]) -> bytes:
+    if isinstance(answer, str):
+        return base64.b64decode(answer)
+    own = np.frombuffer(data, np.uint8) if process == jax.process_index() else None
+    return broadcast_bytes(own, answer, group).tobytes()

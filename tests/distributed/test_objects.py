@@ -1,5 +1,7 @@
 """Objects between processes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -39,6 +41,38 @@ def test_an_object_that_one_process_cannot_pickle_is_an_error_on_all(processes):
     (other, after), (own, _) = processes(2).run(fails_on_one)
     assert "process 1 failed in jdp.all_gather_object" in other and "JDP208" in other
     assert "lambda" in own and after == [0, 1]
+
+
+def has_a_failed_step_on_one():
+    where = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+
+    @jdp.eval_step(weight=lambda batch: batch.sum())
+    def step(state, batch):
+        return {"mean": batch.mean() * state}
+
+    texts = []
+    if jax.process_index():
+        copies = jax.sharding.NamedSharding(where, jax.sharding.PartitionSpec())
+        step(jax.device_put(np.float32(1), copies), -np.ones(where.size, np.float32))
+    for _ in range(2):
+        try:
+            texts.append([len(each) for each in jdp.all_gather_object(bytes(100_000))])
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_an_error_of_an_earlier_step_of_one_process_is_one_on_all(processes):
+    (other, after), (own, _) = processes(2).run(has_a_failed_step_on_one)
+    assert "JDP208" in other and "process 1 failed in jdp.all_gather_object" in other
+    assert "weight" in own and after == [100_000] * 2
+
+
+def test_a_call_in_a_thread_is_refused():
+    with ThreadPoolExecutor(1) as pool:
+        for call in (jdp.all_gather_object, jdp.broadcast_object):
+            with pytest.raises(RuntimeError, match="main thread"):
+                pool.submit(call, 1).result()
 
 
 def calls_another():
