@@ -11,6 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import jax_compat, pytrees
@@ -65,7 +66,8 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
     """Run one step operation by operation, and find where NaN or infinity begins.
 
     Only values count that reach the new state, a gradient or a metric: a mask of -inf before a
-    softmax does not. Reduction order and fusion differ from the compiled step.
+    softmax does not, nor a gradient of a rank with weight 0. Reduction order and fusion differ from
+    the compiled step.
 
     Args:
       step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
@@ -113,13 +115,30 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
 
     held = pytrees.hold(state)
     program = jax.make_jaxpr(run)(held, others, named)
+    # The step's own outputs, such as a rank's loss, do not count.
+    needed = [True] * len(program.out_avals)
+    body, _ = partial_eval.dce_jaxpr(program.jaxpr, needed, instantiate=True)
+    program = program.replace(jaxpr=body)
     paths = [path for i, arg in enumerate([held, *given[1:]]) for path in spec.paths(i, arg)]
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(others[0])}
-    evaluator = _Evaluator(max(rows, default=0))
     leaves = [*map(_on_one_device, jax.tree.leaves((held, others, named)))]
-    evaluator.enter(program, leaves, paths)
-    first = _first(*(event for value in evaluator.reached for event in (value.nan, value.inf)))
-    return None if first is None else first.found
+    of_part = spec.weight_fn if spec.virtual_ranks is None else None
+
+    def weights(num_ranks: int) -> Any:
+        def part(x: Any) -> Any:
+            return jnp.reshape(x, (num_ranks, -1, *jnp.shape(x)[1:]))
+
+        return jax.vmap(of_part)(jax.tree.map(part, others[0]))
+
+    # First without the ranks of weight 0, whose gradients do not count.
+    for weigh in [None] if of_part is None else [weights, None]:
+        evaluator = _Evaluator(max(rows, default=0), spec.axis_name, weigh)
+        evaluator.counts_gradients = weigh is not None or of_part is None
+        evaluator.enter(program, leaves, paths)
+        first = _first(*(event for value in evaluator.reached for event in (value.nan, value.inf)))
+        if first is not None:
+            return first.found
+    return None
 
 
 def _on_one_device(x: Any) -> Any:
@@ -149,13 +168,18 @@ _SUMMED = frozenset("psum pmax pmin reduce_scatter psum_invariant".split())
 class _Evaluator:
     """Runs a step's program on its mesh, an operation at a time.
 
+    Args:
+      weigh: returns the weight of each rank on `axis_name`, for their number; None: all run.
+
     Attributes:
       reached: the values that count: gradients, terms of sums over ranks, and results.
+      counts_gradients: whether gradients of one rank count.
     """
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, axis_name: tuple[str, ...], weigh: Any):
         self.reached: list[_RankValues] = []
-        self._num_rows = num_rows
+        self.counts_gradients = True
+        self._num_rows, self._axis_name, self._weigh = num_rows, axis_name, weigh
         self._mesh: Any = None
         self._axes: dict[str, int] = {}
         self._numbers = itertools.count()
@@ -184,6 +208,10 @@ class _Evaluator:
         self._axes = {x: self._mesh.shape[x] for x in self._mesh.axis_names if x in manual}
         self._active = np.ones(math.prod(self._axes.values()), bool)
         blocks = map(self._blocks, operands, eqn.params["in_specs"])
+        if self._weigh is not None:
+            weights = self._weigh(math.prod(self._axes[name] for name in self._axis_name))
+            own = self._blocks(weights, PartitionSpec(self._axis_name))
+            self._active = np.asarray(own != 0).reshape(-1)
         ins = [self._given(x, name) for x, name in zip(blocks, names, strict=True)]
         self.reached += self._run(eqn.params["jaxpr"], ins)
 
@@ -219,7 +247,8 @@ class _Evaluator:
 
         for eqn in body.eqns:
             operands = [*map(read, eqn.invars)]
-            if eqn.primitive.name in _SUMMED or eqn.params.get("kind") == LOCAL:
+            is_gradient = self.counts_gradients and eqn.params.get("kind") == LOCAL
+            if eqn.primitive.name in _SUMMED or is_gradient:
                 self.reached += operands
             env.update(zip(eqn.outvars, self._operation(eqn, operands), strict=True))
         return [*map(read, body.outvars)]

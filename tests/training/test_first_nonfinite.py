@@ -135,6 +135,33 @@ def test_sharded_states_and_micro_batches(accumulate, stage):
     assert found.rounds == (() if accumulate == 1 else (5 * accumulate // 12,))
 
 
+@pytest.mark.parametrize(("n", "stage"), [(2, 0), (3, 2)])
+def test_a_rank_of_weight_0_does_not_count(n, stage):
+    ranks(n)
+    mask = (np.arange(NUM_ROWS) < NUM_ROWS // n * (n - 1)).astype(np.float32)
+
+    def loss_fn(p, batch):
+        share = batch["mask"].sum() / batch["mask"].sum()  # 0 / 0 on the last rank
+        logs = jnp.log((batch["x"] @ p["w"]).sum(-1))
+        return (logs * batch["mask"]).mean() * share + p["v"].sum()
+
+    @jdp.train_step(weight=lambda batch: batch["mask"].sum())
+    def step(state, batch, scale=1.0):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        highest = jdp.max_over_ranks(1 / (batch["mask"].sum() + scale))
+        return state.apply_gradients(grads), {"loss": loss, "highest": highest}
+
+    def found(*zero, scale=1.0):
+        return jdp.debug.first_nonfinite(
+            step, state_of(stage), {"x": batch(*zero), "mask": mask}, scale
+        )
+
+    assert found() is None and found(NUM_ROWS - 1) is None
+    first = found(3, NUM_ROWS - 1)
+    assert (first.operation, first.ranks, first.rows) == ("log", (0,), (3,))
+    assert found(scale=0.0).kind == "infinity"  # a maximum counts every rank
+
+
 def test_two_data_axes():
     mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     jdp.init(mesh, axis_name=("a", "b"))
