@@ -204,4 +204,4 @@ def _wrapped(leaf: Any, saved: Any) -> Any:
     """Return a saved value as the author knows it: data as keys."""
     if not pytrees.is_key(leaf):
         return saved
-    return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
+    return jax.random.wrap_key_data(jnp.asarray(saved), impl=pytrees.key_impl(leaf))

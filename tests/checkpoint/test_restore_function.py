@@ -32,7 +32,8 @@ def makes(how="replicated", num_ranks=1):
             "host": np.arange(12.0),  # float64
             "small": jnp.zeros((), jnp.bfloat16),
         }
-        own = jdp.per_rank(jnp.arange(2.0 * num_ranks).reshape(num_ranks, 2))
+        numbers = jnp.arange(2.0 * num_ranks).reshape(num_ranks, 2)
+        own = jdp.per_rank([numbers, jax.random.split(key, num_ranks)])
         model_state = {"key": key, "own": own, "number": 3}
         tx = WRAPPERS[how](optax.adam(0.5, b2=0.9))
         state = jdp.TrainState.create(params, tx, model_state=model_state, seed=5)
