@@ -55,6 +55,7 @@ ON_OLDEST = (
     "tests/training/test_flax_stage_3.py",
     "tests/training/test_further_axes.py",
     "tests/training/test_libraries.py",
+    "tests/training/test_local_steps.py",
     "tests/training/test_mixed_precision.py",
     "tests/training/test_nnx_stage_3.py",
     "tests/training/test_overwritten.py",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from jdp.rank_state import per_rank as per_rank
     from jdp.reduction.global_mean import global_mean as global_mean
     from jdp.reduction.gradients import sync_gradients as sync_gradients
+    from jdp.reduction.local_steps import diloco as diloco
+    from jdp.reduction.local_steps import local_sgd as local_sgd
     from jdp.reduction.metrics import batch_norm_statistics as batch_norm_statistics
     from jdp.reduction.metrics import max_over_ranks as max_over_ranks
     from jdp.reduction.metrics import mean_over_ranks as mean_over_ranks
@@ -62,6 +64,7 @@ _MODULES = {
     "collectives": "",
     "debug": "tools.debug",
     "declare_pure": "analysis",
+    "diloco": "reduction.local_steps",
     "dynamic_loss_scale": "reduction.optimizer",
     "eval_step": "training.step",
     "evaluate": "training.evaluation",
@@ -70,6 +73,7 @@ _MODULES = {
     "global_mean": "reduction.global_mean",
     "init": "distributed.mesh",
     "load": "checkpoint.load",
+    "local_sgd": "reduction.local_steps",
     "log": "distributed.metrics_log",
     "max_over_ranks": "reduction.metrics",
     "mean_over_ranks": "reduction.metrics",

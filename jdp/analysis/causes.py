@@ -64,7 +64,8 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
             "JDP105",
             f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank to "
             f"rank{sources}, but its gradient would be the mean of all ranks. Pass as params "
-            "only values that every rank shares, and the rest as xs=.",
+            "only values that every rank shares, and the rest as xs=; with jdp.local_sgd or "
+            "jdp.diloco write late=False.",
         )
 
 
@@ -105,6 +106,8 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
             line, origin, advice = back.nearest_line(decided), back.origin(decided), _DECISION
         else:
             advice = _advice(output)
+        if output.kind == "state" and _reads(origin, inputs, ".opt_state.own_params."):
+            advice = f"{advice} {_OF_RANK}"
         key = line, origin.line, frozenset(origin.sources), along, advice
         grouped.setdefault(key, []).append((leaf, origin))
     for (source, *_, along, advice), found in grouped.items():
@@ -113,6 +116,10 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         where = f" ({made} at {source})" if source else ""
         text = f"{shown(leaves)}{where} may differ {along}: {why(origins, inputs)}. {advice}"
         yield with_code("JDP102" if advice is _METRIC else "JDP101", text)
+
+
+def _reads(origin: Origin, inputs: Sequence[str], path: str) -> bool:
+    return any(isinstance(each, int) and path in inputs[each] for each in origin.sources)
 
 
 def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
@@ -158,6 +165,10 @@ _STATE = (
     "jdp.replicated(...), or jdp.sync_gradients(grads) first. For a loss write "
     "jdp.mean_over_ranks(loss), for a value_fn= jdp.global_mean(value_fn). Wrap state of one "
     "rank or its rows (hidden states, error feedback) in jdp.per_rank(x)."
+)
+_OF_RANK = (
+    "Parameters in a step of jdp.local_sgd or jdp.diloco are this rank's; those that all ranks "
+    "share are new_state.opt_state.outer_params."
 )
 _OVERWRITTEN = (
     "Ranks would drift apart silently. Its gradient is a maximum over this rank's rows. Write "

@@ -11,6 +11,9 @@ from jax.interpreters import ad, batching, mlir
 
 # A gradient before its reduction.
 LOCAL = "local"
+# A gradient that updates one rank's parameters; an outer gradient before its reduction.
+LOCAL_UPDATE = "local_update"
+OUTER = "outer"
 # A collective's result, see `mark`.
 ALL_REDUCED = "all_reduced"
 # An input of a step's weight; it does not count as used.

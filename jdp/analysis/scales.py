@@ -11,7 +11,7 @@ from jdp.analysis import diagnostics, jaxprs
 from jdp.analysis.backward_slice import Node
 from jdp.analysis.dataflow import Forward
 from jdp.analysis.diagnostics import WEIGHT, Output, Traced, shown
-from jdp.analysis.marks import LOCAL, MICRO_BATCH, OWN_WEIGHT, SYNCED, WEIGHTED_SUM
+from jdp.analysis.marks import LOCAL, LOCAL_UPDATE, MICRO_BATCH, OWN_WEIGHT, SYNCED, WEIGHTED_SUM
 from jdp.analysis.provenance import Provenance, Report
 from jdp.analysis.records import Marked
 from jdp.analysis.rules import RULES, collectives
@@ -72,11 +72,11 @@ def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
         )
 
 
-def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
+def means(report: Report, averaged: Collection[str], kind: str = LOCAL) -> dict[str, list[str]]:
     """Return each line's gradients if it gets only means."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
-        if found.kind == LOCAL and found.path not in averaged:
+        if found.kind == kind and found.path not in averaged:
             by_line.setdefault(found.source, []).append(found)
     return {
         line: [found.path for found in marks]
@@ -85,6 +85,16 @@ def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
         # A parameter that multiplies a mean is mostly a scalar, cheap to send.
         and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
     }
+
+
+def reduced_before(why: str) -> str:
+    """Refuse gradients of `jdp.local_sgd` and `jdp.diloco` that are equal on every rank."""
+    return with_code(
+        "JDP219",
+        f"jdp.local_sgd and jdp.diloco update by this rank's own gradients, but {why}. All ranks "
+        "would compute the same update, and communicate in every step. Write grads = "
+        "jax.grad(loss_fn)(state.params, batch), and pass them to state.apply_gradients(grads).",
+    )
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
@@ -336,6 +346,9 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     """Refuse gradients and states with a wrong scale."""
     yield from reduction_refusals(step, report, traced.spec.axis_name)
     yield from reweighed(report, traced.found.averaged)
+    for paths in means(report, (), LOCAL_UPDATE).values():
+        named = shown(f"`grads{path}`" for path in paths)
+        yield reduced_before(f"{named} is reduced over the ranks already")
     if _has_weight(traced):
         yield from unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):

@@ -154,10 +154,10 @@ def reduced(
         watched = nonfinite.watch(step, [leaves[i] for i in to_send])
         for i, leaf in zip(to_send, watched, strict=True):
             leaves[i] = leaf
-    if bound and step is not None and _is_alone(axes, all_reduce):
+    if bound and step is not None and is_alone(axes, all_reduce):
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
-        mesh = _mesh_of_step(axes) if mesh is None else mesh
+        mesh = mesh_of_step(axes) if mesh is None else mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = bucket_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
@@ -187,12 +187,13 @@ def _checked(
     return floats
 
 
-def _is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
+def is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
     """Whether one rank needs no call of a jdp algorithm, and no copies of XLA's psum."""
     return axis.size(axes) == 1 and all_reduce in collectives.ALGORITHMS
 
 
-def _mesh_of_step(axes: tuple[str, ...]) -> Mesh | None:
+def mesh_of_step(axes: tuple[str, ...]) -> Mesh | None:
+    """Return the mesh of the traced step, or None."""
     around = step_context.around(axes)  # also for some of the step's axes
     return None if around is None else around.mesh
 

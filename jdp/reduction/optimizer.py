@@ -86,7 +86,8 @@ def replicated(
     axis.names(axis_name)
     buckets.plan([], bucket_bytes)  # Refuse wrong arguments here, not at the first step.
     reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
-    _require_arguments(tx, all_reduce)
+    require_unwrapped(tx, "replicated")
+    require_algorithm(all_reduce)
     options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
     options |= dict(bucket_bytes=bucket_bytes, mean=mean, reduce_dtype=reduce_dtype)
     wrapped = with_extra_args(tx)
@@ -145,8 +146,8 @@ def applied(tx: Any, grads: Any, state: Any, params: Any, **extra: Any) -> tuple
     return optax.apply_updates(params, updates), state
 
 
-def _require_arguments(tx: Any, all_reduce: Any) -> None:
-    require_unwrapped(tx, "replicated")
+def require_algorithm(all_reduce: Any) -> None:
+    """Refuse what is not an all-reduce."""
     if not callable(all_reduce):
         raise TypeError(
             f"all_reduce={all_reduce!r} is not a function. Write all_reduce=jdp.collectives.auto, "
@@ -159,14 +160,14 @@ def require_unwrapped(tx: Any, name: str) -> None:
     if isinstance(tx, Replicated):
         if name != "replicated":
             raise TypeError(
-                f"jdp.{name} got an optimizer in jdp.replicated(...) or jdp.sharded(...), which "
+                f"jdp.{name} got an optimizer in jdp.replicated(...) or another one of jdp, which "
                 "must be outermost, so that all ranks decide by the mean gradient. Write "
                 f"jdp.replicated(jdp.{name}(optax.adam(1e-3)))."
             )
         raise TypeError(
-            "the optimizer is already in jdp.replicated(...) or jdp.sharded(...), so it would "
-            "reduce its gradients twice and shard no state. Write one of the two, outermost: "
-            "jdp.sharded(optax.adam(1e-3))."
+            "the optimizer is already in jdp.replicated, jdp.sharded, jdp.local_sgd or jdp.diloco, "
+            "so it would reduce its gradients twice and shard no state. Write one of them, "
+            "outermost: jdp.sharded(optax.adam(1e-3))."
         )
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
@@ -393,7 +394,7 @@ def _guarded(
             return update(grads, state.inner_state, params, **extra)
 
         def skipped() -> tuple[Any, Any]:
-            old = jax.tree.map(_in_dtype, state.inner_state, inner_shapes)
+            old = jax.tree.map(in_dtype, state.inner_state, inner_shapes)
             return params if applies else jax.tree.map(_unchanged, new_shapes), old
 
         new_shapes, inner_shapes = jax.eval_shape(updated)
@@ -421,8 +422,9 @@ def _guarded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _in_dtype(old: Any, new: jax.ShapeDtypeStruct) -> Any:
-    return old if jnp.result_type(old) == new.dtype else jnp.asarray(old).astype(new.dtype)
+def in_dtype(x: Any, like: Any) -> Any:
+    """Return an array in the dtype of another one or of its description."""
+    return x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)
 
 
 def _divided(x: Any, scale: jax.Array) -> Any:

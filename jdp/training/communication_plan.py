@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from jdp.analysis import diagnostics, jaxprs
-from jdp.analysis.marks import LOCAL
+from jdp.analysis.marks import LOCAL, OUTER
 from jdp.collectives import call_order, split_rows
 from jdp.jax_compat import opened, scan_counts
 
@@ -99,6 +99,9 @@ class LeafNames:
             found = f"grads{eqn.params['path']}"
             self._resolve([leaf_path(eqn.invars[0], paths)], found)
             paths[eqn.outvars[0]] = found
+            return
+        if name == "jdp_mark" and eqn.params["kind"] == OUTER:
+            paths[eqn.outvars[0]] = f"the outer gradient of {eqn.params['path'] or 'params'}"
             return
         if name in ("optimization_barrier", "jdp_tied"):
             pass_on(eqn.invars, eqn.outvars, paths)
@@ -259,6 +262,7 @@ class PlannedCollective:
       num_loops: the loops around it, over micro-batches or layers.
       number: of a native call in the step, else None.
       operands: from the program: shards, and overwritten arrays.
+      is_conditional: whether a `lax.cond` may skip it, as between outer updates of `jdp.diloco`.
     """
 
     kind: str
@@ -269,6 +273,7 @@ class PlannedCollective:
     num_loops: int
     number: int | None
     operands: list[SentLeaf]
+    is_conditional: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -285,7 +290,8 @@ class PlannedCollective:
         num_others = len(self.leaves) - len(named)
         named += [f"{num_others} other array{'s' * (num_others > 1)}"] if num_others else []
         parts = [f"{self.kind} of {', '.join(named)}", f"{self.num_bytes} bytes of {self.dtype}"]
-        parts += [self.algorithm, "in each iteration of a loop" * bool(self.num_loops), self.line]
+        parts += [self.algorithm, "in each iteration of a loop" * bool(self.num_loops)]
+        parts += ["in some steps" * self.is_conditional, self.line]
         return ", ".join(filter(None, parts))
 
 
@@ -347,6 +353,9 @@ class _PlanWalk:
                 self._around.pop()
         return paths
 
+    def _is_conditional(self) -> bool:
+        return any(eqn.primitive.name == "cond" for eqn in self._around)
+
     def _line_of(self, eqn: Any) -> str:
         # JAX records no frames around a `shard_map`.
         lines = map(diagnostics.source_of, (eqn, *reversed(self._around)))
@@ -406,6 +415,7 @@ class _PlanWalk:
                 line=self._line_of(eqn),
                 is_of_author=is_of_author,
                 num_loops=self._num_loops,
+                is_conditional=self._is_conditional(),
                 number=number,
             )
         )
@@ -439,6 +449,7 @@ class _PlanWalk:
                     line=self._line_of(eqn),
                     is_of_author=diagnostics.is_of_author(eqn),
                     num_loops=self._num_loops + is_in_loop,
+                    is_conditional=self._is_conditional(),
                     number=eqn.params.get("number"),
                 )
             )

@@ -14,6 +14,7 @@ import numpy as np
 from jdp import jax_compat, pytrees
 from jdp.analysis import jaxprs
 from jdp.error_codes import with_code
+from jdp.reduction.local_steps import LocalSteps
 
 
 class Decay(NamedTuple):
@@ -274,6 +275,10 @@ def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
     """Refuse an optimizer state with too few digits."""
     named = jax.tree_util.tree_leaves_with_path(opt_state)
     short = [i for i, (_, leaf) in enumerate(named) if is_short(leaf)]
+    if short and isinstance(tx, LocalSteps):
+        for each in tx.optimizers:
+            require_digits(each, each.init(params), params)
+        return
     changes = moment_changes(tx, opt_state, params) if short else {}
     for i in short:
         path, leaf = named[i]

@@ -31,6 +31,7 @@ from jdp.reduction.step_context import Choices, Scope
 from jdp.step_spec import StepSpec
 from jdp.training import error_hints, host_constants, parameters, shard_layout, virtual_ranks
 from jdp.training.shard_layout import StateLayout, parted
+from jdp.training.state import between_steps, within_step
 
 
 class SplitInputs(NamedTuple):
@@ -141,6 +142,8 @@ class RankProgram:
             entered_state = layout.joined([state, *wholes])
             layout.remember_further(entered_state)
             given_state = pytrees.restore(entered_state)
+            if spec.returns_state:
+                given_state = within_step(given_state)
             shard_layout.claim_update(given_state, trains=spec.returns_state)
             nonfinite.expect_skips(scope, given_state)
             tree = jax.tree.structure(given_state)  # the author's function may change it
@@ -154,7 +157,7 @@ class RankProgram:
             step_metrics.require_numbers(metrics)
             own_metrics = step_metrics.float_scalars(metrics)
             metrics, differs = self._averaged(metrics, rest, given)
-            new_state = jax.tree.map(_strong, new_state)
+            new_state = between_steps(jax.tree.map(_strong, new_state))
             layout.remember_further(pytrees.hold(new_state))
             new_groups, new_layout, _ = parted(new_state, self.mesh, spec.axis_name)
             arrays, *parts = shard_layout.state_parts(new_groups, shard_axes)

@@ -129,7 +129,8 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
     """Return each optimizer state leaf's partition."""
     sharding = sharding_of(tx)
     if sharding is None:
-        return [PartitionSpec()] * len(jax.tree.leaves(opt_state))
+        own = PartitionSpec(axis.names(tx.axis_name))
+        return [own if is_own else PartitionSpec() for is_own in rank_state.flags(opt_state)]
     axes = _axes(tx, mesh)
     dims = map(_finder(tx, num_ranks(mesh, axes)), jax.tree.leaves(opt_state))
     return [PartitionSpec(*() if dim is None else (*[None] * dim, axes)) for dim in dims]

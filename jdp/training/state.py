@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, pytrees
+from jdp import axis, pytrees, rank_state
 from jdp.analysis.marks import SOURCE, mark
 from jdp.axis import AxisName
 from jdp.distributed import placement
@@ -23,12 +23,14 @@ from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.reduction import (
     declared_reductions,
+    local_steps,
     mixed_precision,
     nonfinite,
     optimizer,
     shard_registry,
     sharded_update,
 )
+from jdp.reduction.local_steps import BetweenSteps, LocalSteps
 from jdp.reduction.optimizer import Replicated, Sharded, sharding_of
 from jdp.training import moment_digits, parameters, shard_layout
 from jdp.validation import int_at_least
@@ -143,15 +145,18 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
     if mesh is None:
         return tx.init(params)
     _log_undivided(tx, params, mesh)
+    init: Any = tx.init
+    if isinstance(tx, LocalSteps):
+        init = functools.partial(init, num=num_ranks(mesh, axis.names(tx.axis_name)))
     try:
-        like = jax.eval_shape(tx.init, params)
+        like = jax.eval_shape(init, params)
     except Exception as error:  # it reads values or returns what is not an array
-        state = tx.init(params)  # raises a mistake of the author's, too, without a trace
+        state = init(params)  # raises a mistake of the author's, too, without a trace
         _log_whole(tx, error)
         return state
     # One program for all leaves: optax would run one for each shape, which delays replaced
     # processes. No sharded leaf ever exists as a whole.
-    return jax.jit(tx.init, out_shardings=_shardings(tx, like, params, mesh))(params)
+    return jax.jit(init, out_shardings=_shardings(tx, like, params, mesh))(params)
 
 
 def _log_whole(tx: Replicated, error: Exception) -> None:
@@ -208,10 +213,11 @@ def _shardings(tx: Replicated, like: Any, params: Any, mesh: Mesh) -> Any:
         for path, x in jax.tree_util.tree_leaves_with_path(params)
     }
     leaves, further = [], []
-    for path, leaf in named:
+    for is_own, (path, leaf) in zip(rank_state.flags(like), named, strict=True):
         ends = (path[i:] for i in range(len(path) + 1))  # a moment's path ends with its parameter's
         shape, parts = next((split[end] for end in ends if end in split), ((), ()))
-        spec = PartitionSpec(*(part or None for part in parts if shape == leaf.shape))
+        parts = [part or None for part in parts if shape == leaf.shape[is_own:]]
+        spec = PartitionSpec(*[None] * is_own, *parts)
         sharding = NamedSharding(mesh, spec)
         leaves.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
         further.append(spec)
@@ -260,11 +266,13 @@ class TrainState:
 
     Attributes:
       step: `[]` int32, optimizer steps done.
-      params: the parameters, an ordinary tree of arrays, inside a step and outside.
+      params: the parameters, an ordinary tree of arrays, inside a step and outside. With
+        `jdp.local_sgd` and `jdp.diloco`, in a `train_step` this rank's, elsewhere the outer ones.
       opt_state: state of `tx`, for the parameters that train.
       model_state: state of the model beside parameters, such as batch statistics.
       seed: `[]` uint32, from which `key` and `shared_key` are made.
-      tx: the optimizer, `jdp.replicated(...)` or `jdp.sharded(...)`. Not a leaf.
+      tx: the optimizer: `jdp.replicated(...)`, `jdp.sharded(...)`, `jdp.local_sgd(...)` or
+        `jdp.diloco(...)`. Not a leaf.
       trainable: for each leaf of `params` whether it trains. Not a leaf.
     """
 
@@ -309,7 +317,7 @@ class TrainState:
         Args:
           params: tree of arrays. Leaves that are not inexact (integers) never train; with any of
             them, differentiate with `jdp.value_and_grad(loss_fn, allow_int=True)`.
-          tx: the optimizer, `jdp.replicated(...)` or `jdp.sharded(...)` outermost.
+          tx: the optimizer, with `jdp.replicated(...)` or another one of jdp outermost.
           model_state: tree of arrays that the step carries along, or None. Values that differ from
             rank to rank are in a `jdp.per_rank(...)`.
           trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
@@ -427,6 +435,9 @@ class TrainState:
 
     def replace(self, **changes: Any) -> "TrainState":
         """Return a state with some fields changed: EMA, clipped weights, new batch statistics."""
+        if isinstance(self.opt_state, BetweenSteps) and "params" in changes:
+            begun = self.opt_state._replace(num_local=self.opt_state.num_local * 0)
+            changes = {"opt_state": begun, **changes}
         return dataclasses.replace(self, **changes)
 
     @property
@@ -512,3 +523,35 @@ def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:
     return jax.tree.unflatten(
         treedef, [next(updated) if flag else x for x, flag in zip(leaves, flags, strict=True)]
     )
+
+
+def within_step(state: Any) -> Any:
+    """Return a state in which `local_sgd` and `diloco` have parameters of this rank."""
+
+    def entered(node: Any) -> Any:
+        if not _has_local_steps(node):
+            return node
+        outer = _select(node.params, node.trainable)
+        own, opt_state = local_steps.entered(node.opt_state, outer)
+        params = _merge(own, node.params, node.trainable)
+        return dataclasses.replace(node, params=params, opt_state=opt_state)
+
+    return jax.tree.map(entered, state, is_leaf=_has_local_steps)
+
+
+def between_steps(state: Any) -> Any:
+    """Invert `within_step`."""
+
+    def left(node: Any) -> Any:
+        if not _has_local_steps(node):
+            return node
+        own = _select(node.params, node.trainable)
+        outer, opt_state = local_steps.left(node.opt_state, own)
+        params = _merge(outer, node.params, node.trainable)
+        return dataclasses.replace(node, params=params, opt_state=opt_state)
+
+    return jax.tree.map(left, state, is_leaf=_has_local_steps)
+
+
+def _has_local_steps(node: Any) -> bool:
+    return isinstance(node, TrainState) and isinstance(node.tx, LocalSteps)

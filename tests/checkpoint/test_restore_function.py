@@ -18,6 +18,7 @@ WRAPPERS = {
     "replicated": jdp.replicated,
     "stage 1": jdp.sharded,
     "stage 3": functools.partial(jdp.sharded, stage=3),
+    "diloco": functools.partial(jdp.diloco, every=2),
 }
 
 

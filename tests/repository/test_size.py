@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "files of jdp": 256,
-    "lines of jdp": 56_073,
-    "words of docstrings and comments in jdp": 64_998,
-    "lines of tests": 74_738,
+    "files of jdp": 257,
+    "lines of jdp": 56_479,
+    "words of docstrings and comments in jdp": 65_727,
+    "lines of tests": 75_321,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
