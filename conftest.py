@@ -65,6 +65,7 @@ ON_OLDEST = (
     "tests/training/test_stage_2.py",
     "tests/training/test_state.py",
     "tests/training/test_step.py",
+    "tests/training/test_virtual_ranks.py",
 )
 
 pytest_plugins = ["second_try"]

@@ -413,19 +413,24 @@ class _Regions:
         if not operations:
             return
         width = ranks.blocks.width
-        if width == 1:  # without copies into stacks
+        if width == 1 and not jax_compat.FUSES_ACROSS_BARRIERS:  # without copies into stacks
             values = [env[x][0] if x in self.varying else env[x] for x in region.ins]
             results = region.results(region.in_branch(values, ranks.start))
             env.update((x, y[None]) for x, y in results.items())
             return
 
+        # XLA would open a stack of one, and then fuse otherwise.
+        num_more = int(width == 1)
+        given = {x: _lengthened(env[x], num_more) for x in region.ins if x in self.varying}
+
         def body(i: Any, stacks: list[Any]) -> list[Any]:
-            values = [_element(env[x], i) if x in self.varying else env[x] for x in region.ins]
+            values = [_element(given[x], i) if x in given else env[x] for x in region.ins]
             pairs = zip(stacks, region.run(ranks.start + i, *values), strict=True)
             return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
 
-        stacks = [jnp.broadcast_to(x, (width, *x.shape)) for x in region.zeros()]
-        env.update(region.results(lax.fori_loop(0, ranks.count, body, stacks)))
+        stacks = [jnp.broadcast_to(x, (width + num_more, *x.shape)) for x in region.zeros()]
+        stacks = lax.fori_loop(0, ranks.count, body, stacks)
+        env.update(region.results([x[:width] for x in stacks]))
 
     def _boundary(
         self, operations: Sequence[FlatOperation]
@@ -547,6 +552,10 @@ def _zeros(aval: Any) -> jax.Array:
     described = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     data = jax.eval_shape(jax.random.key_data, described) if _is_key(aval) else described
     return jnp.zeros(data.shape, data.dtype)
+
+
+def _lengthened(stack: jax.Array, num: int) -> jax.Array:
+    return jnp.concatenate([stack, *[stack[:1]] * num]) if num else stack
 
 
 def _element(stack: jax.Array, i: Any) -> jax.Array:
