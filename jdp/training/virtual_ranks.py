@@ -81,7 +81,7 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
             rank_state.require_dim(name, leaf, number)
 
 
-class Blocks(NamedTuple):
+class VirtualBlocks(NamedTuple):
     """Which virtual ranks a rank computes: a block of neighbours, at most `width`."""
 
     num_virtual: int
@@ -118,11 +118,11 @@ class Blocks(NamedTuple):
         return found
 
 
-class _Ranks(NamedTuple):
+class _RankContext(NamedTuple):
     """What the regions of a traced program share."""
 
     axis_name: str
-    blocks: Blocks
+    blocks: VirtualBlocks
     mesh: Mesh
     start: jax.Array  # this rank's first virtual rank, int32 []
     count: jax.Array  # the number of them, int32 [], unknown to XLA
@@ -179,7 +179,7 @@ def _has_sums_in_loops(jaxpr: Any) -> bool:
 
 def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> list[Any]:
     """Run a `shard_map` over virtual ranks on the ranks of a mesh."""
-    blocks = Blocks(eqn.params["mesh"].shape[axis_name], mesh.shape[axis_name])
+    blocks = VirtualBlocks(eqn.params["mesh"].shape[axis_name], mesh.shape[axis_name])
     in_dims = [_dim(spec) for spec in eqn.params["in_specs"]]
     out_dims = [_dim(spec) for spec in eqn.params["out_specs"]]
     program = _canonical(eqn.params["jaxpr"])
@@ -194,7 +194,7 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
         starts = jnp.asarray(blocks.starts(), jnp.int32)
         count = jnp.int32(blocks.width) if blocks.is_even else starts[rank + 1] - starts[rank]
         count = lax.optimization_barrier(count)
-        ranks = _Ranks(axis_name, blocks, mesh, starts[rank], count, [])
+        ranks = _RankContext(axis_name, blocks, mesh, starts[rank], count, [])
         stacked = [
             value if dim is None else _stacked(value, dim, 1 if is_of_rank else blocks.width)
             for value, dim, is_of_rank in zip(values, in_dims, are_of_rank, strict=True)
@@ -339,7 +339,7 @@ class _Regions:
         self._stages = self._scheduled()
         self.are_varying = [each in self.varying for each in program.outs]
 
-    def run(self, ranks: _Ranks, ins: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    def run(self, ranks: _RankContext, ins: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         """Return the outputs, and which of them are stacked."""
         program = self._program
         env = _environment(program, ins)
@@ -395,7 +395,7 @@ class _Regions:
         return stages
 
     def _run_uniform(
-        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _Ranks
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
     ) -> None:
         region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         if not region.outs:
@@ -407,7 +407,7 @@ class _Regions:
             env.update(region.results(region.run(None, *values)))
 
     def _run_varying(
-        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _Ranks
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
     ) -> None:
         region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         if not operations:
@@ -453,7 +453,7 @@ class _Regions:
         self,
         operations: Sequence[FlatOperation],
         env: dict[FlatValue, Any],
-        ranks: _Ranks,
+        ranks: _RankContext,
         local: "_Local | None" = None,
     ) -> None:
         """Compute operations, and the constants that they read."""
@@ -465,7 +465,7 @@ class _Regions:
             env.update(zip(operation.outs, local.run(operation, operands), strict=True))
 
     def _run_collectives(
-        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _Ranks
+        self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
     ) -> None:
         read = {each for operation in operations for each in operation.ins}
         self._compute([self._constant[x] for x in read if x in self._constant], env, ranks)
@@ -492,7 +492,7 @@ class _Regions:
                 results = _exchanged(operation, stacks, ranks)
             env.update(zip(operation.outs, results, strict=True))
 
-    def _stack(self, env: dict[FlatValue, Any], x: FlatValue, ranks: _Ranks) -> jax.Array:
+    def _stack(self, env: dict[FlatValue, Any], x: FlatValue, ranks: _RankContext) -> jax.Array:
         value = env[x] if x.constant is None else x.constant
         return value if x in self.varying else _repeated(value, ranks)
 
@@ -514,7 +514,7 @@ class _Region:
         operations: Sequence[FlatOperation],
         ins: list[FlatValue],
         outs: list[FlatValue],
-        ranks: _Ranks,
+        ranks: _RankContext,
     ) -> None:
         self.ins, self.outs = ins, outs
         self._compute, self._operations, self._ranks = compute, operations, ranks
@@ -562,7 +562,7 @@ def _element(stack: jax.Array, i: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)
 
 
-def _repeated(x: Any, ranks: _Ranks) -> jax.Array:
+def _repeated(x: Any, ranks: _RankContext) -> jax.Array:
     return jnp.broadcast_to(x, (ranks.blocks.width, *jnp.shape(x)))
 
 
@@ -695,7 +695,7 @@ class _CollectiveLoop:
         if is_wrong:
             _refuse(self._eqn, f"reduces over ranks where it {why}")
 
-    def run(self, operands: Sequence[Any], flags: Sequence[bool], ranks: _Ranks) -> list[Any]:
+    def run(self, operands: Sequence[Any], flags: Sequence[bool], ranks: _RankContext) -> list[Any]:
         """Return the results, stacked where they vary."""
         name = self._eqn.primitive.name
         is_scan = name == "scan"
@@ -739,14 +739,14 @@ def _refuse(eqn: Any, what: str) -> None:
     )
 
 
-def _require_all_ranks(eqn: Any, ranks: _Ranks) -> None:
+def _require_all_ranks(eqn: Any, ranks: _RankContext) -> None:
     axes = jaxprs.collective_axes(eqn)
     if axes != (ranks.axis_name,) or eqn.params.get("axis_index_groups") is not None:
         _refuse(eqn, f"reduces over {axes} or groups of ranks")
 
 
 def _exchanged(
-    operation: FlatOperation, stacks: Sequence[jax.Array], ranks: _Ranks
+    operation: FlatOperation, stacks: Sequence[jax.Array], ranks: _RankContext
 ) -> list[jax.Array]:
     """Run a collective other than a sum on the values of all virtual ranks."""
     blocks, name = ranks.blocks, operation.eqn.primitive.name
@@ -769,7 +769,7 @@ def _exchanged(
     return [jnp.take(x, mine, axis=0) for x in results]
 
 
-def _scattered(eqn: Any, total: jax.Array, ranks: _Ranks) -> jax.Array:
+def _scattered(eqn: Any, total: jax.Array, ranks: _RankContext) -> jax.Array:
     dim, size = eqn.params["scatter_dimension"], ranks.blocks.num_virtual
     mine = jnp.minimum(ranks.start + jnp.arange(ranks.blocks.width), size - 1)
     cut = jnp.moveaxis(total.reshape(*total.shape[:dim], size, -1, *total.shape[dim + 1 :]), dim, 0)
@@ -777,7 +777,7 @@ def _scattered(eqn: Any, total: jax.Array, ranks: _Ranks) -> jax.Array:
     return found if eqn.params["tiled"] else jnp.squeeze(found, dim + 1)
 
 
-def _totals(stacks: Sequence[jax.Array], ranks: _Ranks) -> list[jax.Array]:
+def _totals(stacks: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
     """Sum stacks `[width, ...]` over all virtual ranks, by a binary tree."""
     blocks = ranks.blocks
     # A power of two that divides `width`: whole subtrees of this rank.
@@ -796,7 +796,7 @@ def _wide(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, jnp.float32) if is_short else x
 
 
-def _totals_of_ranks(nodes: Sequence[jax.Array], ranks: _Ranks) -> list[jax.Array]:
+def _totals_of_ranks(nodes: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
     """Sum nodes `[nodes, ...]` of each rank: each rank sums a part of each leaf, in order."""
     blocks, found = ranks.blocks, [*nodes]
     is_native = shards.is_native((ranks.axis_name,), ranks.mesh)

@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "files of jdp": 257,
-    "lines of jdp": 56_479,
-    "words of docstrings and comments in jdp": 65_727,
-    "lines of tests": 75_321,
+    "files of jdp": 258,
+    "lines of jdp": 57_416,
+    "words of docstrings and comments in jdp": 66_096,
+    "lines of tests": 75_944,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
