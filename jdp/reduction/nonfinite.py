@@ -1,16 +1,35 @@
 """Updates that `skip_nonfinite` skips: what a step keeps and reports."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import pytrees
 from jdp.analysis import diagnostics
 from jdp.reduction.step_context import Scope
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The state of `skip_nonfinite` and `dynamic_loss_scale`.
+
+    Attributes:
+      num_skipped: `[]` int32, all skipped updates.
+      skips_left: `[]` int32, updates that may be skipped in a row from here.
+      nonfinite: `[leaves]` bool, which gradients of the last update were not finite.
+      scale: `[]` float32, the loss scale; None without one.
+      num_finite: `[]` int32, updates since the scale changed; None without a scale.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    num_skipped: jax.Array
+    skips_left: jax.Array
+    nonfinite: jax.Array
+    scale: jax.Array | None
+    num_finite: jax.Array | None
+    inner_state: Any
 
 
 def are_nonfinite(leaves: Sequence[Any]) -> jax.Array:
@@ -46,9 +65,20 @@ def was_skipped(old: Any, new: Any) -> jax.Array | None:
 
 
 def fields(state: Any, name: str) -> list[Any]:
-    """Return the leaves of that name; nnx loses the types of states."""
-    named = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in named if name in pytrees.keys(path)]
+    """Return a field of each `SkipNonfiniteState`."""
+    found = []
+    for node in filter(_is_skipping, jax.tree.leaves(state, is_leaf=_is_skipping)):
+        node = node if isinstance(node, Mapping) else node._asdict()
+        found += [*jax.tree.leaves(node[name]), *fields(node.get("inner_state"), name)]
+    return found
+
+
+def _is_skipping(node: Any) -> bool:
+    if not isinstance(node, Mapping):
+        return isinstance(node, SkipNonfiniteState)
+    if not {"num_skipped", "skips_left", "nonfinite"} <= node.keys():  # nnx loses the type
+        return False
+    return all(x.dtype == jnp.int32 for x in jax.tree.leaves(node["skips_left"]))
 
 
 # What a step reports when updates were skipped too often.

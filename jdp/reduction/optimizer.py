@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -265,26 +265,6 @@ def require_updates(updates: Any, params: Any) -> None:
             )
 
 
-class SkipNonfiniteState(NamedTuple):
-    """The state of `skip_nonfinite` and `dynamic_loss_scale`.
-
-    Attributes:
-      num_skipped: `[]` int32, all skipped updates.
-      skips_left: `[]` int32, updates that may be skipped in a row from here.
-      nonfinite: `[leaves]` bool, which gradients of the last update were not finite.
-      scale: `[]` float32, the loss scale; None without one.
-      num_finite: `[]` int32, updates since the scale changed; None without a scale.
-      inner_state: state of the wrapped optimizer.
-    """
-
-    num_skipped: jax.Array
-    skips_left: jax.Array
-    nonfinite: jax.Array
-    scale: jax.Array | None
-    num_finite: jax.Array | None
-    inner_state: Any
-
-
 def skip_nonfinite(
     tx: optax.GradientTransformation, *, max_consecutive: int = 10
 ) -> optax.GradientTransformationExtraArgs:
@@ -374,7 +354,7 @@ def _guarded(
     wrapped = with_extra_args(tx)
 
     def init(params: Any) -> Any:
-        return SkipNonfiniteState(
+        return nonfinite.SkipNonfiniteState(
             num_skipped=jnp.zeros([], jnp.int32),
             skips_left=jnp.full([], limit, jnp.int32),
             nonfinite=jnp.zeros(len(jax.tree.leaves(params)), bool),
@@ -403,7 +383,7 @@ def _guarded(
         skips_left = jnp.where(state.skips_left > 0, state.skips_left, limit) - 1
         scale, num_finite = _next_scale(state, is_skipped, growth_interval)
         shape = state.nonfinite.shape
-        return new, SkipNonfiniteState(
+        return new, nonfinite.SkipNonfiniteState(
             num_skipped=state.num_skipped + is_skipped,
             skips_left=jnp.where(is_skipped, skips_left, limit),
             nonfinite=are_bad if are_bad.shape == shape else jnp.full(shape, is_skipped),

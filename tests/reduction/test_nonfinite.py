@@ -196,6 +196,26 @@ def test_inside_a_scan_steps_are_skipped_and_counted():
     assert state.opt_state.num_skipped == sum(BAD)
 
 
+FIELDS = ["num_skipped", "skips_left", "nonfinite"]
+
+
+@pytest.mark.parametrize("names", [FIELDS[:1], FIELDS[1:], FIELDS])
+def test_parameters_may_have_the_names_of_its_fields(names):
+    ranks(2)
+    params = {name: jnp.ones(3) for name in ["w", *names]}
+    state = jdp.TrainState.create(params, jdp.replicated(optax.adam(0.1)), model_state=jnp.zeros(()))
+
+    @jdp.train_step
+    def step(state, x):
+        grads = jax.grad(lambda p: sum(leaf.sum() for leaf in p.values()) * x.mean())(state.params)
+        return state.apply_gradients(grads, model_state=state.model_state + 1), {}
+
+    for _ in range(12):
+        state, _ = step(state, np.ones(2, np.float32))
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.2, atol=1e-4), state.params)
+    assert float(state.model_state) == 12
+
+
 def test_two_optimizers_in_a_step_are_told_apart():
     ranks(2)
     first, second = (jdp.skip_nonfinite(optax.sgd(1.0), max_consecutive=k) for k in (1, 2))
