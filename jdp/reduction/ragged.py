@@ -13,7 +13,7 @@ from jax import lax
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis
+from jdp import axis, pytrees
 from jdp.axis import AxisName
 from jdp.collectives import split_rows
 from jdp.distributed import this_process
@@ -42,7 +42,7 @@ def ragged_all_to_all(
     round if all ranks receive about equally many rows.
 
     Args:
-      rows: `[rows, ...]`, any dtype. Rows after the last block are not sent.
+      rows: `[rows, ...]`, any dtype but typed keys. Rows after the last block are not sent.
       counts: int, `[n, k]`, >= 0: this rank sends `counts[i, j]` rows for block j of rank i.
       max_rows: rows of the result, >= 1, equal on all ranks.
       axis_name: the axis of the n ranks, or a tuple; not necessarily the data axis.
@@ -54,10 +54,10 @@ def ragged_all_to_all(
         to the places of those in `rows`; unsent rows are 0.
 
     Raises:
-      ValueError: `counts` are not integers `[n, k]`, `rows` has no dims, `max_rows` < 1, or for
-        a gradient over the ranks of a step with `weight=`.
+      ValueError: `counts` are not integers `[n, k]`, `rows` has no dims or are typed keys,
+        `max_rows` < 1, or for a gradient over the ranks of a step with `weight=`.
       RuntimeError: by a later call of the step, on all ranks, if there are more rows than
-        `max_rows`. Outside of a step that is logged, and the first row is NaN.
+        `max_rows`. Outside of a step that is logged, and the first row is NaN; 0 of integers.
 
     Source: MegaBlocks, https://arxiv.org/abs/2211.15841.
 
@@ -77,7 +77,8 @@ def ragged_all_to_all(
     rows, counts, num_ranks = jnp.asarray(rows), jnp.asarray(counts), axis.size(axis_name)
     _require_counts(rows, counts, max_rows, num_ranks)
     axes = axis.names(axis_name) if axis.is_bound(axis_name) else ()
-    counts = counts.astype(jnp.int32)
+    limits = jnp.iinfo(counts.dtype)
+    counts = jnp.clip(counts, max(limits.min, -1), min(limits.max, 2**31 - 1)).astype(jnp.int32)
     sent = lax.all_gather(axis.as_varying(counts, axes), axes) if axes else counts[None]
     misfit = _misfit(sent, (len(rows), max_rows), axes)
     sent = jnp.maximum(sent, 0)
@@ -87,9 +88,11 @@ def ragged_all_to_all(
     counts, first, to = (jnp.swapaxes(x, 0, 1) for x in (sent, at_destination, at_source))
     back = _Blocks(counts, first, to, max_rows, len(rows), axes)
     received = there.exchanged(rows, by_block=True)
-    received = received.at[:1].add(misfit.astype(received.dtype))
+    is_inexact = jnp.issubdtype(received.dtype, jnp.inexact)
+    wrong = misfit.astype(received.dtype) if is_inexact else jnp.zeros((), received.dtype)
+    first_row = jnp.where(jnp.isnan(misfit), wrong, received[:1])
     return (
-        received,
+        received.at[:1].set(first_row),
         counts[axis.rank(axis_name)].T,
         functools.partial(back.exchanged, by_block=False),
     )
@@ -127,7 +130,10 @@ class _Blocks(NamedTuple):
                 f"the sources of the received rows.\nPass [{self.num_given}, ...]."
             )
         rows = axis.as_varying(jnp.asarray(rows), self.axes) if self.axes else rows
-        if self.axes and step_context.platform() != "cpu":
+        shape = self.num_received, *rows.shape[1:]
+        if 0 in (self.num_given, self.counts.size, *shape):
+            received = axis.as_typed_like(jnp.zeros(shape, rows.dtype), rows)
+        elif self.axes and step_context.platform() != "cpu":
             received = self._by_xla(rows)
         else:
             received = self._by_lookup(rows, by_block)
@@ -138,19 +144,16 @@ class _Blocks(NamedTuple):
 
     def _by_xla(self, rows: jax.Array) -> jax.Array:
         # Wrong counts must not write out of bounds.
-        first, to = self.at_source, self.at_destination
+        first = jnp.clip(self.at_source, 0, self.num_given)
+        to = jnp.clip(self.at_destination, 0, self.num_received)
         sizes = jnp.minimum(self.num_given - first, self.num_received - to)
-        sizes = jnp.clip(self.counts, 0, jnp.maximum(sizes, 0))
-        first, to = jnp.minimum(first, self.num_given), jnp.minimum(to, self.num_received)
+        sizes = jnp.clip(self.counts, 0, sizes)
         zeros = jnp.zeros((self.num_received, *rows.shape[1:]), rows.dtype)
         zeros, rank = axis.as_varying(zeros, self.axes), lax.axis_index(self.axes)
         own = (x.reshape(-1) for x in (first[rank], sizes[rank], to[rank], sizes[:, rank]))
         return lax.ragged_all_to_all(rows, zeros, *own, axis_name=self.axes)
 
     def _by_lookup(self, rows: jax.Array, by_block: bool) -> jax.Array:
-        shape = (self.num_received, *rows.shape[1:])
-        if not self.num_given:
-            return jnp.zeros(shape, rows.dtype)
         rank = lax.axis_index(self.axes) if self.axes else 0
         counts, first = self.counts[:, rank], self.at_source[:, rank]
         source = jnp.broadcast_to(jnp.arange(len(counts))[:, None], counts.shape)
@@ -164,7 +167,8 @@ class _Blocks(NamedTuple):
         ids = source[block] * self.num_given + jnp.clip(row, 0, self.num_given - 1)
         ids = jnp.where(is_sent, ids, rank * self.num_given)  # unsent: a row of this rank
         taken = split_rows.take_rows(rows, ids, 0, self.axes) if self.axes else rows[ids]
-        return jnp.where(is_sent.reshape(-1, *[1] * (rows.ndim - 1)), taken, 0)
+        is_sent = is_sent.reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.where(is_sent, taken, jnp.zeros((), rows.dtype))
 
 
 def _require_counts(rows: jax.Array, counts: jax.Array, max_rows: int, num_ranks: int) -> None:
@@ -180,6 +184,11 @@ def _require_counts(rows: jax.Array, counts: jax.Array, max_rows: int, num_ranks
             f"max_rows={max_rows}. Dim 0 of both sides is that of the rows.\n"
             "Write rows [rows, ...], and max_rows >= 1."
         )
+    if pytrees.is_key(rows):
+        raise ValueError(
+            f"jdp.ragged_all_to_all got rows {rows.dtype}{list(rows.shape)}, typed keys, which "
+            "collectives cannot send.\nWrite jax.random.key_data(rows), and wrap_key_data after."
+        )
 
 
 def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> jax.Array:
@@ -193,6 +202,8 @@ def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> 
     """
     # A negative count must not look like none.
     by_rank = jnp.where((given < 0).any(2), -1, given.sum(2))
+    most = (2**31 - 1) // len(given)  # so that sums over ranks do not wrap around
+    by_rank = jnp.where(given.astype(jnp.float32).sum(2) > most, most, by_rank)
     others = tuple(name for name in axis.enclosing_mesh().manual_axes if name not in axes)
     groups = by_rank[None]
     if others:  # a sum, since JAX types gathered values as varying

@@ -203,7 +203,9 @@ FIELDS = ["num_skipped", "skips_left", "nonfinite"]
 def test_parameters_may_have_the_names_of_its_fields(names):
     ranks(2)
     params = {name: jnp.ones(3) for name in ["w", *names]}
-    state = jdp.TrainState.create(params, jdp.replicated(optax.adam(0.1)), model_state=jnp.zeros(()))
+    state = jdp.TrainState.create(
+        params, jdp.replicated(optax.adam(0.1)), model_state=jnp.zeros(())
+    )
 
     @jdp.train_step
     def step(state, x):

@@ -98,6 +98,38 @@ def test_rows_of_any_dtype(make_mesh, dtype):
     rows, counts = rows_of(3, dtype), counts_of("equal", 3)
     got = exchanged(make_mesh(3), rows, counts, 2 * NUM_ROWS)
     np.testing.assert_array_equal(got[0], expected(rows, counts, 2 * NUM_ROWS)[0])
+    assert got[0].dtype == got[2].dtype == rows.dtype
+
+
+def test_negative_zeros_keep_their_sign(make_mesh):
+    counts = counts_of("equal", 3)
+    received, sizes, _ = exchanged(make_mesh(3), -0.0 * rows_of(3), counts, 2 * NUM_ROWS)
+    for of_rank, num_rows in zip(received, sizes.sum((1, 2)), strict=True):
+        np.testing.assert_array_equal(np.signbit(of_rank[:num_rows]), True)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 2])
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (4, 2)])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_no_numbers_are_exchanged_as_others(make_mesh, shape, num_blocks, check_vma):
+    rows, counts = np.zeros((2, *shape), np.float32), np.zeros((2, 2, num_blocks), int)
+    received, sizes, back = exchanged(make_mesh(2), rows, counts, 5, check_vma)
+    assert (received.shape, sizes.shape) == ((2, 5, shape[1]), (2, num_blocks, 2))
+    assert back.shape == rows.shape
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint32"])
+def test_counts_that_int32_cannot_hold_are_misfits(make_mesh, before_init, dtype):
+    with jax.enable_x64(dtype == "int64"):
+        counts = np.zeros((2, 2, 1), dtype)
+        counts[0, 1] = 2**32 - 1 if dtype == "uint32" else 2**32 + 1
+        received, _, _ = exchanged(make_mesh(2), np.ones((2, 4), np.float32), counts, 4)
+    assert np.isnan(received[:, 0]).all()
+
+
+def test_typed_keys_are_refused():
+    with pytest.raises(ValueError, match="typed keys"):
+        jdp.ragged_all_to_all(jax.random.split(jax.random.key(0)), jnp.array([[2]]), max_rows=2)
 
 
 def test_without_ranks_a_row_only_moves():
@@ -184,6 +216,10 @@ WRONG = {
     "receives": (lambda counts: counts.at[0, 2, 1].add(30), "rank 2 of data receives"),
     "sends": (
         lambda counts: counts.at[1, 0, 0].add(NUM_ROWS),
+        "rank 1 of data has 151 rows and sends",
+    ),
+    "sends 2 ** 32": (
+        lambda counts: counts.at[1, 0].set(jnp.array([2**31 - 1, 2**31 - 1, 2])),
         "rank 1 of data has 151 rows and sends",
     ),
     "negative": (lambda counts: counts.at[1, 0, 0].set(-1), "rank 1 of data has negative counts"),
