@@ -45,7 +45,8 @@ def quantized(
     each number twice, by at most 1/254 of the largest in its block (int8). Each rank quantizes its
     leaves and sends each other rank a chunk. That rank sums its chunk in float32, quantizes the
     sum, and sends it to all, as Wang et al. 2023, https://arxiv.org/abs/2306.10209, between hosts.
-    Arrays of fewer than 4,096 numbers, and wider or integer ones, are summed by `collectives.xla`.
+    Arrays of fewer than 4,096 numbers or one block for each rank, and wider or integer ones, are
+    summed by `collectives.xla`.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
@@ -107,19 +108,21 @@ def summed_shards(
     """Sum leaves as `quantized` does, and keep this rank's shard of those with a dim."""
     if axis.size(axes) == 1:
         return xla(buckets, axes, scale=scale, mesh=mesh)
+    # Padding to a block for each rank would cost more than 8 bits save.
+    least = max(_MIN_SIZE, axis.size(axes) * block)
+
+    def is_sent(leaf: jax.Array) -> bool:
+        return leaf.dtype.name in _QUANTIZED and leaf.size >= least
+
     results = []
     for bucket, own_dims in zip(buckets, dims, strict=True):
         leaves = [*zip(bucket, own_dims, strict=True)]
-        sent = [each for each in leaves if _is_sent(each[0])]
-        exact = [each for each in leaves if not _is_sent(each[0])]
+        sent = [each for each in leaves if is_sent(each[0])]
+        exact = [each for each in leaves if not is_sent(each[0])]
         sums = iter(_exact(exact, axes, scale, mesh) if exact else [])
         rounded = iter(_differentiable(sent, axes, scale, mesh, name, block) if sent else [])
-        results.append([next(rounded if _is_sent(leaf) else sums) for leaf in bucket])
+        results.append([next(rounded if is_sent(leaf) else sums) for leaf in bucket])
     return results
-
-
-def _is_sent(leaf: jax.Array) -> bool:
-    return leaf.dtype.name in _QUANTIZED and leaf.size >= _MIN_SIZE
 
 
 def _exact(

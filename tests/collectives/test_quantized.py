@@ -110,6 +110,14 @@ def test_small_leaves_and_other_dtypes_are_exact(make_mesh):
     np.testing.assert_allclose(total[2], x.sum(0), 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize("size", [8 * 1024 - 1, 8 * 1024])
+def test_leaves_without_a_block_for_each_rank_are_exact(make_mesh, size):
+    x = normal(8, size)
+    [total] = reduced(make_mesh(8), [x], block=1024)
+    error = np.abs(total[0] - x.astype(np.float64).sum(0)).max() / np.abs(total[0]).max()
+    assert (error < 1e-6) == (size < 8 * 1024)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @every_dtype
 def test_a_number_that_is_not_finite_reaches_every_rank(make_mesh, dtype, value):
