@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.analysis.marks import ALL_REDUCED, mark
-from jdp.axis import AxisName
+from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives import xla_shards
 from jdp.collectives.ring import require_untyped
 from jdp.collectives.xla import Scale, scaled, xla
+from jdp.collectives.xla_shards import Further
 from jdp.validation import int_at_least
 
 # Of each dtype on the wire, the largest magnitude.
@@ -102,6 +103,7 @@ def summed_shards(
     *,
     scale: Scale,
     mesh: Mesh | None,
+    further: Further = None,
     name: str,
     block: int,
 ) -> list[list[jax.Array]]:
@@ -111,25 +113,30 @@ def summed_shards(
     # Padding to a block for each rank would cost more than 8 bits save.
     least = max(_MIN_SIZE, axis.size(axes) * block)
 
-    def is_sent(leaf: jax.Array) -> bool:
-        return leaf.dtype.name in _QUANTIZED and leaf.size >= least
+    def is_sent(leaf: jax.Array, _: Any, spec: FurtherSpec) -> bool:
+        return not spec and leaf.dtype.name in _QUANTIZED and leaf.size >= least
 
     results = []
-    for bucket, own_dims in zip(buckets, dims, strict=True):
-        leaves = [*zip(bucket, own_dims, strict=True)]
-        sent = [each for each in leaves if is_sent(each[0])]
-        exact = [each for each in leaves if not is_sent(each[0])]
+    for each in zip(buckets, dims, xla_shards.specs_of(further, dims), strict=True):
+        leaves = [*zip(*each, strict=True)]
+        sent = [leaf[:2] for leaf in leaves if is_sent(*leaf)]
+        exact = [leaf for leaf in leaves if not is_sent(*leaf)]
         sums = iter(_exact(exact, axes, scale, mesh) if exact else [])
         rounded = iter(_differentiable(sent, axes, scale, mesh, name, block) if sent else [])
-        results.append([next(rounded if is_sent(leaf) else sums) for leaf in bucket])
+        results.append([next(rounded if is_sent(*leaf) else sums) for leaf in leaves])
     return results
 
 
 def _exact(
-    leaves: Sequence[Leaf], axes: tuple[str, ...], scale: Scale, mesh: Mesh | None
+    leaves: Sequence[tuple[jax.Array, int | None, FurtherSpec]],
+    axes: tuple[str, ...],
+    scale: Scale,
+    mesh: Mesh | None,
 ) -> list[jax.Array]:
-    bucket, dims = zip(*leaves, strict=True)
-    return xla_shards.reduce_scatter([bucket], [dims], axes, scale=scale, mesh=mesh)[0]
+    buckets, dims, further = ([each] for each in zip(*leaves, strict=True))
+    return xla_shards.reduce_scatter(buckets, dims, axes, scale=scale, mesh=mesh, further=further)[
+        0
+    ]
 
 
 def _differentiable(
@@ -141,7 +148,7 @@ def _differentiable(
     is_constant = isinstance(scale, (int, float))
 
     def exact(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
-        leaves = [*zip(bucket, dims, strict=True)]
+        leaves = [(*leaf, ()) for leaf in zip(bucket, dims, strict=True)]
         return _exact(leaves, axes, scale if is_constant else factor, mesh)
 
     @jax.custom_jvp

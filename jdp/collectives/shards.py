@@ -1,5 +1,6 @@
 """Reduce-scatter, all-gather and all-to-all, natively or with XLA."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def reduce_scatter(
         call of their own.
       scale, mesh: as for `collectives.auto`.
       further: how the compiler splits each leaf, along other dims than `dims`.
-      all_reduce: `collectives.quantized` quantizes shards, too, unless `further` splits a leaf.
+      all_reduce: `collectives.quantized` quantizes shards, too, but no leaf that `further` splits.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
@@ -48,20 +49,19 @@ def reduce_scatter(
         [None if dim is None else dim + further for dim in own]
         for own, further in zip(dims, in_front, strict=True)
     ]
-    splits = further is not None and any(spec for own in further for spec in own)
-    if (options := options_of(all_reduce)) and not splits:
-        sums = summed_shards(floats, places, names, scale=scale, mesh=mesh, **options)
-    elif is_native(names, mesh):
+    if further is not None:
+        further = [
+            [((),) * is_complex + spec if spec else () for spec in own]
+            for own, is_complex in zip(further, in_front, strict=True)
+        ]
+    options = options_of(all_reduce)
+    if options is None and is_native(names, mesh):
         sums = native_shards.reduce_scatter(floats, places, names, scale=scale, mesh=mesh)
     else:
-        if further is not None:
-            further = [
-                [((),) * is_complex + spec if spec else () for spec in own]
-                for own, is_complex in zip(further, in_front, strict=True)
-            ]
-        sums = xla_shards.reduce_scatter(
-            floats, places, names, scale=scale, mesh=mesh, further=further
-        )
+        reduce = xla_shards.reduce_scatter
+        if options is not None:
+            reduce = functools.partial(summed_shards, **options)
+        sums = reduce(floats, places, names, scale=scale, mesh=mesh, further=further)
     return [list(map(joined, *each)) for each in zip(sums, buckets, strict=True)]
 
 

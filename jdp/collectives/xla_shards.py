@@ -34,7 +34,7 @@ def reduce_scatter(
         scatter = _scattered_rows
     aborts = axis.aborts_in_bfloat16(platform)
     results = []
-    for bucket, own_dims, specs in zip(buckets, dims, _specs(further, dims), strict=True):
+    for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True):
         before, after = split_scale(scale, bucket[0].dtype)
         leaves = axis.as_varying(list(bucket), names)
         parts = [
@@ -69,11 +69,12 @@ def all_gather(
 
     return [
         [*map(gather, axis.as_varying(list(bucket), names), own_dims, specs)]
-        for bucket, own_dims, specs in zip(buckets, dims, _specs(further, dims), strict=True)
+        for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True)
     ]
 
 
-def _specs(further: Further, dims: Sequence[Sequence[Any]]) -> Sequence[Sequence[FurtherSpec]]:
+def specs_of(further: Further, dims: Sequence[Sequence[Any]]) -> Sequence[Sequence[FurtherSpec]]:
+    """Return `further`, one spec for each leaf."""
     return further if further is not None else [[()] * len(own) for own in dims]
 
 
