@@ -128,6 +128,7 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
         def part(x: Any) -> Any:
             return jnp.reshape(x, (num_ranks, -1, *jnp.shape(x)[1:]))
 
+        assert of_part is not None
         return jax.vmap(of_part)(jax.tree.map(part, others[0]))
 
     # First without the ranks of weight 0, whose gradients do not count.

@@ -185,6 +185,7 @@ def test_hosts_average_in_each_step_and_meet_in_some():
         return state.apply_gradients(grads), {"loss": loss}
 
     state = training.state(jdp.diloco(INNER["adamw"], every=4, axis_name=axes))
+    metrics = {}
     for i in range(NUM_STEPS):
         state, metrics = step(state, batch(i))
     right, own, losses = simulated(2, INNER["adamw"], OUTER, 4)

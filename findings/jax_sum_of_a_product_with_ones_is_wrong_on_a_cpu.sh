@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Under jit on a CPU, the sum of a matrix product with a constant matrix of ones is wrong or NaN (JAX 0.12.0.1, too).
 #
-# XLA:CPU fuses dot and reduce for YNNPACK. With the broadcast constant in the same fusion, the result changes with
-# the memory that it finds. Without these fusions, or with the ones as an argument, it is right.
+# XLA:CPU fuses dot and reduce for YNNPACK. With the broadcast constant in the same fusion the result is wrong, and
+# another one in each run. Without these fusions, or with the ones as an argument, it is right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
