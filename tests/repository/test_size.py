@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_416,
-    "words of docstrings and comments in jdp": 66_096,
-    "lines of tests": 75_944,
+    "lines of jdp": 57_449,
+    "words of docstrings and comments in jdp": 66_141,
+    "lines of tests": 76_035,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
