@@ -242,16 +242,12 @@ _WEIGHTED = (
 
 def _require_plain(tx: Any, name: str) -> None:
     if isinstance(tx, Replicated):
-        raise TypeError(
-            f"jdp.{name} got an optimizer in jdp.replicated, jdp.sharded, jdp.local_sgd or "
-            "jdp.diloco, which would average the gradients of each step. Write "
-            f"jdp.{name}(optax.adamw(1e-3), every=50)."
-        )
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"jdp.{name} got {pytrees.kind_of(tx)}, which is not an optax transformation (no init "
-            f"and update). Write jdp.{name}(optax.adamw(1e-3), every=50)."
-        )
+        found = "an optimizer of jdp, which would average the gradients of each step"
+    elif not (hasattr(tx, "init") and hasattr(tx, "update")):
+        found = f"{pytrees.kind_of(tx)}, which is not an optax transformation (no init and update)"
+    else:
+        return
+    raise TypeError(f"jdp.{name} got {found}. Write jdp.{name}(optax.adamw(1e-3), every=50).")
 
 
 def _marked(tree: Any, kind: str, axes: tuple[str, ...]) -> Any:

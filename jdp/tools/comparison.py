@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jdp.distributed import mesh as meshes
+from jdp.reduction.local_steps import LocalSteps
 from jdp.reduction.optimizer import has_optimizer, replicated, sharding_of
 from jdp.reduction.sharded import sharded
 from jdp.tools import results
@@ -41,7 +42,7 @@ def compare(
     require_choices(choices)
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)
-    if not any(map(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))):
+    if not any(map(_has_options, jax.tree.leaves(state, is_leaf=has_optimizer))):
         raise ValueError(
             "the state of this step has no jdp.replicated or jdp.sharded in a TrainState, so it "
             "has no options to compare."
@@ -116,8 +117,12 @@ def _shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
 
+def _has_options(node: Any) -> bool:
+    return has_optimizer(node) and not isinstance(node.tx, LocalSteps)
+
+
 def _changed(node: Any, options: Mapping[str, int]) -> Any:
-    if not has_optimizer(node):
+    if not _has_options(node):
         return node
     sharding = sharding_of(node.tx)
     given: dict[str, Any] = {

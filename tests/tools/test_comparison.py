@@ -84,8 +84,10 @@ def test_an_option_that_is_not_the_optimizers_is_an_error(given):
     step, args = given
     with pytest.raises(ValueError, match="'rows'.*stage, bucket_bytes"):
         comparison.compare(step, args, {}, {"rows": [1]})
-    with pytest.raises(ValueError, match="TrainState"):
-        comparison.compare(step, (np.zeros(3), args[1]), {}, {"stage": [1]})
+    local = jdp.TrainState.create(args[0].params, jdp.local_sgd(optax.sgd(0.1), every=2))
+    for state in (np.zeros(3), local):
+        with pytest.raises(ValueError, match="TrainState"):
+            comparison.compare(step, (state, args[1]), {}, {"stage": [1]})
 
 
 def test_sizes_have_units():
