@@ -397,9 +397,9 @@ class _Regions:
     def _run_uniform(
         self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
     ) -> None:
-        region = _Region(self._compute, operations, *self._boundary(operations), ranks)
-        if not region.outs:
+        if not operations:
             return
+        region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         values = [env[x] for x in region.ins]
         if jax_compat.FUSES_ACROSS_BARRIERS:
             env.update(region.results(region.in_branch(values)))
@@ -409,9 +409,9 @@ class _Regions:
     def _run_varying(
         self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
     ) -> None:
-        region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         if not operations:
             return
+        region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         width = ranks.blocks.width
         if width == 1 and not jax_compat.FUSES_ACROSS_BARRIERS:  # without copies into stacks
             values = [env[x][0] if x in self.varying else env[x] for x in region.ins]
@@ -467,7 +467,7 @@ class _Regions:
     def _run_collectives(
         self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
     ) -> None:
-        read = {each for operation in operations for each in operation.ins}
+        read = dict.fromkeys(each for operation in operations for each in operation.ins)
         self._compute([self._constant[x] for x in read if x in self._constant], env, ranks)
         sums = [each for each in operations if each.eqn.primitive.name in _SUMS]
         for operation in sums:

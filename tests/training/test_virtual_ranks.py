@@ -339,6 +339,23 @@ def test_batches_are_padded_to_a_multiple_of_the_virtual_ranks():
         require_equal_bits(read(n), want)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_callbacks_run_once_on_each_rank_or_for_each_virtual_rank(n):
+    ranks(n)
+    seen = []
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        jax.debug.callback(lambda x: seen.append("uniform"), state["w"])
+        jax.debug.callback(lambda x: seen.append("varying"), batch["x"].sum())
+        return {"w": state["w"] + 1}, {}
+
+    state, _ = step({"w": jnp.zeros(3)}, regression(0))
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    assert (seen.count("uniform"), seen.count("varying")) == (n, V)
+
+
 def refused(n, state, step, batch, match):
     ranks(n)
     with pytest.raises(ValueError, match=match):
