@@ -29,6 +29,7 @@ from jdp.analysis.diagnostics import source_of
 from jdp.collectives import call_order, shards
 from jdp.error_codes import with_code
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
+from jdp.reduction.local_steps import LocalSteps
 from jdp.reduction.optimizer import sharding_of
 from jdp.step_spec import StepSpec
 from jdp.training import shard_layout
@@ -68,6 +69,11 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
         raise ValueError(
             f"`{spec.name}` has virtual_ranks={number}, and its state an optimizer of jdp.sharded, "
             "whose shards belong to ranks. Write jdp.replicated(tx)."
+        )
+    if any(isinstance(tx, LocalSteps) for _, tx in shard_layout.state_nodes(state)):
+        raise ValueError(
+            f"`{spec.name}` has virtual_ranks={number}, and its state an optimizer of jdp.diloco or "
+            "jdp.local_sgd, whose parameters belong to ranks. Write jdp.replicated(tx)."
         )
     named = jax.tree_util.tree_leaves_with_path(state)
     for is_own, (path, leaf) in zip(rank_state.flags(state), named, strict=True):
@@ -111,12 +117,6 @@ class VirtualBlocks(NamedTuple):
         """Return the places of so many nodes of the sums over all ranks, in order."""
         return range(num_nodes) if self.is_even else [*self.slots()]
 
-    def fillers(self) -> np.ndarray:
-        """Return a virtual rank for each place, `[ranks * width]` int; unused places have any."""
-        found = np.zeros(self.num_ranks * self.width, int)
-        found[self.slots()] = np.arange(self.num_virtual)
-        return found
-
 
 class _RankContext(NamedTuple):
     """What the regions of a traced program share."""
@@ -151,6 +151,8 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Call
     """
     flat, out_tree = flatten(traced.jaxpr), jax.tree.structure(traced.out_avals)
     names = jaxprs.primitive_names(traced.jaxpr)
+    if not names.isdisjoint(call_order.NATIVE):
+        call_order.require("virtual_ranks= sums over virtual ranks, which are no ranks of its own.")
     if not names.isdisjoint(_COLLECTIVES - _SUMS) or _has_sums_in_loops(traced.jaxpr):
         why_xla = why_xla or "the step has other collectives than sums, or sums in loops."
 
@@ -196,40 +198,28 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
         count = lax.optimization_barrier(count)
         ranks = _RankContext(axis_name, blocks, mesh, starts[rank], count, [])
         stacked = [
-            value if dim is None else _stacked(value, dim, 1 if is_of_rank else blocks.width)
+            value if dim is None else _entering(value, dim, is_of_rank, ranks)
             for value, dim, is_of_rank in zip(values, in_dims, are_of_rank, strict=True)
-        ]
-        stacked = [
-            jnp.repeat(value, blocks.width, axis=0) if is_of_rank else value
-            for value, is_of_rank in zip(stacked, are_of_rank, strict=True)
         ]
         flags = [dim is not None for dim in in_dims]
         results, are_varying = _Regions(program, flags).run(ranks, stacked)
         outs = zip(results, are_varying, out_dims, strict=True)
-        return [_leaving(value, flag, dim, blocks.width) for value, flag, dim in outs]
+        return [_leaving(value, flag, dim, ranks) for value, flag, dim in outs]
 
-    specs = [_spec(dim, axis_name) for dim in in_dims], [_spec(dim, axis_name) for dim in out_dims]
-    shard_map = jax_compat.shard_map(
+    def spec(dim: int | None, is_split: bool) -> PartitionSpec:
+        is_whole = dim is None or not is_split
+        return PartitionSpec() if is_whole else PartitionSpec(*[None] * dim, axis_name)
+
+    # XLA would move blocks of uneven size by sums, which lose the sign of zeros.
+    splits = [blocks.is_even or is_of_rank for is_of_rank in are_of_rank]
+    return jax_compat.shard_map(
         on_rank,
         mesh=mesh,
-        in_specs=tuple(specs[0]),
-        out_specs=specs[1],
+        in_specs=tuple(map(spec, in_dims, splits)),
+        out_specs=[spec(dim, blocks.is_even) for dim in out_dims],
         axis_names={axis_name},
         check_vma=False,
-    )
-    if not blocks.is_even:
-        fillers = blocks.fillers()
-        operands = [
-            x if dim is None or is_of_rank else _blocks_taken(x, dim, blocks.num_virtual, fillers)
-            for x, dim, is_of_rank in zip(operands, in_dims, are_of_rank, strict=True)
-        ]
-    results = shard_map(*operands)
-    if blocks.is_even:
-        return results
-    return [
-        x if dim is None else _blocks_taken(x, dim, len(blocks.fillers()), blocks.slots())
-        for x, dim in zip(results, out_dims, strict=True)
-    ]
+    )(*operands)
 
 
 def _dim(spec: PartitionSpec) -> int | None:
@@ -237,30 +227,34 @@ def _dim(spec: PartitionSpec) -> int | None:
     return next((i for i, part in enumerate(spec) if part), None)
 
 
-def _spec(dim: int | None, axis_name: str) -> PartitionSpec:
-    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)
+def _entering(x: jax.Array, dim: int, is_of_rank: bool, ranks: _RankContext) -> jax.Array:
+    """Return the stack of this rank's blocks of a dim."""
+    blocks = ranks.blocks
+    if is_of_rank:
+        return jnp.repeat(_cut(x, dim, 1), blocks.width, axis=0)
+    if blocks.is_even:
+        return _cut(x, dim, blocks.width)
+    mine = jnp.minimum(ranks.start + jnp.arange(blocks.width), blocks.num_virtual - 1)
+    return jnp.take(_cut(x, dim, blocks.num_virtual), mine, axis=0)
 
 
-def _blocks_taken(x: Any, dim: int, num_blocks: int, taken: np.ndarray) -> jax.Array:
-    """Cut a dim into equal blocks, and return those taken, in order."""
-    x = jnp.asarray(x)
-    size = x.shape[dim] // num_blocks
-    cut = x.reshape(*x.shape[:dim], num_blocks, size, *x.shape[dim + 1 :])
-    found = jnp.take(cut, taken, axis=dim)
-    return found.reshape(*x.shape[:dim], len(taken) * size, *x.shape[dim + 1 :])
+def _cut(x: jax.Array, dim: int, num: int) -> jax.Array:
+    size = x.shape[dim] // num
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], num, size, *x.shape[dim + 1 :]), dim, 0)
 
 
-def _stacked(x: jax.Array, dim: int, width: int) -> jax.Array:
-    size = x.shape[dim] // width
-    return jnp.moveaxis(x.reshape(*x.shape[:dim], width, size, *x.shape[dim + 1 :]), dim, 0)
-
-
-def _leaving(x: jax.Array, is_varying: bool, dim: int | None, width: int) -> jax.Array:
+def _leaving(x: jax.Array, is_varying: bool, dim: int | None, ranks: _RankContext) -> jax.Array:
     if dim is None:
         return x[0] if is_varying else x  # proved equal on all virtual ranks
-    x = x if is_varying else jnp.broadcast_to(x, (width, *jnp.shape(x)))
+    blocks = ranks.blocks
+    x = x if is_varying else _repeated(x, ranks)
+    if not blocks.is_even:
+        (x,) = ranks.after([x])
+        x = lax.all_gather(x, ranks.axis_name, tiled=True)
+        ranks.follow([x])
+        x = x[blocks.slots()]
     x = jnp.moveaxis(x, 0, dim)
-    return x.reshape(*x.shape[:dim], width * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 def _canonical(program: Any) -> FlatProgram:
@@ -369,7 +363,9 @@ class _Regions:
         if "axis_index" in names or not self.varying.isdisjoint(ins):
             self.varying.update(outs)
             return _VARYING
-        is_constant = all(x.constant is not None or x in self._constant for x in ins)
+        is_constant = name != "iota" and all(
+            np.ndim(x.constant) == 0 if x.constant is not None else x in self._constant for x in ins
+        )
         if is_constant and not jaxprs.acts(eqn):
             self._constant.update(dict.fromkeys(outs, operation))
             return _CONSTANT
@@ -404,7 +400,7 @@ class _Regions:
         if jax_compat.FUSES_ACROSS_BARRIERS:
             env.update(region.results(region.in_branch(values)))
         else:
-            env.update(region.results(region.run(None, *values)))
+            env.update(region.results(region.run(ranks.start, *values)))
 
     def _run_varying(
         self, operations: list[FlatOperation], env: dict[FlatValue, Any], ranks: _RankContext
@@ -413,21 +409,22 @@ class _Regions:
             return
         region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         width = ranks.blocks.width
-        if width == 1 and not jax_compat.FUSES_ACROSS_BARRIERS:  # without copies into stacks
-            values = [env[x][0] if x in self.varying else env[x] for x in region.ins]
-            results = region.results(region.in_branch(values, ranks.start))
-            env.update((x, y[None]) for x, y in results.items())
-            return
-
         # XLA would open a stack of one, and then fuse otherwise.
         num_more = int(width == 1)
         given = {x: _lengthened(env[x], num_more) for x in region.ins if x in self.varying}
 
-        def body(i: Any, stacks: list[Any]) -> list[Any]:
+        def results(i: Any) -> list[Any]:
             values = [_element(given[x], i) if x in given else env[x] for x in region.ins]
-            pairs = zip(stacks, region.run(ranks.start + i, *values), strict=True)
+            return region.run(ranks.start + i, *values)
+
+        def body(i: Any, stacks: list[Any]) -> list[Any]:
+            pairs = zip(stacks, results(i), strict=True)
             return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
 
+        if width == 1 and not jax_compat.FUSES_ACROSS_BARRIERS:  # without copies into stacks
+            found = lax.fori_loop(0, ranks.count, lambda i, _: results(i), region.zeros())
+            env.update((x, y[None]) for x, y in region.results(found).items())
+            return
         stacks = [jnp.broadcast_to(x, (width + num_more, *x.shape)) for x in region.zeros()]
         stacks = lax.fori_loop(0, ranks.count, body, stacks)
         env.update(region.results([x[:width] for x in stacks]))
@@ -481,10 +478,8 @@ class _Regions:
             operands = [env[x] if x.constant is None else x.constant for x in operation.ins]
             flags = [x in self.varying for x in operation.ins]
             if operation.eqn.primitive.name in _LOOPS:
-                inside = ranks._replace(latest=[])
-                results = _CollectiveLoop(operation.eqn, flags).run(
-                    ranks.after(operands), flags, inside
-                )
+                loop = _CollectiveLoop(operation.eqn, flags)
+                results = loop.run(ranks.after(operands), flags, ranks)
                 ranks.follow(results)
             else:
                 _require_all_ranks(operation.eqn, ranks)
@@ -522,7 +517,9 @@ class _Region:
 
     def run(self, virtual_rank: Any, *values: Any) -> list[Any]:
         """Return the results for one virtual rank, or for None."""
-        inner = _barred(dict(zip(self.ins, values, strict=True)))
+        values = lax.optimization_barrier([virtual_rank, *values])
+        virtual_rank, *values = values
+        inner = dict(zip(self.ins, values, strict=True))
         self._compute(self._operations, inner, self._ranks, _Local(virtual_rank, {}))
         found = [inner[x] for x in self.outs]
         for x, value in zip(self.outs, found, strict=True):
@@ -532,9 +529,9 @@ class _Region:
             [jax.random.key_data(value) if _is_key(value) else value for value in found]
         )
 
-    def in_branch(self, values: Sequence[Any], virtual_rank: Any = None) -> list[Any]:
+    def in_branch(self, values: Sequence[Any]) -> list[Any]:
         """Return the results of a branch that XLA cannot open."""
-        taken = functools.partial(self.run, virtual_rank)
+        taken = functools.partial(self.run, self._ranks.start)
         return lax.cond(self._ranks.count > 0, taken, lambda *_: self.zeros(), *values)
 
     def zeros(self) -> list[jax.Array]:
@@ -571,7 +568,7 @@ class _Local(NamedTuple):
 
     Attributes:
       virtual_rank: int32 []; None in a uniform region.
-      broadcasts: (id of an array, shape) -> itself and its broadcast.
+      broadcasts: (id of an array, shape, dims) -> itself and its broadcast.
     """
 
     virtual_rank: jax.Array | None
@@ -589,17 +586,35 @@ class _Local(NamedTuple):
             if eqn.params["prevent_cse"]:  # as JAX lowers it
                 operands = lax.optimization_barrier([*operands])
             return self._evaluate(eqn.params["jaxpr"], operands)
+        shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
+        if name == "broadcast_in_dim" and isinstance(operands[0], jax.core.Tracer):
+            return [self._broadcast(operands[0], shape, eqn.params["broadcast_dimensions"])]
         if name in _ELEMENTWISE:
-            shape = eqn.outvars[0].aval.shape
             operands = [self._broadcast(x, shape) for x in operands]
+        if name == "div" and (divisor := self._reciprocal(operands[1])) is not None:
+            return [operands[0] * divisor]
         return operation.run(operands)
 
-    def _broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
-        if jnp.shape(x) in ((), shape):
+    def _reciprocal(self, x: Any) -> Any:
+        """Return 1 / x for a broadcast: XLA may or may not divide so, by its number of readers."""
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return None
+        for (_, shape, dims), (source, broadcast) in [*self.broadcasts.items()]:
+            if broadcast is x:
+                key = id(source), "reciprocal", ()
+                if key not in self.broadcasts:
+                    self.broadcasts[key] = source, jnp.ones((), x.dtype) / source
+                return self._broadcast(self.broadcasts[key][1], shape, dims)
+        return None
+
+    def _broadcast(self, x: Any, shape: tuple[int, ...], dims: Sequence[int] | None = None) -> Any:
+        """Return one broadcast for all that need it, except of a constant."""
+        if jnp.shape(x) == shape or not isinstance(x, jax.core.Tracer):
             return x
-        key = id(x), shape
+        dims = tuple(range(len(jnp.shape(x))) if dims is None else dims)
+        key = id(x), shape, dims
         if key not in self.broadcasts:
-            self.broadcasts[key] = x, lax.broadcast_in_dim(x, shape, range(len(shape)))
+            self.broadcasts[key] = x, lax.broadcast_in_dim(x, shape, dims)
         return self.broadcasts[key][1]
 
     def _evaluate(self, program: Any, ins: Sequence[Any]) -> list[Any]:
@@ -711,7 +726,7 @@ class _CollectiveLoop:
             if name == "while" and program is self._eqn.params["cond_jaxpr"]:
                 return _Local(None, {})._evaluate(program, ins)
             regions = self._regions[self._index(program)]
-            outs, are_varying = regions.run(ranks, ins)
+            outs, are_varying = regions.run(ranks._replace(latest=[]), ins)
             wanted = zip(outs, are_varying, self.are_varying, strict=True)
             return [x if is_one == flag else _repeated(x, ranks) for x, is_one, flag in wanted]
 
