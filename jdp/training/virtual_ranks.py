@@ -14,6 +14,8 @@ XLA must compile a region alike for any number of ranks, as fusion decides about
 """
 
 import functools
+import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jdp import jax_compat, rank_state
+from jdp import axis, jax_compat, rank_state
 from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.collectives import call_order, shards
@@ -33,6 +35,13 @@ from jdp.reduction.local_steps import LocalSteps
 from jdp.reduction.optimizer import sharding_of
 from jdp.step_spec import StepSpec
 from jdp.training import shard_layout
+
+_log = logging.getLogger("jdp")
+_THREADS = (
+    "jdp: XLA splits long matrix products of `%s` among %d threads, as many as this process has "
+    "CPUs or devices. Bits are equal only with as many threads. Set NPROC=%d in the environment of "
+    "all runs, at least the devices of a process."
+)
 
 _CONSTANT, _UNIFORM, _VARYING, _COLLECTIVE = range(4)
 
@@ -72,9 +81,10 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
         )
     if any(isinstance(tx, LocalSteps) for _, tx in shard_layout.state_nodes(state)):
         raise ValueError(
-            f"`{spec.name}` has virtual_ranks={number}, and its state an optimizer of jdp.diloco or "
-            "jdp.local_sgd, whose parameters belong to ranks. Write jdp.replicated(tx)."
+            f"`{spec.name}` has virtual_ranks={number}, and its state parameters of each rank "
+            "(jdp.diloco, jdp.local_sgd). Write jdp.replicated(tx)."
         )
+    _warn_of_threads(spec, mesh)
     named = jax.tree_util.tree_leaves_with_path(state)
     for is_own, (path, leaf) in zip(rank_state.flags(state), named, strict=True):
         name = spec.argument(0) + jax.tree_util.keystr(path)
@@ -85,6 +95,18 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
             )
         if is_own:
             rank_state.require_dim(name, leaf, number)
+
+
+def _warn_of_threads(spec: StepSpec, mesh: Mesh) -> None:
+    """Warn once that bits may depend on the threads of a process, which only NPROC fixes."""
+    num_devices = len(mesh.local_devices)
+    fixed = os.environ.get("NPROC", "")
+    is_fixed = fixed.isdecimal() and int(fixed) >= num_devices
+    if axis.platform(mesh) != "cpu" or is_fixed or _THREADS in spec.warned:
+        return
+    spec.warned.add(_THREADS)
+    number = max(len(os.sched_getaffinity(0)), num_devices)
+    _log.warning(_THREADS, spec.name, number, max(number, spec.virtual_ranks or 1))
 
 
 class VirtualBlocks(NamedTuple):

@@ -1,5 +1,8 @@
 """A step with `virtual_ranks` ends with the same bits on any number of ranks."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -240,7 +243,50 @@ def evaluation():
     return PARAMS, lambda params, batch: (params, measure(params, batch)), map(regression, range(2))
 
 
+def measured(fn):
+    """An evaluation of `fn(weights, rows)`."""
+
+    def make():
+        @jdp.eval_step(virtual_ranks=V)
+        def measure(params, batch):
+            return {"mean": fn(params["w"], batch["x"])}
+
+        return PARAMS, lambda params, b: (params, measure(params, b)), map(regression, range(2))
+
+    return make
+
+
+def clipped_by_hand():
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        grads = jdp.sync_gradients(jax.grad(mlp)(state.params, batch))
+        scale = 1 + optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        return state.apply_gradients(grads, synced=True), {"scale": scale}
+
+    state = jdp.TrainState.create(PARAMS, jdp.replicated(adam()))
+    return state, step, map(regression, range(3))
+
+
+def branches(w, x):
+    def doubled(x):
+        return 2 * lax.psum(x, "data")
+
+    return lax.cond(w[0, 0] > 0, doubled, lambda x: lax.psum(x, "data"), x.sum())
+
+
+def normalised(w, x):
+    mean, var = jdp.batch_norm_statistics(x)
+    return ((x - mean) / jnp.sqrt(var + 1e-5) @ w).sum()
+
+
 STEPS = {
+    "constants": measured(lambda w, x: (x * (jnp.arange(13) / 12) + x / 9).sum()),
+    "shared divisor": measured(lambda w, x: (w[0] / (w[1, 0] + 2)) @ (w[1] / (w[1, 0] + 2))),
+    "branches": measured(branches),
+    "negative zeros": measured(lambda w, x: jdp.rows(jnp.copysign(0.0, x))),
+    "statistics of all rows": measured(normalised),
+    "clipped by hand": clipped_by_hand,
     "mlp": of_mlp,
     "bfloat16 sent": lambda: of_mlp(reduction={"reduce_dtype": jnp.bfloat16}),
     "bfloat16": lambda: of_mlp(params=HALVES, tx=optax.sgd(0.1, momentum=0.9)),
@@ -337,6 +383,33 @@ def test_batches_are_padded_to_a_multiple_of_the_virtual_ranks():
     assert want[0]["x"].shape == (16, 13) and sum(b["mask"].sum() for b in want) == ROWS
     for n in (1, 2, 3, 6):
         require_equal_bits(read(n), want)
+
+
+SHARED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import jdp
+
+jdp.init(cpu_ranks=int(sys.argv[1]))
+x = np.random.default_rng(0).normal(size=(8192, 64)).astype("f")
+
+@jdp.eval_step(virtual_ranks=8)
+def measure(state, batch):
+    return {"product": jdp.mean_over_ranks(batch.T @ jnp.tanh(batch))}
+
+print(np.asarray(measure({}, x)["product"]).tobytes().hex())
+"""
+
+
+def test_processes_with_other_numbers_of_devices_have_equal_bits_with_one_nproc():
+    def run(num_devices, **more):
+        environment = {**os.environ, "PYTHONPATH": str(Path(jdp.__file__).parents[1]), **more}
+        command = [sys.executable, "-c", SHARED, str(num_devices)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    first, second = run(1, NPROC="8"), run(8, NPROC="8")
+    assert first.stdout == second.stdout and "NPROC" not in first.stderr + second.stderr
+    assert "Set NPROC=8" in run(1, NPROC="").stderr
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
