@@ -8,9 +8,10 @@ pairs of pairs and so on, so the order of additions depends on V alone.
 XLA must compile a region alike for any number of ranks, as fusion decides about roundings:
 - Regions are bodies of loops and branches, whose trip counts and predicates XLA cannot know, with
   barriers at the values that enter and leave.
-- Constants are computed in each region that reads them.
+- Constants are computed in each region that reads them, but `iota`s enter.
 - Equal operations are merged here, with explicit broadcasts: XLA merges them before it simplifies
-  programs of several devices, and afterwards in programs of one.
+  programs of several devices, and afterwards in programs of one. A division by a broadcast is a
+  product here, which XLA makes of it or not.
 """
 
 import functools
@@ -514,10 +515,6 @@ class _Regions:
         return value if x in self.varying else _repeated(value, ranks)
 
 
-def _barred(values: dict[FlatValue, Any]) -> dict[FlatValue, Any]:
-    return dict(zip(values, lax.optimization_barrier([*values.values()]), strict=True))
-
-
 def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -539,9 +536,8 @@ class _Region:
 
     def run(self, virtual_rank: Any, *values: Any) -> list[Any]:
         """Return the results for one virtual rank, or for None."""
-        values = lax.optimization_barrier([virtual_rank, *values])
-        virtual_rank, *values = values
-        inner = dict(zip(self.ins, values, strict=True))
+        virtual_rank, *entered = lax.optimization_barrier([virtual_rank, *values])
+        inner = dict(zip(self.ins, entered, strict=True))
         self._compute(self._operations, inner, self._ranks, _Local(virtual_rank, {}))
         found = [inner[x] for x in self.outs]
         for x, value in zip(self.outs, found, strict=True):
