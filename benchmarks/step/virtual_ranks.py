@@ -1,6 +1,6 @@
 """Measures a step with `virtual_ranks`, beside the same step without it.
 
-    python -m benchmarks.step.virtual_ranks          three models, in 4 minutes on 2 cores
+    python -m benchmarks.step.virtual_ranks          three models, in 3 minutes on 2 cores
     python -m benchmarks.step.virtual_ranks --quick  few rounds, to see that it works
 
 After the timed steps the states of one number of virtual ranks must have equal bits on every number
@@ -30,15 +30,15 @@ def problems() -> list[SmallModel]:
     """Return the models; 8 virtual ranks divide their rows."""
     return [
         models.mlp(width=512, num_layers=6, num_rows=256),
-        models.conv_net(channels=32, num_layers=4, num_rows=64, size=32),
-        models.transformer(dim=128, num_layers=4, num_rows=32, length=64),
+        models.conv_net(channels=16, num_layers=4, num_rows=32, size=16),
+        models.transformer(dim=64, num_layers=4, num_rows=16, length=64),
     ]
 
 
 def main() -> None:
     quick = report.parser(__doc__).parse_args().quick
     jdp.init(cpu_ranks=4)  # JAX fixes the number of devices at its first use
-    report.publish("virtual_ranks", [measure(num_rounds=2 if quick else 15)], quick=quick)
+    report.publish("virtual_ranks", [measure(num_rounds=2 if quick else 8)], quick=quick)
 
 
 def measure(*, num_rounds: int) -> Section:

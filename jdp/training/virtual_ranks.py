@@ -100,7 +100,7 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
 
 def _warn_of_threads(spec: StepSpec, mesh: Mesh) -> None:
     """Warn once that bits may depend on the threads of a process, which only NPROC fixes."""
-    num_devices = len(mesh.local_devices)
+    num_devices = jax.local_device_count()
     fixed = os.environ.get("NPROC", "")
     is_fixed = fixed.isdecimal() and int(fixed) >= num_devices
     if axis.platform(mesh) != "cpu" or is_fixed or _THREADS in spec.warned:
