@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 258,
     "lines of jdp": 57_483,
     "words of docstrings and comments in jdp": 66_206,
-    "lines of tests": 76_122,
+    "lines of tests": 76_124,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -259,12 +259,14 @@ def measured(fn):
 def clipped_by_hand():
     @jdp.train_step(virtual_ranks=V)
     def step(state, batch):
-        grads = jdp.sync_gradients(jax.grad(mlp)(state.params, batch))
-        scale = 1 + optax.tree.norm(grads)
-        grads = jax.tree.map(lambda g: g / scale, grads)
-        return state.apply_gradients(grads, synced=True), {"scale": scale}
+        loss, grads = jax.value_and_grad(mlp)(state.params, batch)
+        grads = jdp.sync_gradients(grads)
+        metrics = {"loss": loss, "norm": optax.tree.norm(grads)}
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g / (1 + norm), grads)
+        return state.apply_gradients(grads, synced=True), metrics
 
-    state = jdp.TrainState.create(PARAMS, jdp.replicated(adam()))
+    state = jdp.TrainState.create(PARAMS, jdp.replicated(optax.adam(0.01)))
     return state, step, map(regression, range(3))
 
 
