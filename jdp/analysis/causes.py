@@ -167,8 +167,8 @@ _STATE = (
     "rank or its rows (hidden states, error feedback) in jdp.per_rank(x)."
 )
 _OF_RANK = (
-    "Parameters in a step of jdp.local_sgd or jdp.diloco are this rank's; those that all ranks "
-    "share are new_state.opt_state.outer_params."
+    "In a step of jdp.local_sgd or jdp.diloco, state.params are this rank's. All ranks share "
+    "new_state.opt_state.outer_params."
 )
 _OVERWRITTEN = (
     "Ranks would drift apart silently. Its gradient is a maximum over this rank's rows. Write "

@@ -5,13 +5,12 @@ regions: *uniform* operations once on each rank, *varying* ones in a loop over t
 ranks. Values of virtual ranks are stacked, `[width, ...]`. Sums over ranks add pairs of neighbours,
 pairs of pairs and so on, so the order of additions depends on V alone.
 
-XLA must compile a region alike for any number of ranks, as fusion decides about roundings:
-- Regions are bodies of loops and branches, whose trip counts and predicates XLA cannot know, with
-  barriers at the values that enter and leave.
-- Constants are computed in each region that reads them, but `iota`s enter.
+XLA must compile a region alike for any number of ranks, because fusion decides about roundings:
+- Barriers surround a region. A varying one is the body of a loop whose trip count XLA cannot know.
+- Each region computes the constants that it reads.
 - Equal operations are merged here, with explicit broadcasts: XLA merges them before it simplifies
-  programs of several devices, and afterwards in programs of one. A division by a broadcast is a
-  product here, which XLA makes of it or not.
+  programs of several devices, and afterwards in programs of one. A division by a broadcast becomes
+  a product here, because XLA rewrites it or not, by its number of readers.
 """
 
 import functools
@@ -50,6 +49,7 @@ _SUMS = frozenset("psum psum_invariant".split())
 _UNIFORM_RESULTS = _SUMS | frozenset("all_gather all_gather_invariant pmax pmin".split())
 _COLLECTIVES = _UNIFORM_RESULTS | frozenset("all_to_all ppermute reduce_scatter".split())
 _OF_RANKS = _COLLECTIVES | {"axis_index"}
+_NAMING = _OF_RANKS | {"jdp_local", "jdp_mark", "jdp_mean", "shard_map"}
 _LOOPS = frozenset("cond scan while".split())
 _REMAT = "remat2"
 _CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
@@ -176,6 +176,9 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Call
     names = jaxprs.primitive_names(traced.jaxpr)
     if not names.isdisjoint(call_order.NATIVE):
         call_order.require("virtual_ranks= sums over virtual ranks, which are no ranks of its own.")
+    for eqn in jaxprs.equations(traced.jaxpr):
+        if axis_name in jaxprs.named_axes(eqn) and eqn.primitive.name not in _NAMING:
+            _refuse(eqn, f"calls `{eqn.primitive.name}`, which has no form for virtual ranks")
     if not names.isdisjoint(_COLLECTIVES - _SUMS) or _has_sums_in_loops(traced.jaxpr):
         why_xla = why_xla or "the step has other collectives than sums, or sums in loops."
 
@@ -377,7 +380,7 @@ class _Regions:
             return _COLLECTIVE
         bodies = jaxprs.bodies(eqn)
         if name in _LOOPS and any(map(_has_collective, bodies)):
-            flags = _loop_flags(operation, [each in self.varying for each in ins])
+            flags = _CollectiveLoop(eqn, [each in self.varying for each in ins]).are_varying
             self.varying.update(out for out, flag in zip(outs, flags, strict=True) if flag)
             return _COLLECTIVE
         names = {name}.union(*map(jaxprs.primitive_names, bodies))
@@ -386,9 +389,7 @@ class _Regions:
         if "axis_index" in names or not self.varying.isdisjoint(ins):
             self.varying.update(outs)
             return _VARYING
-        is_constant = name != "iota" and all(
-            np.ndim(x.constant) == 0 if x.constant is not None else x in self._constant for x in ins
-        )
+        is_constant = all(x.constant is not None or x in self._constant for x in ins)
         if is_constant and not jaxprs.acts(eqn):
             self._constant.update(dict.fromkeys(outs, operation))
             return _CONSTANT
@@ -432,7 +433,7 @@ class _Regions:
             return
         region = _Region(self._compute, operations, *self._boundary(operations), ranks)
         width = ranks.blocks.width
-        # XLA would open a stack of one, and then fuse otherwise.
+        # XLA would replace a stack of one by its element, and fuse differently.
         num_more = int(width == 1)
         given = {x: _lengthened(env[x], num_more) for x in region.ins if x in self.varying}
 
@@ -535,7 +536,7 @@ class _Region:
         self._key_kinds: dict[FlatValue, Any] = {}  # keys leave as their data
 
     def run(self, virtual_rank: Any, *values: Any) -> list[Any]:
-        """Return the results for one virtual rank, or for None."""
+        """Return the results for one virtual rank; any is right for uniform operations."""
         virtual_rank, *entered = lax.optimization_barrier([virtual_rank, *values])
         inner = dict(zip(self.ins, entered, strict=True))
         self._compute(self._operations, inner, self._ranks, _Local(virtual_rank, {}))
@@ -585,7 +586,7 @@ class _Local(NamedTuple):
     """What the operations of one region share.
 
     Attributes:
-      virtual_rank: int32 []; None in a uniform region.
+      virtual_rank: int32 []; None for constants and conditions of loops.
       broadcasts: (id of an array, shape, dims) -> itself and its broadcast.
     """
 
@@ -614,7 +615,7 @@ class _Local(NamedTuple):
         return operation.run(operands)
 
     def _reciprocal(self, x: Any) -> Any:
-        """Return 1 / x for a broadcast: XLA may or may not divide so, by its number of readers."""
+        """Return 1 / x for a broadcast, else None."""
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return None
         for (_, shape, dims), (source, broadcast) in [*self.broadcasts.items()]:
@@ -679,13 +680,13 @@ def _controlled(eqn: Any, operands: Sequence[Any], evaluate: _Evaluate) -> list[
     return [*carry, *ys]
 
 
-def _loop_flags(operation: FlatOperation, flags: list[bool]) -> list[bool]:
-    """Return which results of a loop or branches with collectives vary."""
-    return _CollectiveLoop(operation.eqn, flags).are_varying
-
-
 class _CollectiveLoop:
-    """A loop, or branches, with collectives in a body."""
+    """A loop, or branches, with collectives in a body.
+
+    Attributes:
+      flags: whether each operand of a body varies.
+      are_varying: whether each result does.
+    """
 
     def __init__(self, eqn: Any, flags: list[bool]) -> None:
         self._eqn = eqn

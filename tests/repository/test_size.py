@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_483,
-    "words of docstrings and comments in jdp": 66_206,
-    "lines of tests": 76_124,
+    "lines of jdp": 57_484,
+    "words of docstrings and comments in jdp": 66_201,
+    "lines of tests": 76_214,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state
 from jax import lax
 from support import training
 from support.training import assert_close, ranks
@@ -235,6 +237,63 @@ def of_nnx():
     return state, step, map(regression, range(3))
 
 
+def of_linen_state():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.LayerNorm()(nn.Dense(31)(x)))
+
+    model = Model()
+    params = model.init(jax.random.key(0), regression(0)["x"])["params"]
+    tx = jdp.replicated(adam())
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        def loss_fn(params):
+            return ((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    return state, step, map(regression, range(3))
+
+
+def of_nnx_optimizer():
+    model = nnx.Linear(13, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jdp.replicated(adam()), wrt=nnx.Param)
+    graphdef, state = nnx.split((model, optimizer))
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        model, optimizer = nnx.merge(graphdef, state, copy=True)
+        loss_fn = nnx.value_and_grad(lambda m: ((m(batch["x"]) - batch["y"]) ** 2).mean())
+        loss, grads = loss_fn(model)
+        optimizer.update(model, grads)
+        return nnx.split((model, optimizer))[1], {"loss": loss}
+
+    return state, step, map(regression, range(3))
+
+
+def of_equinox():
+    """With a tree in place of a state, and `pmean` in place of an optimizer of jdp."""
+    model, tx = eqx.nn.MLP(13, 3, 17, 2, key=jax.random.key(0)), adam()
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        def loss_fn(model):
+            return ((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2).mean()
+
+        model, opt_state = state
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model)
+        arrays = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = tx.update(lax.pmean(grads, "data"), opt_state, arrays)
+        return (eqx.apply_updates(model, updates), opt_state), {"loss": loss}
+
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    return (model, opt_state), step, map(regression, range(3))
+
+
 def evaluation():
     @jdp.eval_step(virtual_ranks=V)
     def measure(params, batch):
@@ -268,6 +327,15 @@ def clipped_by_hand():
 
     state = jdp.TrainState.create(PARAMS, jdp.replicated(optax.adam(0.01)))
     return state, step, map(regression, range(3))
+
+
+def ratios(w, x):
+    x = x.astype(jnp.float16)
+    return jdp.rows(x * 100 / (x.max(-1, keepdims=True) * 10_000))
+
+
+def loss_of_all(w, x):
+    return jnp.log(jdp.global_mean(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w))
 
 
 def branches(w, x):
@@ -304,6 +372,11 @@ STEPS = {
     "jdp.scan_layers": lambda: transformer("jdp"),
     "collectives": collectives,
     "nnx": of_nnx,
+    "nnx.Optimizer": of_nnx_optimizer,
+    "linen's TrainState": of_linen_state,
+    "Equinox": of_equinox,
+    "float16": measured(ratios),
+    "loss of all ranks": measured(loss_of_all),
     "evaluation": evaluation,
 }
 
@@ -316,7 +389,7 @@ def trained(name, n):
     for batch in batches:
         state, metrics = step(state, batch)
         found.append(jax.tree.map(np.asarray, metrics))
-    found.append(jax.tree.map(np.asarray, jax.tree.leaves(state)))
+    found.append([np.asarray(x) for x in jax.tree.leaves(state) if eqx.is_array(x)])
     return found
 
 
@@ -468,6 +541,23 @@ def test_a_collective_over_groups_of_ranks_is_refused_by_line():
         return state, {"near": jdp.sum_over_ranks(near)}
 
     refused(2, {"w": jnp.zeros(3)}, step, regression(0), r"test_virtual_ranks.py:\d+ .*JDP218")
+
+
+def test_a_collective_without_a_form_for_virtual_ranks_is_refused():
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        counts = jnp.zeros((V, 1), jnp.int32)
+        rows, *_ = jdp.ragged_all_to_all(batch["x"], counts, max_rows=9)
+        return state, {"sum": jdp.sum_over_ranks(rows.sum())}
+
+    refused(2, {"w": jnp.zeros(3)}, step, regression(0), "no form for virtual ranks.*JDP218")
+
+
+def test_a_native_sum_is_refused():
+    tx = {"reduction": {"all_reduce": jdp.collectives.native}}
+    ranks(2)
+    state, step, batches = of_mlp(**tx)
+    refused(2, state, step, next(iter(batches)), "sums over virtual ranks")
 
 
 SCRIPT = """
