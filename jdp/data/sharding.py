@@ -86,8 +86,7 @@ def place_batch(
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:
-            kind = "ranks" if virtual_ranks is None else "virtual ranks"
-            text = _rows_error(path, leaf, named[0], ranks, kind)
+            text = _rows_error(path, leaf, named[0], ranks, is_virtual=virtual_ranks is not None)
             raise ValueError(_of_list_of_rows(batch) or text)
     if treedef not in _checked:  # once, not in each call of a step
         _require_own_shapes(batch)
@@ -118,7 +117,9 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding, by_rows: NamedS
     return jax.device_put(leaf, sharding)
 
 
-def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int, kind: str) -> str:
+def _rows_error(
+    path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int, *, is_virtual: bool
+) -> str:
     name, rows = _name(path), np.shape(leaf)[:1]
     if not rows and path and isinstance(path[-1], jax.tree_util.SequenceKey):
         if not hasattr(leaf, "shape"):
@@ -143,9 +144,11 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int, ki
         return _differs(name, rows, _name(first[0]), np.shape(first[1]))
     if rows == (0,):
         return f"{name} has no rows; the mean over no rows is undefined."
+    kind = "virtual ranks" if is_virtual else "ranks"
+    options = f"mask=True, virtual_ranks={ranks}" if is_virtual else "mask=True"
     return (
         f"{name} has {rows[0]} rows, which is not divisible by {ranks} {kind}. A rank with fewer "
-        "rows would count as much as the others. Write jdp.batches(..., mask=True), which pads "
+        f"rows would count as much as the others. Write jdp.batches(..., {options}), which pads "
         f"batches and masks the padding; or use a batch size that is a multiple of {ranks}."
     )
 

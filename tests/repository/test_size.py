@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_484,
+    "lines of jdp": 57_487,
     "words of docstrings and comments in jdp": 66_201,
     "lines of tests": 76_214,
     "lines of README.md": 120,

@@ -517,7 +517,7 @@ def test_what_virtual_ranks_cannot_run_is_refused():
     few = jdp.train_step(step.spec.fn, virtual_ranks=2)
     refused(3, state, few, batch, "the mesh has 3 ranks, and a virtual rank is not split")
     rows = {name: x[:44] for name, x in batch.items()}
-    refused(3, state, step, rows, "44 rows, which is not divisible by 8 virtual ranks")
+    refused(3, state, step, rows, "44 rows, .* 8 virtual ranks.*mask=True, virtual_ranks=8")
     shards = jdp.TrainState.create(PARAMS, jdp.sharded(adam()))
     refused(3, shards, step, batch, "Write jdp.replicated")
     own = jdp.train_step(lambda state, batch: (state, {}), virtual_ranks=V)
