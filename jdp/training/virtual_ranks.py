@@ -608,6 +608,8 @@ class _Local(NamedTuple):
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name == "broadcast_in_dim" and isinstance(operands[0], jax.core.Tracer):
             return [self._broadcast(operands[0], shape, eqn.params["broadcast_dimensions"])]
+        if name == "conv_general_dilated":
+            return [_convolved(operation, *operands)]
         if name in _ELEMENTWISE:
             operands = [self._broadcast(x, shape) for x in operands]
         if name == "div" and (divisor := self._reciprocal(operands[1])) is not None:
@@ -643,6 +645,19 @@ class _Local(NamedTuple):
             results = inner.run(each, [env[x] for x in each.ins])
             env.update(zip(each.outs, results, strict=True))
         return [env[x] for x in flat.outs]
+
+
+def _convolved(operation: FlatOperation, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Convolve with features last: XLA for CPUs rewrites others so, but not in a loop."""
+    of_x, of_kernel, of_y = operation.eqn.params["dimension_numbers"]
+    last = len(of_x) - 1
+    spatial = range(1, last)
+    dims = (0, last, *spatial), (last, last - 1, *range(last - 1)), (0, last, *spatial)
+    x = lax.transpose(x, (of_x[0], *of_x[2:], of_x[1]))
+    kernel = lax.transpose(kernel, (*of_kernel[2:], of_kernel[1], of_kernel[0]))
+    changes = {"dimension_numbers": lax.ConvDimensionNumbers(*dims)}
+    (y,) = jax_compat.bind(operation.eqn, [x, kernel], operation.calls, **changes)
+    return lax.transpose(y, np.argsort((of_y[0], *of_y[2:], of_y[1])))
 
 
 _Evaluate = Callable[[Any, Sequence[Any]], list[Any]]

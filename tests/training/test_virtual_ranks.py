@@ -432,6 +432,41 @@ def test_a_step_trains_as_one_without_virtual_ranks_does_on_as_many_ranks():
     assert_close(got, training.fetched(want))
 
 
+FORMS = {
+    "NCHW": dict(x=(2, 4, 7, 6), k=(8, 2, 3, 2), groups=2, dims=("NCHW", "OIHW", "NCHW")),
+    "CWN": dict(x=(4, 9, 2), k=(3, 6, 4), groups=1, dims=("CWN", "WOI", "NCW"), dilation=2),
+    "HWNC": dict(
+        x=(5, 6, 2, 3), k=(2, 2, 3, 6), groups=1, dims=("HWNC", "HWIO", "CNHW"), strides=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_convolutions_of_any_dims_have_the_gradients_of_plain_jax(name):
+    form = FORMS[name]
+    num_spatial = len(form["x"]) - 2
+    strides, dilation = ([form.get(key, 1)] * num_spatial for key in ("strides", "dilation"))
+
+    def loss_fn(kernel, x):
+        y = lax.conv_general_dilated(
+            x, kernel, strides, "SAME", rhs_dilation=dilation, dimension_numbers=form["dims"],
+            feature_group_count=form["groups"],
+        )  # fmt: skip
+        return jnp.sin(y).sum() * (1 + jnp.arange(y.size).reshape(y.shape) * jnp.sin(y)).mean()
+
+    rows, kernel = draw(V, *form["x"]), draw(*form["k"], seed=1)
+    ranks(2)
+
+    @jdp.train_step(virtual_ranks=V)
+    def step(state, batch):
+        grads = jax.grad(loss_fn, (0, 1))(state, batch[0])
+        return state, {"kernel": jdp.sum_over_ranks(grads[0]), "x": jdp.rows(grads[1][None])}
+
+    _, found = step(kernel, rows)
+    of_kernel, of_x = jax.vmap(jax.grad(loss_fn, (0, 1)), (None, 0))(kernel, rows)
+    assert_close(training.fetched(found), {"kernel": of_kernel.sum(0), "x": of_x})
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_state_of_ranks_belongs_to_virtual_ranks(n):
     ranks(n)
