@@ -107,16 +107,16 @@ def is_deleted(array: Any) -> bool:
 try:
     from jax._src.array import ArrayImpl
 
-    _is_deleted: Any = ArrayImpl.is_deleted  # faster than a `methodcaller`
+    is_first_deleted: Any = ArrayImpl.is_deleted  # faster than a `methodcaller`
 except (ImportError, AttributeError):
-    _is_deleted = is_deleted
+    is_first_deleted = is_deleted
 _shards_of = operator.attrgetter("_arrays")
 
 
 def any_deleted(arrays: Sequence[Any]) -> bool:
     """Whether any array or shard was donated; faster than `is_deleted`."""
     try:
-        return any(map(_is_deleted, chain.from_iterable(map(_shards_of, arrays))))
+        return any(map(is_first_deleted, chain.from_iterable(map(_shards_of, arrays))))
     except (AttributeError, TypeError):  # a key of JAX's, or another JAX
         return any(map(is_deleted, arrays))
 

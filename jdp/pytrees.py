@@ -94,6 +94,15 @@ def any_deleted(tree: Any) -> bool:
         return any(map(is_deleted, leaves))
 
 
+def any_first_deleted(tree: Any) -> bool:
+    """Whether the first shard of any leaf was donated; making all shards of new arrays is slow."""
+    leaves = jax.tree.leaves(tree)
+    try:
+        return any(map(jax_compat.is_first_deleted, leaves))
+    except (AttributeError, TypeError):
+        return any_deleted(tree)
+
+
 def require_alive(name: str, tree: Any, advice: str) -> None:
     """Refuse a tree with a donated leaf."""
     if not any_deleted(tree):

@@ -245,7 +245,7 @@ class Checkpointer:
         if self._is_first and not session.has_data and loops.is_handing_out():
             _log.warning(_NO_POSITION)
         self._is_first = False
-        if pytrees.any_deleted(state):
+        if pytrees.any_first_deleted(state):  # all shards are asked before they are written
             require_alive(state)
         session.record(state, batches)
         return session

@@ -30,8 +30,8 @@ class Outcome:
     """What became of a program.
 
     Attributes:
-      kind: "right", "refused" (as may be); or a failure: "wrong", "ranks differ", "refused
-        without need", "error", "died or hung".
+      kind: "right", "refused" (as may be); or a failure: "wrong", "ranks differ", "other bits",
+        "refused without need", "error", "died or hung".
       text: what differs, or the error.
       bits: a checksum of the state, which all processes share.
     """
@@ -62,9 +62,23 @@ def run(program, is_cached=True):
     except Exception:
         return Outcome("error", _last_lines())
     try:
+        if program.devices and (text := _other_bits(program, got)):
+            return Outcome("other bits", text)
         return compare(program, got, oracle.train(program), oracle.slack(program))
     except Exception:
         return Outcome("error", _last_lines())
+
+
+def _other_bits(program, got):
+    """Name leaves that virtual ranks leave with other bits on another number of devices."""
+    devices = 1 if program.devices > 1 else program.ranks
+    again = dict(_named(subject.train(dataclasses.replace(program, devices=devices))))
+    leaves = [(name, np.asarray(x), np.asarray(again[name])) for name, x in _named(got)]
+    return "\n".join(
+        f"{name}: {np.sum(x != y)} of {x.size} numbers differ on {devices} devices"
+        for name, x, y in leaves
+        if x.tobytes() != y.tobytes()
+    )
 
 
 def compare(program, got, want, slack):

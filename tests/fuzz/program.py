@@ -37,6 +37,7 @@ class Program:
     algorithm: str = "auto"
     bucket_bytes: int = 4 * 2**20
     run: str = "train_step"
+    devices: int = 0  # that run a step of `ranks` virtual ranks; 0: one for each, as usual
     loop: str = "python"
     feed: str = "arrays"
     metrics: str = "loss"
@@ -116,6 +117,7 @@ CHOICES = {
     "algorithm": ["auto", "xla", "ring", "native"],
     "bucket_bytes": [4 * 2**20, 1, 100],
     "run": ["train_step", "shard_map", "typed", "pmap"],
+    "devices": [0, 1, 2, 3, 4],
     "loop": ["python", "scan", "alternate", "two_in_jit", "evaluated"],
     "feed": ["arrays", "batches"],
     "metrics": ["loss", "all"],
@@ -125,8 +127,8 @@ CHOICES = {
 
 # What the result does not depend on: such programs share one run of the oracle.
 WAYS = tuple(
-    "order tx_order auto library tx min_size over grad algorithm bucket_bytes run feed donate "
-    "compiler".split()
+    "order tx_order auto library tx min_size over grad algorithm bucket_bytes run devices feed "
+    "donate compiler".split()
 )
 
 # With two CPU devices in each process.
@@ -180,6 +182,10 @@ def is_valid(p):
         and (is_step or p.weight == "none" or p.loss == "rows")
         and (is_step or (p.loop, p.feed, p.auto) == ("python", "arrays", 1))
         and (is_step or p.donate)
+        # Virtual ranks lie on one axis, and processes have as many of them as devices.
+        and (not p.devices or (is_step and len(p.mesh) == 1 and (p.auto, p.stage) == (1, 0)))
+        and (p.state == "none" or p.ranks % (p.devices or 1) == 0)
+        and (p.devices <= p.ranks and (not p.devices or p.processes == 1))
         # An evaluation sees all rows at once.
         and (p.loop != "evaluated" or p.split == "whole")
         and (p.run != "pmap" or len(p.mesh) == 1)
@@ -210,6 +216,8 @@ def refusal(p):
         return "nothing orders the native calls of functions that JAX traces by themselves"
     if p.algorithm == "native" and p.auto > 1:
         return "the compiler would gather what it splits before a call of foreign code"
+    if p.algorithm == "native" and p.devices:
+        return "virtual ranks are summed by jdp"
     if p.weight != "none" and p.reduce == "by_axis":
         return "a weight belongs to all data axes at once"
     if p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed"):

@@ -156,5 +156,10 @@ def evaluate(p):
     return jdp.eval_step(on_rank, **_options(p))
 
 
+def virtual_ranks(p):
+    return p.ranks if p.devices else None
+
+
 def _options(p):
-    return {"axis_name": p.axes, "weight": None if p.weight == "none" else _weight}
+    weight = None if p.weight == "none" else _weight
+    return {"axis_name": p.axes, "weight": weight, "virtual_ranks": virtual_ranks(p)}

@@ -1,5 +1,7 @@
 """Training a program with jdp, in every way that the program names."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,9 @@ def _mesh(p):
     shape, names = p.mesh, ("a", "b") if len(p.mesh) == 2 else ("data",)
     if p.auto > 1:
         shape, names = (*shape, p.auto), (*names, "model")
-    devices = np.array(devices[: p.ranks * p.auto]).reshape(shape)
+    if p.devices:
+        shape = (p.devices,)
+    devices = np.array(devices[: math.prod(shape)]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
     return jdp.init(mesh, axis_name=p.axes)
 
@@ -64,7 +68,8 @@ def _require_same(before, after, what):
 
 def _place(p, mesh, batch, *, lead=()):
     """Lay a global batch over the ranks; `lead` are dims before the rows."""
-    sharding = NamedSharding(mesh, P(*lead, p.axes))
+    is_split = p.ranks % mesh.devices.shape[0] == 0 if p.devices else True
+    sharding = NamedSharding(mesh, P(*lead, p.axes) if is_split else P())
 
     def place(x):
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -77,6 +82,7 @@ def _feed(p, mesh):
     if p.feed == "batches":
         rows = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
         options = {"axis_name": p.axes, "mesh": mesh, "shuffle": False}
+        options["virtual_ranks"] = step.virtual_ranks(p)
         return jdp.batches(rows, p.ranks * p.rows, num_steps=p.num_steps, mask=False, **options)
     if p.processes > 1:
         return [_place(p, mesh, batch) for batch in batches]

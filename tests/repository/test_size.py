@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_502,
-    "words of docstrings and comments in jdp": 66_216,
-    "lines of tests": 76_249,
+    "lines of jdp": 57_511,
+    "words of docstrings and comments in jdp": 66_241,
+    "lines of tests": 76_282,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
