@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 258,
     "lines of jdp": 57_511,
     "words of docstrings and comments in jdp": 66_241,
-    "lines of tests": 76_282,
+    "lines of tests": 76_318,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import cycle, islice
 from pathlib import Path
 
 import equinox as eqx
@@ -381,11 +382,12 @@ STEPS = {
 }
 
 
-def trained(name, n):
+def trained(name, n, num_steps=None):
     """The bits of all states and metrics on n ranks."""
     ranks(n)
     state, step, batches = STEPS[name]()
     found = []
+    batches = batches if num_steps is None else islice(cycle(batches), num_steps)
     for batch in batches:
         state, metrics = step(state, batch)
         found.append(jax.tree.map(np.asarray, metrics))
@@ -405,6 +407,16 @@ def test_bits_are_equal_on_any_number_of_ranks(name):
     want = trained(name, V)
     for n in (1, 2, 3):
         require_equal_bits(trained(name, n), want)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.all_sets
+@pytest.mark.parametrize("name", ["accumulated", "synchronized statistics", "scan", "dropout"])
+def test_a_thousand_steps_have_equal_bits(name):
+    want = trained(name, V, 1000)
+    for n in (1, 2, 3, 4, 6):
+        require_equal_bits(trained(name, n, 1000), want)
 
 
 @pytest.mark.optimized
@@ -598,6 +610,7 @@ def test_a_native_sum_is_refused():
 SCRIPT = """
 import os, sys
 from pathlib import Path
+import jax
 import numpy as np
 import jdp
 sys.path.insert(0, TESTS)
@@ -605,15 +618,16 @@ from training.test_virtual_ranks import long_run
 
 jdp.init()
 folder = Path(__file__).parent
-state, step, batches = long_run()
-last = int((folder / "last").read_text())
-with jdp.Checkpointer(folder / "run", commit_every=1, save_every=1) as ckpt:
+state, step, batches = long_run(NUM_STEPS)
+last, dies_at = map(int, (folder / "part").read_text().split())
+dies = jax.process_index() == 0 and not (folder / f"died {dies_at}").exists()
+with jdp.Checkpointer(folder / "run", commit_every=1, save_every=1000) as ckpt:
     state = ckpt.restore(state, batches)
-    begun = ckpt.steps
     for batch in batches:
         state, _ = step(state, batch)
         ckpt.step(state, batches)
-        if begun == 0 and ckpt.steps == 3:
+        if ckpt.steps == dies_at and dies:
+            (folder / f"died {dies_at}").touch()
             os._exit(7)
         if ckpt.steps == last:
             break
@@ -621,23 +635,45 @@ print("bits", jdp.check_replicas(state))
 """
 
 
-def long_run():
+def long_run(num_steps):
     state, step, _ = of_mlp()
-    return state, step, jdp.batches(regression(0), 24, num_steps=10, seed=2)
+    return state, step, jdp.batches(regression(0), 24, num_steps=num_steps, seed=2)
+
+
+def random_parts(num_steps, num_parts, seed):
+    """Parts of a run: (processes, last step, step of a death)."""
+    draws = np.random.default_rng(seed)
+    ends = [*np.sort(draws.choice(np.arange(1, num_steps), num_parts - 1, False)), num_steps]
+    starts = [0, *ends[:-1]]
+    return [
+        (int(draws.integers(1, 5)), int(end), int(draws.integers(start + 1, end + 1)))
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 @pytest.mark.optimized
 @pytest.mark.processes
+@pytest.mark.all_sets
 @pytest.mark.xdist_group("processes")
-def test_bits_are_equal_after_deaths_and_on_other_numbers_of_processes(jdp_run, tmp_path):
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(2, 5, 3), (3, 8, 0), (1, 10, 0)],
+        pytest.param(random_parts(1000, 8, seed=1), marks=pytest.mark.slow),
+    ],
+    ids=["10 steps", "1000 steps"],
+)
+def test_bits_are_equal_after_deaths_and_on_other_numbers_of_processes(jdp_run, tmp_path, parts):
     ranks(1)
-    state, step, batches = long_run()
+    num_steps = parts[-1][1]
+    state, step, batches = long_run(num_steps)
     for batch in batches:
         state, _ = step(state, batch)
     want = jdp.check_replicas(state)
     script = SCRIPT.replace("TESTS", repr(str(Path(__file__).parents[1])))
-    for num_processes, last in (2, 5), (3, 8), (1, 10):
-        (tmp_path / "last").write_text(str(last))
+    script = script.replace("NUM_STEPS", str(num_steps))
+    for num_processes, last, dies_at in parts:
+        (tmp_path / "part").write_text(f"{last} {dies_at}")
         flags = f"--nproc-per-node={num_processes}", "--standbys=0", "--max-restarts=1", "--resume"
         run = jdp_run(*flags, script=script)
         run.deadline_s = 120.0
