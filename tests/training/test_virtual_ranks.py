@@ -409,7 +409,7 @@ def test_bits_are_equal_on_any_number_of_ranks(name):
         require_equal_bits(trained(name, n), want)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.optimized
 @pytest.mark.all_sets
 @pytest.mark.parametrize("name", ["accumulated", "synchronized statistics", "scan", "dropout"])
@@ -659,7 +659,7 @@ def random_parts(num_steps, num_parts, seed):
     "parts",
     [
         [(2, 5, 3), (3, 8, 0), (1, 10, 0)],
-        pytest.param(random_parts(1000, 8, seed=1), marks=pytest.mark.slow),
+        pytest.param(random_parts(1000, 8, seed=1), marks=pytest.mark.thorough),
     ],
     ids=["10 steps", "1000 steps"],
 )
