@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdp import axis, pytrees
+from jdp import axis, jax_compat, pytrees
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
 from jdp.axis import AxisName
@@ -152,11 +152,18 @@ def _first(looped: Any) -> Any:
     return jax.tree.map(lambda x: x[0], looped)
 
 
+# XLA for CPUs computes gradients of convolutions in loops 40 times as slowly (docs/surprises.md).
+_MOST_OPEN = 32
+
+
 def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: bool) -> Any:
     """Average `part(token, micro_batch)` by weight, and join rows; return the token, too."""
     first = _first(looped)
-    of_one = part.trace(token, first).out_info  # two frames fewer than jax.eval_shape
+    traced = part.trace(token, first)
+    of_one = traced.out_info  # two frames fewer than jax.eval_shape
     _, (_, like, _) = of_one
+    num = len(jax.tree.leaves(looped)[0])
+    is_open = num <= _MOST_OPEN and _is_slow_in_loops(traced.jaxpr)
     if last is not None:
         _require_equal_shapes(part.trace(token, last).out_info[1][1], like)
 
@@ -164,6 +171,8 @@ def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: boo
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
 
     def add(carry: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
+        if is_open:  # one after the other, in the memory of one
+            carry, micro_batch = lax.optimization_barrier((carry, micro_batch))
         token, sums = carry
         token, (weights, means, rows) = part(token, micro_batch)
 
@@ -180,7 +189,7 @@ def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: boo
     nothing = token, (tuple(jnp.zeros((), float) for _ in like), jax.tree.map(zeros, like))
     if any(map(axis.varying_axes, jax.tree.leaves(of_one))):  # and so do sums, by their types
         nothing = axis.as_typed_like(nothing, jax.eval_shape(add, nothing, first)[0])
-    carry, rows = lax.scan(add, nothing, looped)
+    carry, rows = lax.scan(add, nothing, looped, unroll=num if is_open else 1)
     carry, last_rows = (carry, None) if last is None else add(carry, last)
     token, (totals, sums) = carry
     means = _means(totals, sums, is_scaled=is_scaled)
@@ -189,6 +198,13 @@ def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: boo
     if last_rows is not None:
         joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
     return token, means, joined
+
+
+def _is_slow_in_loops(jaxpr: Any) -> bool:
+    # Without barriers the parts would be in memory at once.
+    if step_context.platform() != "cpu" or jax_compat.FUSES_ACROSS_BARRIERS:
+        return False
+    return "conv_general_dilated" in jaxprs.primitive_names(jaxpr)
 
 
 def _means(totals: tuple, sums: tuple, *, is_scaled: bool) -> Any:

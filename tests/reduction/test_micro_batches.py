@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from support.ranks_rows import batch, count_rows, masked_loss, whole
 from support.training import assert_close, loss_fn, predict
 
 import jdp
+from jdp import jax_compat
 from jdp.reduction import step_context
 
 both_types = pytest.mark.parametrize("check_vma", [True, False])
@@ -398,6 +400,45 @@ def test_micro_batches_run_in_a_loop_and_one_reduction_follows(
     assert products.count(()) == 2 * num_behind
     assert len(products) == 2 + 2 * num_behind
     assert [inside for name, inside in found if name.startswith("psum")] == [()]
+
+
+# XLA:CPU computes gradients of convolutions in loops 40 times as slowly.
+@pytest.mark.optimized
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_micro_batches_of_convolutions_run_without_a_loop_on_cpus(stage):
+    training.ranks(2)
+    draws = np.random.default_rng(0)
+    rows = draws.normal(size=(24, 9, 9, 3)).astype(np.float32)
+    kernels = [draws.normal(size=(3, 3, *io)).astype(np.float32) / 5 for io in ((3, 16), (16, 3))]
+
+    def loss_fn(kernels, x):
+        y = x
+        for kernel in kernels:
+            y = jnp.tanh(
+                lax.conv_general_dilated(
+                    y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+            )
+        return jnp.mean((y - x) ** 2)
+
+    def trained(k):
+        tx = optax.sgd(0.5, momentum=0.9)
+        wrapped = jdp.sharded(tx, stage=stage, min_size=1) if stage else jdp.replicated(tx)
+        state, step = (
+            jdp.TrainState.create(kernels, wrapped),
+            training.step_of(loss_fn, accumulate=k),
+        )
+        compiled = step.lower(state, rows).compile()
+        for _ in range(3):
+            state, _ = step(state, rows)
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        return training.fetched(state.params), compiled.as_text(), memory
+
+    want, _, memory_of_whole = trained(1)
+    got, text, memory = trained(4)
+    assert_close(got, want)
+    assert memory < 0.6 * memory_of_whole
+    assert ("while(" in text) == jax_compat.FUSES_ACROSS_BARRIERS
 
 
 def test_the_loss_is_traced_once_for_all_micro_batches():

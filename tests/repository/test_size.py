@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_511,
-    "words of docstrings and comments in jdp": 66_241,
-    "lines of tests": 76_318,
+    "lines of jdp": 57_527,
+    "words of docstrings and comments in jdp": 66_274,
+    "lines of tests": 76_359,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
