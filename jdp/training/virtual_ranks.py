@@ -280,7 +280,7 @@ def _leaving(x: jax.Array, is_varying: bool, dim: int | None, ranks: _RankContex
         ranks.follow([x])
         x = x[blocks.slots()]
     x = jnp.moveaxis(x, 0, dim)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
 def _canonical(program: Any) -> FlatProgram:
@@ -821,7 +821,8 @@ def _exchanged(
 def _scattered(eqn: Any, total: jax.Array, ranks: _RankContext) -> jax.Array:
     dim, size = eqn.params["scatter_dimension"], ranks.blocks.num_virtual
     mine = jnp.minimum(ranks.start + jnp.arange(ranks.blocks.width), size - 1)
-    cut = jnp.moveaxis(total.reshape(*total.shape[:dim], size, -1, *total.shape[dim + 1 :]), dim, 0)
+    parts = size, total.shape[dim] // size
+    cut = jnp.moveaxis(total.reshape(*total.shape[:dim], *parts, *total.shape[dim + 1 :]), dim, 0)
     found = jnp.take(cut, mine, axis=0)
     return found if eqn.params["tiled"] else jnp.squeeze(found, dim + 1)
 
@@ -847,10 +848,10 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _totals_of_ranks(nodes: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
     """Sum nodes `[nodes, ...]` of each rank: each rank sums a part of each leaf, in order."""
-    blocks, found = ranks.blocks, [*nodes]
+    blocks, found = ranks.blocks, [x[0] for x in nodes]  # of empty leaves these are the sums
     is_native = shards.is_native((ranks.axis_name,), ranks.mesh)
-    for dtype in dict.fromkeys(x.dtype for x in nodes):
-        places = [i for i, x in enumerate(nodes) if x.dtype == dtype]
+    for dtype in dict.fromkeys(x.dtype for x in nodes if x.size):
+        places = [i for i, x in enumerate(nodes) if x.dtype == dtype and x.size]
         rows = [nodes[i].reshape(len(nodes[i]), -1) for i in places]
         sizes = [x.shape[1] for x in rows]
         rows = rows if is_native else [jnp.concatenate(rows, axis=1)]
@@ -872,7 +873,7 @@ def _padded(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _of_subtrees(stack: jax.Array, size: int) -> jax.Array:
-    cut = stack.reshape(-1, size, *stack.shape[1:])
+    cut = stack.reshape(len(stack) // size, size, *stack.shape[1:])
     return _tree([cut[:, i] for i in range(size)])
 
 

@@ -28,6 +28,9 @@ CASES = {
         Program(optimizer="skipping", tx="stage=3", mesh=(2, 2), dtype="float16"),
         Program(optimizer="skipping", library="nnx", tx="stage=1", loop="two_in_jit"),
     ],
+    "virtual ranks of empty leaves": [
+        Program(mesh=(4,), extra="empty", devices=devices, metrics="all") for devices in (1, 2, 3)
+    ],
     "sums between processes": [Program(seed=2, processes=2, mesh=(4,), extra="large")],
 }
 
@@ -45,6 +48,7 @@ IS_HIT = {
     "subnormal float16": lambda p: p.dtype == "float16" and p.tiny,
     "a dim over ranks and further devices": lambda p: p.auto > 1 and p.tx != "replicated",
     "skipped updates": lambda p: p.optimizer == "skipping",
+    "virtual ranks of empty leaves": lambda p: p.devices > 0 and p.extra == "empty",
     "sums between processes": lambda p: p.processes > 1 and p.extra == "large",
 }
 
