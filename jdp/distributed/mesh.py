@@ -213,12 +213,12 @@ def init(
       timeout_s: seconds, > 0, without a finished step after which the run ends with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
-        overrides it. None: no limit, as for a program without a step and without a batch of
-        `jdp.batches`, such as plain inference. A lone process is ended only in a step or while it
-        waits for `jdp.batches`, and never at a prompt.
-      progress: whether process 0 shows the progress: one line on a terminal and in a notebook,
-        elsewhere a line every 30 s. JDP_PROGRESS=off also turns it off. Under `jdp run` the
-        launcher shows it, see `--progress`.
+        overrides it. None: no limit, as for a program without a step or a batch of `jdp.batches`.
+        A lone process is ended only in a step or while it waits for `jdp.batches`, and never at a
+        prompt.
+      progress: whether process 0 shows progress: one line on a terminal or in a notebook, else a
+        line every 30 s. JDP_PROGRESS=off also turns it off. Under `jdp run` the launcher shows it
+        (`--progress`).
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.
@@ -259,7 +259,7 @@ def init(
         chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
         mesh = _mesh_of(chosen, wanted, axes or {})
     require_axes(mesh, wanted)
-    _require_auto(mesh, wanted)
+    require_auto(mesh, wanted)
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
         kv_store.keep_programs_of_all()
@@ -296,13 +296,16 @@ def _mesh_of(
     return Mesh(grid, (*sizes,), axis_types=types)
 
 
-def _require_auto(mesh: Mesh, wanted: tuple[str, ...]) -> None:
+@functools.lru_cache
+def require_auto(mesh: Mesh, wanted: tuple[str, ...]) -> None:
+    """Refuse further axes of type Explicit."""
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if name not in wanted and kind == AxisType.Explicit:
+            further = {each: mesh.shape[each] for each in mesh.axis_names if each not in wanted}
             raise ValueError(
-                f"the axis {name!r} of this mesh is Explicit, but jdp leaves further axes to the "
-                f"compiler. Make it with AxisType.Auto, or write init(axes={{{name!r}: "
-                f"{mesh.shape[name]}}})."
+                f"the axis {name!r} of this mesh is Explicit, as jax.make_mesh makes it, but jdp "
+                f"leaves further axes to the compiler. Write mesh = jdp.init(axes={further}), and "
+                "place arrays on that mesh."
             )
 
 
@@ -347,10 +350,10 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
     names = axis.names(axis_name)
     wanted = set(names)
     for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            if wanted.issubset(sharding.mesh.axis_names):
-                return sharding.mesh
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and wanted.issubset(mesh.axis_names):
+            require_auto(mesh, names)
+            return mesh
     mesh = current_mesh()
     require_axes(mesh, names)
     return mesh

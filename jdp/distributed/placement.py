@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jdp import axis, rank_state
 from jdp.axis import AxisName
 from jdp.distributed.checks import state as state_check
-from jdp.distributed.mesh import mesh_of, num_ranks
+from jdp.distributed.mesh import mesh_of, num_ranks, require_auto
 from jdp.pytrees import is_array, is_key
 
 # Smaller ones are copied on the host first.
@@ -117,17 +117,15 @@ def placed(
     targets = {i: target for i, target in enumerate(found) if target is not None}
     if not may_be_split:
         for i in targets:
-            _require_same_mesh(*named[i], mesh)
+            _require_same_mesh(*named[i], mesh, names)
     if targets:
         _require_agreement(treedef, leaves, targets, mesh)
     copies = _copies([leaves[i] for i in targets], [*targets.values()])
     for i, leaf in zip(targets, copies, strict=True):
         leaves[i] = leaf
-    if copy:
-        leaves = [
-            jnp.copy(leaf) if isinstance(leaf, jax.Array) and i not in targets else leaf
-            for i, leaf in enumerate(leaves)
-        ]
+    for i, leaf in enumerate(leaves if copy else ()):
+        if isinstance(leaf, jax.Array) and i not in targets:
+            leaves[i] = jnp.copy(leaf)
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -229,11 +227,10 @@ def _require_whole(path: tuple, leaf: Any, sharding: NamedSharding, names: tuple
         )
 
 
-def _require_same_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
+def _require_same_mesh(path: tuple, leaf: Any, mesh: Mesh, names: tuple[str, ...]) -> None:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return
-    if sharding.mesh != mesh and sharding.mesh.size > 1:
+    if isinstance(sharding, NamedSharding) and sharding.mesh != mesh and sharding.mesh.size > 1:
+        require_auto(sharding.mesh, names)
         hint = ""
         if sharding.spec and axis.names(sharding.spec[0] or ()) == sharding.mesh.axis_names:
             hint = (

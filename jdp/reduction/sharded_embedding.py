@@ -73,9 +73,8 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
     rows = mixed_precision.cast(_rows(table, inside.astype(_index_dtype(num_rows))), dtype)
     if out_of_range == "clip":
         return rows
-    return jnp.where(
-        (ids == inside).reshape(*ids.shape, *[1] * (len(shape) - ids.ndim)), rows, fill
-    )
+    is_row = (ids == inside).reshape(*ids.shape, *[1] * (len(shape) - ids.ndim))
+    return jnp.where(is_row, rows, fill)
 
 
 def _integers(ids: Any) -> jax.Array:
@@ -174,6 +173,6 @@ def _advice(shape: tuple[int, ...], n: int) -> str:
         return f"No dim divides by {n}. Use {more} rows instead of {shape[0]}."
     return (
         "Write jdp.sharded(tx, stage=3), with a min_size below the size of the table, and "
-        "jdp.value_and_grad. Look up rows in the parameter itself: results of an operation such "
-        "as astype, and arguments of a jax.jit or jax.checkpoint inside the step, are whole."
+        "jdp.value_and_grad. Look up rows in the parameter itself: results of astype, and "
+        "arguments of jax.jit, jax.checkpoint or jax.shard_map inside the step, are whole."
     )

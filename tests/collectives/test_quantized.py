@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.per_rank import assert_equal_bits, per_rank
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 from jdp.collectives import quantized
@@ -183,12 +183,7 @@ def test_training_follows_exact_training(num_ranks, stage):
         wrap = functools.partial(jdp.sharded, stage=stage) if stage else jdp.replicated
         state = jdp.TrainState.create(params, wrap(optax.adam(1e-2), **options))
 
-        @jdp.train_step(weight=lambda batch: batch["m"].sum())
-        def step(state, batch):
-            loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
-            return state.apply_gradients(grads), {"loss": loss}
-
-        losses = []
+        step, losses = step_of(loss_fn, weight=lambda batch: batch["m"].sum()), []
         for _ in range(30):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from support import training
 from support.training import assert_close, fetched, step_of
 
@@ -57,16 +58,6 @@ def batch_of(i, num_ids, dtype=np.int32, masked=False):
     return batch
 
 
-def new_step(loss_fn=loss_fn, **kwargs):
-    @jdp.train_step(**kwargs)
-    def step(state, batch):
-        fn = jdp.value_and_grad(loss_fn, axis_name=kwargs.get("axis_name", "data"))
-        loss, grads = fn(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
-
-
 def split_sgd(**kwargs):
     return jdp.sharded(optax.sgd(0.1, momentum=0.9), stage=3, min_size=40, **kwargs)
 
@@ -74,7 +65,7 @@ def split_sgd(**kwargs):
 def trained(n, shape, step=None, num_steps=3, masked=False):
     training.ranks(n)
     state, reported = jdp.TrainState.create(params_of(shape), split_sgd()), []
-    step = new_step(weight=count_rows if masked else None) if step is None else step
+    step = step_of(loss_fn, weight=count_rows if masked else None) if step is None else step
     for i in range(num_steps):
         state, metrics = step(state, batch_of(i, shape[0], masked=masked))
         reported.append(metrics["loss"])
@@ -122,7 +113,7 @@ def test_a_table_that_is_not_split_is_looked_up_as_a_whole(stage):
     training.ranks(3)
     tx = jdp.sharded(optax.sgd(0.1, momentum=0.9), stage=stage, min_size=40)
     state = jdp.TrainState.create(params_of(BY_ROWS), tx)
-    state, metrics = new_step()(state, batch_of(0, 48))
+    state, metrics = step_of(loss_fn)(state, batch_of(0, 48))
     got = {"params": fetched(state.params), "loss": [np.asarray(metrics["loss"])]}
     assert_close(got, on_one_device(BY_ROWS, num_steps=1))
 
@@ -143,12 +134,42 @@ def test_a_table_that_is_split_over_one_of_two_axes(over):
     jdp.init(jax.make_mesh((2, 4), axes, axis_types=(AxisType.Auto,) * 2), axis_name=axes)
     tx = split_sgd(over=over, axis_name=axes)
     for masked in (False, True):
-        step = new_step(axis_name=axes, weight=count_rows if masked else None)
+        step = step_of(loss_fn, axis_name=axes, weight=count_rows if masked else None)
         state = jdp.TrainState.create(params_of(BY_ROWS), tx)
         for i in range(2):
             state, _ = step(state, batch_of(i, 48, masked=masked))
         want = on_one_device(BY_ROWS, masked, num_steps=2)["params"]
         assert_close(fetched(state.params), want)
+
+
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model")], ids=["rows", "columns"])
+@pytest.mark.parametrize("num_data, num_model", [(2, 3), (3, 2), (1, 2)])
+@pytest.mark.parametrize("splits", ["compiler", "author"])
+def test_a_table_that_is_also_split_over_a_further_axis(num_data, num_model, spec, splits):
+    def on_device(table, ids):
+        if spec[0] is None:
+            return lookup(table, ids)
+        ids = ids - len(table) * jax.lax.axis_index("model")
+        found = jdp.sharded_embedding(table, ids, out_of_range="zero")
+        return jax.lax.psum(found, "model")
+
+    def loss(params, batch):
+        out = P(None, None, "model") if spec[0] is None else P()
+        by_author = jax.shard_map(
+            on_device, axis_names={"model"}, in_specs=(spec, P()), out_specs=out
+        )
+        return loss_fn(params, batch, by_author if splits == "author" else lookup)
+
+    devices = jax.devices()[: num_data * num_model]
+    mesh = jdp.init(axes={"model": num_model}, devices=devices)
+    params = params_of((36, 6))
+    params["table"] = jax.device_put(params["table"], NamedSharding(mesh, spec))
+    state, step = jdp.TrainState.create(params, split_sgd()), step_of(loss)
+    for i in range(3):
+        state, _ = step(state, batch_of(i, 36))
+    assert_close(fetched(state.params), on_one_device((36, 6))["params"])
+    share = state.params["table"].addressable_shards[0].data.nbytes
+    assert share * len(devices) == state.params["table"].nbytes
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
@@ -171,7 +192,7 @@ def test_a_small_dtype(shape, dtype):
     tx = jdp.sharded(optax.sgd(1.0), stage=3, min_size=40)
     zeros = {"table": np.zeros(shape, jnp.dtype(dtype))}
     ids = batch_of(0, shape[0])["ids"]
-    state, _ = new_step(loss_fn)(jdp.TrainState.create(zeros, tx), ids)
+    state, _ = step_of(loss_fn)(jdp.TrainState.create(zeros, tx), ids)
     counts = np.bincount(ids.reshape(-1), minlength=shape[0])
     want = np.broadcast_to(-counts[:, None] / 8, shape)
     np.testing.assert_array_equal(np.asarray(state.params["table"], np.float32), want)
@@ -204,7 +225,7 @@ def test_a_loss_of_one_row_may_be_mapped_over_the_batch():
 
         return jnp.mean(jax.vmap(one)(batch["ids"], batch["y"]))
 
-    _, got = trained(3, BY_ROWS, new_step(loss_by_row))
+    _, got = trained(3, BY_ROWS, step_of(loss_by_row))
     assert_close(got, on_one_device(BY_ROWS))
 
 
@@ -217,14 +238,13 @@ def test_a_lookup_may_be_repeated_scanned_and_recomputed():
         looped, _ = jax.lax.scan(one, 0.0, batch["ids"].reshape(3, -1, 6))
         return looped + loss_fn(params, batch, lookup)
 
-    _, got = trained(2, BY_ROWS, new_step(loss), num_steps=2)
+    _, got = trained(2, BY_ROWS, step_of(loss), num_steps=2)
     assert_close(got, on_one_device(BY_ROWS, num_steps=2, loss_fn=loss))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_micro_batches(masked):
     step = step_of(loss_fn, weight=count_rows if masked else None, accumulate=2)
-
     _, got = trained(3, BY_ROWS, step, masked=masked, num_steps=2)
     assert_close(got, on_one_device(BY_ROWS, masked, num_steps=2))
 
@@ -234,12 +254,7 @@ def test_a_table_may_be_used_as_a_whole_beside_the_lookup():
         found = lookup(params["table"], batch["ids"])
         return jnp.mean(jnp.tanh(found @ params["table"].T)) + loss_fn(params, batch, lookup)
 
-    @jdp.train_step
-    def step(state, batch):
-        loss_value, grads = jdp.value_and_grad(loss)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss_value}
-
-    _, got = trained(3, BY_ROWS, step, num_steps=2)
+    _, got = trained(3, BY_ROWS, step_of(loss), num_steps=2)
     assert_close(got, on_one_device(BY_ROWS, num_steps=2, loss_fn=loss))
 
 
@@ -247,15 +262,15 @@ def over_processes(shape, devices=None):
     """Train on all devices; every process knows the batch and returns the whole table."""
     mesh = jdp.init(devices=devices or sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
     state = jdp.TrainState.create(params_of(shape), split_sgd())
-    step = new_step()
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    step = step_of(loss_fn)
+    split = NamedSharding(mesh, P("data"))
     for i in range(2):
         batch = batch_of(i, shape[0])
         batch = jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, split, lambda part, x=x: x[part]), batch
         )
         state, metrics = step(state, batch)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    whole = NamedSharding(mesh, P())
     table = jax.jit(lambda x: x, out_shardings=whole)(state.params["table"])
     return np.asarray(table), float(metrics["loss"])
 
@@ -286,7 +301,7 @@ def trained_by_rows(num_rows, kind, n, num_columns=5):
     state = jdp.TrainState.create(
         {"table": table}, jdp.sharded(optax.sgd(0.5), stage=3, min_size=40)
     )
-    step = new_step(loss_of_rows)
+    step = step_of(loss_of_rows)
     batches = []
     for _ in range(3):
         few = draw.permutation(num_rows // n) if kind == 3 else np.arange(num_rows)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.training import step_of
 
 import jdp
 from jdp.tools import batch_size
@@ -18,15 +19,6 @@ DIM = 32
 
 def loss_fn(params, batch):
     return jnp.mean(jnp.square(jnp.tanh(batch["x"] @ params["w"]) - batch["y"]))
-
-
-def make_step(**options):
-    @jdp.train_step
-    def step(state, batch):
-        _, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
-        return state.apply_gradients(grads), {}
-
-    return step
 
 
 def rows(num):
@@ -49,7 +41,7 @@ def allocated(step, state, num):
 
 @pytest.mark.parametrize(("granularity", "first"), [(2, 8), (24, 4096)])
 def test_the_batch_fits_and_the_next_does_not(granularity, first, state):
-    step, limit = make_step(), 400_000
+    step, limit = step_of(loss_fn), 400_000
     found = jdp.find_batch_size(
         step, state, rows(first), limit_bytes=limit, granularity=granularity
     )
@@ -60,7 +52,7 @@ def test_the_batch_fits_and_the_next_does_not(granularity, first, state):
 
 
 def test_the_rows_of_a_micro_batch_fit_and_the_next_that_divide_do_not(state):
-    make = lambda rows: make_step(micro_batch_rows=rows)  # noqa: E731
+    make = lambda rows: step_of(loss_fn, micro_batch_rows=rows)  # noqa: E731
     # A rank has 1024 rows; with 96 of them in a micro-batch, which do not divide it, the step would
     # take more than with 128.
     limit = allocated(make(128), state, 2048)
@@ -70,18 +62,18 @@ def test_the_rows_of_a_micro_batch_fit_and_the_next_that_divide_do_not(state):
 
 
 def test_what_fits_as_asked_for_has_no_next(state):
-    found = jdp.find_batch_size(make_step(), state, rows(8), limit_bytes=2**30, max_rows=64)
+    found = jdp.find_batch_size(step_of(loss_fn), state, rows(8), limit_bytes=2**30, max_rows=64)
     assert (found.rows, found.next_rows, found.next_bytes) == (64, None, None)
 
 
 def test_a_limit_that_not_even_one_row_of_each_rank_fits_is_an_error(state):
     with pytest.raises(ValueError, match="limit is 8.0 KiB"):
-        jdp.find_batch_size(make_step(), state, rows(8), limit_bytes=2**13)
+        jdp.find_batch_size(step_of(loss_fn), state, rows(8), limit_bytes=2**13)
 
 
 def test_without_a_limit_it_asks_for_one(state):
     with pytest.raises(ValueError, match="limit_bytes="):
-        jdp.find_batch_size(make_step(), state, rows(8))
+        jdp.find_batch_size(step_of(loss_fn), state, rows(8))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +88,7 @@ def test_without_a_limit_it_asks_for_one(state):
 )
 def test_options_that_no_batch_has_are_an_error(options, error, match, state):
     with pytest.raises(error, match=match):
-        jdp.find_batch_size(make_step(), state, rows(8), **{"limit_bytes": 2**20, **options})
+        jdp.find_batch_size(step_of(loss_fn), state, rows(8), **{"limit_bytes": 2**20, **options})
 
 
 @pytest.mark.parametrize(
@@ -109,11 +101,11 @@ def test_options_that_no_batch_has_are_an_error(options, error, match, state):
 )
 def test_a_batch_whose_arrays_have_no_equal_first_dim_is_an_error(batch, match, state):
     with pytest.raises(ValueError, match=match):
-        jdp.find_batch_size(make_step(), state, batch, limit_bytes=2**20)
+        jdp.find_batch_size(step_of(loss_fn), state, batch, limit_bytes=2**20)
 
 
 def test_micro_batches_of_which_none_divides_the_rows_are_an_error(state):
-    make = lambda rows: make_step(micro_batch_rows=rows)  # noqa: E731
+    make = lambda rows: step_of(loss_fn, micro_batch_rows=rows)  # noqa: E731
     with pytest.raises(ValueError, match="7 rows.*granularity=3"):
         jdp.find_batch_size(make, state, rows(14), limit_bytes=2**20, granularity=3)
 
@@ -121,7 +113,7 @@ def test_micro_batches_of_which_none_divides_the_rows_are_an_error(state):
 @pytest.mark.parametrize("num", [1, 15])
 def test_rows_that_the_ranks_cannot_share_are_an_error_for_micro_batches(num, state):
     asked = []
-    make = lambda rows: asked.append(rows) or make_step(micro_batch_rows=rows)  # noqa: E731
+    make = lambda rows: asked.append(rows) or step_of(loss_fn, micro_batch_rows=rows)  # noqa: E731
     with pytest.raises(ValueError, match=rf"\[{num}, 32\].*by 2 ranks"):
         jdp.find_batch_size(make, state, rows(num), limit_bytes=2**20)
     assert asked == [1]  # no step was compiled
@@ -148,9 +140,9 @@ def test_rows_that_xla_does_not_compile_do_not_fit(first, state, monkeypatch):
         return original(step, args, *others)
 
     monkeypatch.setattr(batch_size, "compile_step", compile_step)
-    found = jdp.find_batch_size(make_step(), state, rows(first), limit_bytes=2**40)
+    found = jdp.find_batch_size(step_of(loss_fn), state, rows(first), limit_bytes=2**40)
     assert (found.rows, found.next_rows, found.next_bytes) == (100, 102, None)
-    assert found.num_bytes == allocated(make_step(), state, 100) and found.num_compiled <= 16
+    assert found.num_bytes == allocated(step_of(loss_fn), state, 100) and found.num_compiled <= 16
 
 
 def test_state_of_rows_has_as_many_as_the_batch_that_is_tried(state):

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from support.training import step_of
 
 import jdp
 
@@ -70,15 +71,10 @@ def test_layers_that_are_reduced_in_their_loop_have_names_and_are_no_fault(names
         x, _ = jdp.scan_layers(layer, x, params, late=True)
         return jnp.mean(x)
 
-    @jdp.train_step
-    def step(state, x):
-        _, grads = jdp.value_and_grad(loss)(state.params, x)
-        return state.apply_gradients(grads), {}
-
     shapes = {"w": (4, DIM, DIM), "b": (4, DIM)}
     layers = {name: np.ones(shapes[name], np.float32) for name in names}
     state = jdp.TrainState.create(layers, jdp.replicated(optax.sgd(0.1)))
-    found = jdp.explain(step, state, rows())
+    found = jdp.explain(step_of(loss), state, rows())
     reduced = [{*bucket.leaves} - {"a scalar"} for bucket in found.buckets]
     expected = {f"grads['{name}'] of one iteration" for name in names}
     assert [leaves for leaves in reduced if leaves] == [expected, expected]  # one behind the loop
@@ -94,14 +90,9 @@ def test_the_gradient_of_parameters_that_are_one_array_has_a_name(stage):
         w, b = jnp.split(vector, [sizes[0]])
         return jnp.mean(jnp.tanh(x @ w.reshape(DIM, DIM) + b))
 
-    @jdp.train_step
-    def step(state, x):
-        _, grads = jdp.value_and_grad(loss)(state.params, x)
-        return state.apply_gradients(grads), {}
-
     tx = jdp.sharded(optax.sgd(0.1), stage=stage) if stage else jdp.replicated(optax.sgd(0.1))
     state = jdp.TrainState.create(np.ones(sum(sizes), np.float32), tx)
-    found = jdp.explain(step, state, np.ones((12, DIM), np.float32))
+    found = jdp.explain(step_of(loss), state, np.ones((12, DIM), np.float32))
     summed = [set(x.leaves) for x in found.buckets if x.kind in ("all-reduce", "reduce-scatter")]
     assert set.union(*summed) - {"a scalar"} == {"grads"}
 
@@ -236,13 +227,9 @@ def test_layers_that_are_reduced_for_each_micro_batch_are_found_and_layers_alone
         x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
         return jnp.mean(x @ params["v"]["w"])
 
-    @jdp.train_step
-    def step(state, x):
-        _, grads = jdp.value_and_grad(loss, accumulate=accumulate)(state.params, x)
-        return state.apply_gradients(grads), {}
-
     params = {"w": np.ones((4, DIM, DIM), np.float32), "v": {"w": np.ones((DIM, DIM), np.float32)}}
     state = jdp.TrainState.create(params, jdp.sharded(optax.adam(0.1), stage=stage))
+    step = step_of(loss, accumulate=accumulate)
     found = jdp.explain(step, state, np.ones((12, DIM), np.float32))
     summed = [each.leaves for each in found.buckets if each.kind == "reduce-scatter"]
     assert {*summed} == {("grads['w'] of one iteration",), ("grads['v']['w']",)}
@@ -265,14 +252,10 @@ def test_statistics_of_a_batch_norm_in_each_micro_batch_are_not_gradients():
         mean, var = jdp.batch_norm_statistics(x @ params["w"])
         return jnp.mean((x - mean) * lax.rsqrt(var + 1e-5) * params["scale"])
 
-    @jdp.train_step
-    def step(state, x):
-        _, grads = jdp.value_and_grad(loss, accumulate=4)(state.params, x)
-        return state.apply_gradients(grads), {}
-
     jdp.init(devices=jax.devices()[:2])
     params = {"w": np.ones((DIM, DIM), np.float32), "scale": np.ones(DIM, np.float32)}
     tx = jdp.replicated(optax.sgd(0.1), all_reduce=jdp.collectives.xla)
-    found = jdp.explain(step, jdp.TrainState.create(params, tx), rows())
+    state = jdp.TrainState.create(params, tx)
+    found = jdp.explain(step_of(loss, accumulate=4), state, rows())
     assert any(bucket.runs > 1 for bucket in found.buckets)
     assert "reduction-per-micro-batch" not in {finding.kind for finding in found.findings}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 
@@ -37,15 +37,6 @@ def loss_fn(params, batch):
     return jnp.mean(outputs**2) + half.mean() + params["odd"].sum()
 
 
-def step_of(accumulate=1):
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
-
-
 def sizes(plan, kind, start):
     """The elements of each array of a kind, by the parameter at the end of its path."""
     found = Counter()
@@ -60,7 +51,7 @@ def sizes(plan, kind, start):
 @pytest.mark.parametrize("how", WRAPPERS)
 def test_each_gradient_is_in_it_once_with_its_exact_size(how, accumulate):
     ranks(N)
-    plan = step_of(accumulate).communication_plan(made(how), ROWS)
+    plan = step_of(loss_fn, accumulate=accumulate).communication_plan(made(how), ROWS)
     whole = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
     summed, scattered = (sizes(plan, kind, "grads") for kind in ("all-reduce", "reduce-scatter"))
     assert summed + scattered == whole
@@ -81,7 +72,7 @@ def test_each_gradient_is_in_it_once_with_its_exact_size(how, accumulate):
 @pytest.mark.parametrize("how", ["replicated", "stage 1", "stage 2", "stage 3"])
 def test_native_calls_are_those_of_the_compiled_program(how):
     mesh = ranks(N)
-    state, step = made(how), step_of()
+    state, step = made(how), step_of(loss_fn)
     plan = step.communication_plan(state, ROWS)
     report = jdp.explain(step, state, jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), on=mesh)
     planned = Counter((each.kind, each.dtype, each.num_bytes) for each in plan)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import optimistix
 import pytest
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 
@@ -84,13 +84,8 @@ def test_a_solver_trains_as_on_one_device(solve, stage):
     tx = jdp.sharded(sgd, stage=stage, min_size=1) if stage else jdp.replicated(sgd)
     loss_fn = loss_of(solve)
 
-    @jdp.train_step
-    def step(state, rows):
-        loss, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
-        return state.apply_gradients(grads), {"loss": loss}
-
     ranks(3)
-    state, metrics = step(jdp.TrainState.create(PARAMS, tx), ROWS)
+    state, metrics = step_of(loss_fn)(jdp.TrainState.create(PARAMS, tx), ROWS)
     loss, grads = jax.value_and_grad(loss_fn)(PARAMS, ROWS)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     for name, grad in grads.items():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 
@@ -82,15 +82,6 @@ CASES = {
     "remat": (jax.checkpoint(log), "infinity", "log", None),
 }
 BROKEN = (5, 21)
-
-
-def step_of(loss_fn, **options):
-    @jdp.train_step
-    def step(state, x):
-        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, x)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
 
 
 def state_of(stage=0, **params):
@@ -180,8 +171,8 @@ def test_arguments_have_their_names():
     found = jdp.debug.first_nonfinite(step, state_of(w=W * np.nan), batch())
     assert (found.operation, found.name, found.ranks) == ("", "state.params['w']", (0, 1))
     found = jdp.debug.first_nonfinite(step, state_of(), batch(7, value=np.inf))
-    assert (found.kind, found.name, found.ranks, found.rows) == ("infinity", "x", (0,), (7,))
-    assert "argument `x`" in str(found) and "rows 7 of the batch" in str(found)
+    assert (found.kind, found.name, found.ranks, found.rows) == ("infinity", "batch", (0,), (7,))
+    assert "argument `batch`" in str(found) and "rows 7 of the batch" in str(found)
 
 
 def test_the_optimizer_may_be_the_first():

@@ -15,6 +15,7 @@ from flax.training import train_state
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import training
 from support.optimizers import OPTIMIZERS
 
 import jdp
@@ -80,11 +81,11 @@ def on_mesh(axes, given=None, specs=SPECS):
     return {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in given.items()}
 
 
-def one_device(tx):
-    p, rows = params(), [batch(i) for i in range(NUM_STEPS)]
+def one_device(tx, num_steps=NUM_STEPS):
+    p = params()
     state = tx.init(p)
-    for each in rows:
-        grads = jax.grad(functools.partial(loss_fn, block))(p, each)
+    for i in range(num_steps):
+        grads = jax.grad(functools.partial(loss_fn, block))(p, batch(i))
         updates, state = tx.update(grads, state, p)
         p = optax.apply_updates(p, updates)
     return p
@@ -297,6 +298,32 @@ def test_the_first_optimizer_state_is_split_as_its_parameters():
     assert_equal(train(step_of(by_hand), state).params, one_device(tx), rtol=1e-5)
 
 
+def first_in_a_step():
+    """SGD with momentum, whose trace is None before the first update."""
+
+    def update(grads, trace, params=None):
+        trace = grads if trace is None else jax.tree.map(lambda m, g: 0.9 * m + g, trace, grads)
+        return jax.tree.map(lambda m: -0.1 * m, trace), trace
+
+    return optax.GradientTransformation(lambda params: None, update)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_leaves_that_first_appear_in_a_step(stage):
+    @jdp.train_step
+    def step(state, rows):
+        _, grads = jdp.value_and_grad(functools.partial(loss_fn, by_hand))(state.params, rows)
+        new, total = state.apply_gradients(grads), state.model_state
+        total = new.params if total is None else jax.tree.map(jnp.add, total, new.params)
+        return new.replace(model_state=total), {}
+
+    state = jdp.TrainState.create(on_mesh({"model": 4}), optimizer(stage, first_in_a_step()))
+    state = train(step, state)
+    *before, last = (one_device(optax.sgd(0.1, momentum=0.9), i + 1) for i in range(NUM_STEPS))
+    assert_equal(state.params, last)
+    assert_equal(state.model_state, jax.tree.map(lambda *x: sum(x), *before, last))
+
+
 def test_axes_of_size_1_split_nothing():
     state = jdp.TrainState.create(on_mesh({"model": 1}), optimizer(3, optax.adam(0.1)))
     assert state.params["bias"].addressable_shards[0].data.shape == (2,)
@@ -334,12 +361,7 @@ def test_layers_of_a_scan_are_gathered_as_shards():
         updates, kept = tx.update(jax.grad(loss, 1)(jax.lax.scan, want, rows), kept)
         want = optax.apply_updates(want, updates)
 
-    @jdp.train_step
-    def step(state, rows):
-        scanned = functools.partial(loss, jdp.scan_layers)
-        _, grads = jdp.value_and_grad(scanned)(state.params, rows)
-        return state.apply_gradients(grads), {}
-
+    step = training.step_of(functools.partial(loss, jdp.scan_layers))
     given = on_mesh({"model": 4}, layers, specs)
     for stage in (1, 2, 3):
         state = jdp.TrainState.create(given, optimizer(stage, tx))

@@ -866,13 +866,29 @@ def test_the_data_axis_is_outermost_and_takes_the_remaining_devices(axes, names,
     ],
 )
 def test_axes_that_do_not_fit_are_refused(options, error, text):
-    kinds = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
-    with pytest.raises(ValueError, match="'model' of this mesh is Explicit"):
-        jdp.init(jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds))
     if "mesh" in options:
         options = options | {"mesh": jdp.init()}
     with pytest.raises(error, match=text):
         jdp.init(**options)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mesh, own, theirs: jdp.init(mesh),
+        lambda mesh, own, theirs: jdp.TrainState.create({"w": theirs}, sgd()),
+        lambda mesh, own, theirs: jdp.eval_step(lambda w, x: {"x": x.mean()})(theirs, batch()["x"]),
+        lambda mesh, own, theirs: jdp.TrainState.create([own, theirs], sgd()),
+    ],
+)
+def test_explicit_further_axes_are_refused_also_those_of_an_array(use):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    placed = [
+        jax.device_put(np.ones((2, 2), "f"), NamedSharding(each, P(None, "model")))
+        for each in (jdp.init(axes={"model": 2}), mesh)
+    ]
+    with pytest.raises(ValueError, match=r"'model' of this mesh is Explicit.*{'model': 2}"):
+        use(mesh, *placed)
 
 
 @pytest.mark.parametrize("timeout_s", ["10", True, (3,)])
