@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_528,
-    "words of docstrings and comments in jdp": 66_281,
-    "lines of tests": 76_363,
+    "lines of jdp": 57_527,
+    "words of docstrings and comments in jdp": 66_280,
+    "lines of tests": 76_216,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
