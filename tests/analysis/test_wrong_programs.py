@@ -162,7 +162,7 @@ def test_what_is_refused_for_its_scale_is_wrong_in_numbers(program, monkeypatch)
 
 @pytest.mark.parametrize("refused", CALLS, ids=lambda each: each.call.__name__)
 def test_refuses_the_call(refused):
-    with pytest.raises(ValueError, match=refused.message):
+    with pytest.raises(refused.error, match=refused.message):
         refused.call()
 
 
@@ -210,6 +210,22 @@ def test_refuses_every_call_and_not_only_the_first():
     assert not state.params["w"].is_deleted()
 
 
+def test_refuses_the_shape_that_takes_the_wrong_branch():
+    @jdp.train_step
+    def step(state, batch):
+        if batch["y"].shape[0] == 1:
+            return forgotten(state, batch)
+        return state.apply_gradients(corpus.gradients(state, batch)), {}
+
+    state, batch = corpus.training()
+    state, _ = step(state, batch)
+    half = jax.tree.map(lambda x: x[:4], batch)
+    for _ in range(2):
+        with refusal():
+            step(state, half)
+    step(state, batch)
+
+
 def test_refuses_the_argument_that_takes_the_wrong_branch():
     @jdp.train_step
     def step(state, batch, noise=None):
@@ -226,10 +242,15 @@ def test_refuses_the_argument_that_takes_the_wrong_branch():
 # JAX cannot trace these for other shapes than those of 8 rows on 4 ranks; the last one has the mask
 # that jdp.batches made, which is known by its identity.
 FOR_FOUR_RANKS = {
+    "payload_of_a_sort_by_own_keys",
+    "own_second_key_breaks_ties_of_the_first",
     "sampled_by_own_probabilities",
+    "all_to_all_on_some_ranks",
+    "psum_scatter_on_some_ranks",
     "exchanged_all_to_all",
     "own_shard_of_a_scattered_sum_written_back",
     "the_last_rows_kept_for_the_next_step",
+    "sum_of_as_many_micro_batches_as_there_are_ranks",
     "last_of_a_tuple_that_nobody_reads",
     # On one rank the factor is 1, as 1 / n is in a right program.
     "sum_of_gradients_that_are_divided_and_multiplied_again",
@@ -248,6 +269,12 @@ def test_refuses_on_any_number_of_ranks(program):
         batch = jax.tree.map(lambda x: np.resize(x, (12, *x.shape[1:])), batch)
         with pytest.raises(ValueError, match=r"JDP1\d\d"):
             jdp.train_step(program.step, **program.options).lower(state, batch, *rest)
+
+
+def test_refuses_on_one_rank_too():
+    jdp.init(devices=jax.devices()[:1])
+    with refusal():
+        jdp.train_step(forgotten).lower(*corpus.training())
 
 
 CALLERS = {

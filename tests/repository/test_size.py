@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 258,
     "lines of jdp": 57_527,
     "words of docstrings and comments in jdp": 66_280,
-    "lines of tests": 74_857,
+    "lines of tests": 75_978,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -49,12 +49,26 @@ def only_one_leaf_differs_between_branches(state, batch):
     return {**state, "a": a, "b": b}, {}
 
 
+@right(make=numbers)
+def both_branches_return_the_same_operand(state, batch):
+    a, b, _ = lax.cond(
+        local(batch) > 0, lambda a, b: (a, b, 1), lambda a, b: (a, b, 2), *(state["a"], state["b"])
+    )
+    return {**state, "a": a, "b": b}, {}
+
+
 @decided("new state['a']", "new state['b']")
 def branches_swap_two_operands(state, batch):
     a, b = lax.cond(
         local(batch) > 0, lambda a, b: (a, b), lambda a, b: (b, a), state["a"], state["b"]
     )
     return {**state, "a": a, "b": b}, {}
+
+
+@wrong("new state['v']")
+def switch_by_rank(state, batch):
+    branches = [lambda v: v, lambda v: v + 1, jnp.flip, jnp.sort]
+    return {**state, "v": lax.switch(lax.axis_index("data"), branches, state["v"])}, {}
 
 
 @decided("new state['a']")
@@ -74,6 +88,14 @@ def cond_in_a_scan(state, batch):
 
 
 @wrong("new state['a']")
+def cond_that_is_differentiated_through(state, batch):
+    def f(a):
+        return lax.cond(local(batch) > 0, lambda: a**2, lambda: a**3)
+
+    return {**state, "a": state["a"] - jax.grad(f)(state["a"])}, {}
+
+
+@wrong("new state['a']")
 def vmapped_cond_over_own_rows(state, batch):
     each = jax.vmap(lambda y: lax.cond(y > 0, lambda: state["a"], lambda: state["b"]))
     return {**state, "a": each(batch["y"]).mean()}, {}
@@ -82,9 +104,43 @@ def vmapped_cond_over_own_rows(state, batch):
 # Places and orders
 
 
+@wrong("new state['a']")
+def indexed_by_rank(state, batch):
+    return {**state, "a": state["v"][lax.axis_index("data")]}, {}
+
+
+@wrong("new state['v']")
+def written_at_the_ranks_place(state, batch):
+    return {**state, "v": state["v"].at[lax.axis_index("data")].set(0)}, {}
+
+
 @wrong("new state['v']")
 def rolled_by_rank(state, batch):
     return {**state, "v": jnp.roll(state["v"], lax.axis_index("data"))}, {}
+
+
+@wrong("new state['v']")
+def ordered_by_own_losses(state, batch):
+    order = jnp.argsort(jnp.tile(batch["y"], 2))
+    return {**state, "v": state["v"][order]}, {}
+
+
+@wrong("new state['v']")
+def payload_of_a_sort_by_own_keys(state, batch):
+    keys = jnp.tile(batch["y"], 2)
+    return {**state, "v": lax.sort((keys, state["v"]), num_keys=1)[1]}, {}
+
+
+@right(make=numbers)
+def keys_of_a_sort_with_own_payload(state, batch):
+    payload = jnp.tile(batch["y"], 2)
+    return {**state, "v": lax.sort((state["v"], payload), num_keys=1)[0]}, {}
+
+
+@wrong("new state['v']")
+def own_second_key_breaks_ties_of_the_first(state, batch):
+    ties = jnp.tile(batch["y"], 2)
+    return {**state, "v": lax.sort((jnp.zeros(4), ties, state["v"]), num_keys=2)[2]}, {}
 
 
 @decided("new state['v']")

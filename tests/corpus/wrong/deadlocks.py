@@ -42,12 +42,60 @@ def psum_where_two_layers_alike_say_so(state, batch):
     return {**state, "a": only_if(score > 1.1, total, state["a"])}, {}
 
 
+@wrong("psum")
+def pmean_on_some_ranks(state, batch):
+    def mean(x):
+        return lax.pmean(x, "data")  # <- here
+
+    return {**state, "a": only_if(local(batch) > 0, mean, state["a"])}, {}
+
+
+@wrong("pmax")
+def pmax_on_some_ranks(state, batch):
+    def largest(x):
+        return lax.pmax(x, "data")  # <- here
+
+    return {**state, "a": only_if(local(batch) > 0, largest, state["a"])}, {}
+
+
+@wrong("all_gather")
+def all_gather_on_some_ranks(state, batch):
+    def gathered(x):
+        return lax.all_gather(x, "data").sum()  # <- here
+
+    return {**state, "a": only_if(local(batch) > 0, gathered, state["a"])}, {}
+
+
 @wrong("ppermute", "new state['a']")
 def ppermute_on_some_ranks(state, batch):
     def shifted(x):
         return lax.ppermute(x, "data", NEXT)  # <- here
 
     return {**state, "a": only_if(local(batch) > 0, shifted, state["a"])}, {}
+
+
+@wrong("pbroadcast")
+def pbroadcast_on_some_ranks(state, batch):
+    def first(x):
+        return lax.pbroadcast(x, ("data",), 0)  # <- here
+
+    return {**state, "a": only_if(local(batch) > 0, first, state["a"])}, {}
+
+
+@wrong("all_to_all", "new state['v']")
+def all_to_all_on_some_ranks(state, batch):
+    def exchanged(v):
+        return lax.all_to_all(v, "data", 0, 0, tiled=True)  # <- here
+
+    return {**state, "v": only_if(local(batch) > 0, exchanged, state["v"])}, {}
+
+
+@wrong("reduce_scatter", "new state['v']")
+def psum_scatter_on_some_ranks(state, batch):
+    def scattered(v):
+        return jnp.tile(lax.psum_scatter(v, "data", tiled=True), 4)  # <- here
+
+    return {**state, "v": only_if(local(batch) > 0, scattered, state["v"])}, {}
 
 
 @wrong(REDUCTION)
@@ -72,6 +120,14 @@ def mean_over_ranks_on_some_ranks(state, batch):
         return jdp.mean_over_ranks(x)  # <- here
 
     return {**state, "a": only_if(local(batch) > 0, mean, state["a"])}, {}
+
+
+@wrong("psum")
+def sum_over_ranks_on_some_ranks(state, batch):
+    def total(x):
+        return jdp.sum_over_ranks(x)  # <- here
+
+    return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
 @wrong(REDUCTION, make=training)
@@ -128,6 +184,12 @@ def both_branches_reduce_something(state, batch):
 
 
 @wrong("psum")
+def another_collective_for_each_rank(state, batch):
+    branches = [functools.partial(lax.psum, axis_name="data"), lambda x: x]
+    return {**state, "a": lax.switch(lax.axis_index("data") % 2, branches, state["a"])}, {}
+
+
+@wrong("psum")
 def by_a_coin_that_was_tossed_here(state, batch):
     coin = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), lax.axis_index("data")))
     return {**state, "a": only_if(coin, jdp.mean_over_ranks, state["a"])}, {}
@@ -137,6 +199,13 @@ def by_a_coin_that_was_tossed_here(state, batch):
 def by_the_answer_of_a_callback(state, batch):
     answer = jax.pure_callback(lambda x: x > 0, jax.ShapeDtypeStruct((), bool), local(batch))
     return {**state, "a": only_if(answer, jdp.mean_over_ranks, state["a"])}, {}
+
+
+@wrong("psum")
+def by_what_a_ref_remembers(state, batch):
+    memory = jax.new_ref(state["b"])
+    memory[...] = local(batch)
+    return {**state, "a": only_if(memory[...] > 0, jdp.mean_over_ranks, state["a"])}, {}
 
 
 @wrong("psum")
@@ -156,6 +225,28 @@ def as_often_as_some_rank_has_rows(state, batch):
     return {**state, "a": lax.fori_loop(0, most, body, state["a"])}, {}
 
 
+@wrong("psum")
+def until_the_own_loss_is_small(state, batch):
+    def predicate(a):
+        return jnp.abs(a * local(batch)) > 0.1
+
+    def body(a):
+        return a - 0.1 * jdp.mean_over_ranks(a * local(batch))  # <- here
+
+    return {**state, "a": lax.while_loop(predicate, body, state["a"])}, {}
+
+
+@right(make=numbers)
+def until_the_mean_loss_is_small(state, batch):
+    def predicate(a):
+        return jdp.mean_over_ranks(jnp.abs(a * local(batch))) > 0.1
+
+    def body(a):
+        return a - 0.1 * jdp.mean_over_ranks(a * local(batch))
+
+    return {**state, "a": lax.while_loop(predicate, body, state["a"])}, {}
+
+
 @wrong(REDUCTION, make=training)
 def until_the_own_gradient_is_small(state, batch):
     def predicate(state):
@@ -167,6 +258,24 @@ def until_the_own_gradient_is_small(state, batch):
     return lax.while_loop(predicate, body, state), {}
 
 
+@wrong("psum")
+def the_predicate_reduces_and_then_looks_at_own_rows(state, batch):
+    def predicate(a):
+        return (lax.psum(a, "data") > 1) | (a > local(batch))  # <- here
+
+    return {**state, "a": lax.while_loop(predicate, lambda a: a / 2, state["a"])}, {}
+
+
+@wrong("psum")
+def the_predicate_varies_only_after_rounds(state, batch):
+    def body(carry):
+        a, p, q = carry
+        return lax.pmean(a / 2, "data"), q, local(batch)  # <- here
+
+    a, *_ = lax.while_loop(lambda c: c[1] > 0, body, (state["a"], state["b"], state["b"]))
+    return {**state, "a": a}, {}
+
+
 @right(make=numbers)
 def a_batched_cond_runs_both_branches(state, batch):
     # vmap over the predicate makes a select of it, and every rank reduces.
@@ -176,6 +285,17 @@ def a_batched_cond_runs_both_branches(state, batch):
 
 
 # Where the collective stands
+
+
+@wrong("psum")
+def in_a_scan_in_a_cond(state, batch):
+    def total(a):
+        def body(a, x):
+            return a + lax.psum(x, "data"), None  # <- here
+
+        return lax.scan(body, a, state["v"])[0]
+
+    return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
 @wrong("psum")
@@ -232,3 +352,34 @@ def only_in_the_tangent(state, batch):
         return lax.cond(local(batch) > 0, f, lambda a: a, a)
 
     return {**state, "a": jax.jvp(loss, (state["a"],), (state["b"],))[1]}, {}
+
+
+@wrong("psum", "new state['v']")
+def in_conjugate_gradients_to_an_own_tolerance(state, batch):
+    def matvec(v):
+        return v + lax.pmean(jnp.outer(v, v) @ v, "data")  # <- here
+
+    own = state["v"] * local(batch)
+    return {**state, "v": jax.scipy.sparse.linalg.cg(matvec, own, maxiter=3)[0]}, {}
+
+
+@right(make=numbers)
+def in_conjugate_gradients_to_a_common_tolerance(state, batch):
+    def matvec(v):
+        return v + lax.pmean(local(batch) ** 2 * v, "data")
+
+    return {**state, "v": jax.scipy.sparse.linalg.cg(matvec, state["v"], maxiter=3)[0]}, {}
+
+
+@wrong("psum")
+def in_the_matrix_of_a_linear_solve(state, batch):
+    def solve(v):
+        return lax.custom_linear_solve(
+            lambda u: lax.pmean(u, "data"),  # <- here
+            v,
+            solve=lambda matvec, u: u,
+            symmetric=True,
+        )
+
+    only_if(local(batch) > 0, solve, state["v"])
+    return state, {}

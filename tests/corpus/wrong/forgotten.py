@@ -160,9 +160,34 @@ def dropout_on_the_updated_parameters(state, batch):
 
 
 @wrong("varies", "new state['a']", make=numbers)
+def mean_within_pairs_of_ranks(state, batch):
+    pairs = [[0, 1], [2, 3]]
+    return {**state, "a": lax.psum(local(batch), "data", axis_index_groups=pairs) / 2}, {}
+
+
+@wrong("varies", "new state['a']", make=numbers)
+def sizes_of_unequal_groups(state, batch):
+    return {**state, "a": lax.psum(state["a"], "data", axis_index_groups=[[0], [1, 2, 3]])}, {}
+
+
+@wrong("varies", "new state['a']", make=numbers)
 def mean_over_a_vmap_of_the_same_name(state, batch):
     means = jax.vmap(lambda x: lax.pmean(x, "data"), axis_name="data")(batch["x"])
     return {**state, "a": means.mean()}, {}
+
+
+@wrong("varies", "new state['a']", make=numbers)
+def library_mean_over_a_vmap_of_the_same_name(state, batch):
+    means = jax.vmap(jdp.mean_over_ranks, axis_name="data")(batch["x"])
+    return {**state, "a": means.mean()}, {}
+
+
+@wrong("varies", "new state['a']", make=numbers)
+def ring_over_a_vmap_of_the_same_name(state, batch):
+    def total(x):
+        return jdp.collectives.ring([[x]], "data")[0][0]
+
+    return {**state, "a": jax.vmap(total, axis_name="data")(batch["x"]).mean()}, {}
 
 
 @wrong("varies", "new state['a']", make=numbers)
@@ -174,6 +199,12 @@ def ring_that_scales_by_own_rows(state, batch):
 @wrong("varies", "new state['a']", make=numbers)
 def mean_over_no_axes(state, batch):
     return {**state, "a": lax.pmean(local(batch), ())}, {}
+
+
+@wrong("varies", "new state['a']", make=numbers)
+def gathered_and_indexed_by_rank(state, batch):
+    gathered = lax.all_gather(local(batch), "data")
+    return {**state, "a": gathered[lax.axis_index("data")]}, {}
 
 
 @wrong("varies", "new state['a']", make=numbers)
@@ -194,6 +225,12 @@ def own_shard_of_a_scattered_sum_written_back(state, batch):
     shard = lax.psum_scatter(state["v"] * local(batch), "data", tiled=True)
     rank = lax.axis_index("data")
     return {**state, "v": lax.dynamic_update_slice(state["v"], shard, (rank,))}, {}
+
+
+@right(make=numbers)
+def shards_of_a_scattered_sum_gathered(state, batch):
+    shard = lax.psum_scatter(state["v"] * local(batch), "data", tiled=True)
+    return {**state, "v": lax.all_gather(shard, "data", tiled=True)}, {}
 
 
 @wrong("varies", "new state['a']", make=numbers)

@@ -26,6 +26,18 @@ def loop_as_often_as_all_rows_say(state, batch):
     return {**state, "a": lax.fori_loop(0, times, lambda _, a: a * 0.9, state["a"])}, {}
 
 
+@wrong("new state['a']")
+def loop_that_starts_at_the_rank(state, batch):
+    start = lax.axis_index("data")
+    return {**state, "a": lax.fori_loop(start, 10, lambda _, a: a * 0.9, state["a"])}, {}
+
+
+@wrong("new state['a']")
+def halves_until_small_enough_for_own_rows(state, batch):
+    limit = jnp.abs(local(batch))
+    return {**state, "a": lax.while_loop(lambda a: a > limit, lambda a: a / 2, state["a"])}, {}
+
+
 @wrong("new state['n']", make=holding(n=np.int32(0)))
 def number_of_rounds_until_convergence(state, batch):
     def body(carry):
@@ -56,6 +68,17 @@ def while_with_swapped_carries(state, batch):
     return {**state, "a": a, "b": b}, {}
 
 
+@right(make=numbers)
+def while_with_carries_in_place(state, batch):
+    def body(carry):
+        i, a, b = carry
+        return i + 1, a, b
+
+    times = jnp.sum(batch["y"] > 0)
+    _, a, b = lax.while_loop(lambda c: c[0] < times, body, (0, state["a"], state["b"]))
+    return {**state, "a": a, "b": b}, {}
+
+
 @wrong("new state['a']")
 def while_whose_predicate_varies_only_after_rounds(state, batch):
     def body(carry):
@@ -64,6 +87,17 @@ def while_whose_predicate_varies_only_after_rounds(state, batch):
 
     start = (state["a"], state["b"], state["b"], state["b"])
     a, *_ = lax.while_loop(lambda c: (c[1] > 0) & (c[0] > 1e-3), body, start)
+    return {**state, "a": a}, {}
+
+
+@wrong("new state['a']")
+def scan_whose_varying_value_needs_four_rounds(state, batch):
+    def body(carry, _):
+        a, b, c, d = carry
+        return (b, c, d, local(batch)), None
+
+    zero = jnp.zeros(())
+    (a, *_), _ = lax.scan(body, (state["a"], zero, zero, zero), None, length=5)
     return {**state, "a": a}, {}
 
 
@@ -79,6 +113,14 @@ def scan_in_a_scan(state, batch):
 
     (a, b), _ = lax.scan(outer, (state["a"], state["b"]), batch["x"])
     return {**state, "a": a, "b": b}, {}
+
+
+@wrong("new state['v']")
+def stacked_outputs_of_a_scan(state, batch):
+    def body(carry, x):
+        return carry, carry * x
+
+    return {**state, "v": lax.scan(body, local(batch), state["v"])[1]}, {}
 
 
 @wrong("new state['a']", "new state['v']")

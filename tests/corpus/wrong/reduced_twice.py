@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
 
 import jdp
 from corpus.wrong import corpus
@@ -126,10 +127,58 @@ def then_divided_by_hand(state, batch):
     return state.apply_gradients(grads), {}
 
 
+@wrong(W, B)
+def then_cast_back_from_bfloat16(state, batch):
+    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradients(state, batch))
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), psum(half))
+    return state.apply_gradients(grads), {}
+
+
+@wrong(W)
+def then_reshaped_and_transposed(state, batch):
+    grads = gradients(state, batch)
+    w = psum(grads["w"].reshape(1, 3)).T.squeeze(1)
+    return state.apply_gradients({**grads, "w": w}), {}
+
+
+@wrong(W, B)
+def then_clipped_by_its_norm(state, batch):
+    grads = psum(gradients(state, batch))
+    factor = jnp.minimum(1, 1 / optax.tree.norm(grads))
+    return state.apply_gradients(jax.tree.map(lambda g: g * factor, grads)), {}
+
+
 @wrong(W, B, make=lambda: training(batch=masked_rows()))
 def then_divided_by_the_number_of_all_rows(state, batch):
     total = psum(batch["mask"].sum().astype(jnp.float32))
     grads = jax.tree.map(lambda g: g / total, psum(gradients(state, batch)))
+    return state.apply_gradients(grads), {}
+
+
+@wrong(W, B)
+def then_set_to_zero_where_not_finite(state, batch):
+    grads = psum(gradients(state, batch))
+    grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), grads)
+    return state.apply_gradients(grads), {}
+
+
+@wrong(W, B)
+def then_only_used_if_finite(state, batch):
+    grads = psum(gradients(state, batch))
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    return state.apply_gradients(lax.cond(finite, lambda: grads, lambda: zeros)), {}
+
+
+@wrong(W, B)
+def through_one_flat_vector(state, batch):
+    flat, unravel = ravel_pytree(gradients(state, batch))
+    return state.apply_gradients(unravel(psum(flat))), {}
+
+
+@wrong(W, B)
+def through_an_optimization_barrier(state, batch):
+    grads = lax.optimization_barrier(psum(gradients(state, batch)))
     return state.apply_gradients(grads), {}
 
 
@@ -140,11 +189,32 @@ def through_a_name_for_rematerialisation(state, batch):
 
 
 @wrong(W, B)
+def through_a_jit(state, batch):
+    grads = jax.jit(lambda p: psum(jax.grad(loss_fn)(p, batch)))(state.params)
+    return state.apply_gradients(grads), {}
+
+
+@wrong(W, B)
+def through_a_ref(state, batch):
+    grads = jax.tree.map(lambda g: jax.freeze(jax.new_ref(g)), psum(gradients(state, batch)))
+    return state.apply_gradients(grads), {}
+
+
+@wrong(W, B)
 def through_a_while_loop(state, batch):
     grads = psum(gradients(state, batch))
     halve = functools.partial(jax.tree.map, lambda g: g / 2)
     grads = lax.while_loop(lambda g: optax.tree.norm(g) > 1, halve, grads)
     return state.apply_gradients(grads), {}
+
+
+@wrong(W, B)
+def through_the_last_round_of_a_scan(state, batch):
+    def body(carry, _):
+        return psum(gradients(state, batch)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    return state.apply_gradients(lax.scan(body, zeros, None, length=2)[0]), {}
 
 
 @wrong(W, B)

@@ -24,9 +24,44 @@ def stored(state, batch):
     return {**state, "a": ref[...]}, {}
 
 
+@right(make=numbers)
+def read_before_it_is_stored(state, batch):
+    ref = jax.new_ref(state["a"])
+    before = ref[...]
+    ref[...] = local(batch)
+    return {**state, "a": before}, {}
+
+
 @wrong("new state['a']")
 def created_with(state, batch):
     return {**state, "a": jax.freeze(jax.new_ref(local(batch)))}, {}
+
+
+@wrong("new state['v']")
+def one_element_stored(state, batch):
+    ref = jax.new_ref(state["v"])
+    ref[2] = local(batch)
+    return {**state, "v": ref[...]}, {}
+
+
+@wrong("new state['v']")
+def stored_at_the_ranks_place(state, batch):
+    ref = jax.new_ref(state["v"])
+    ref[lax.axis_index("data")] = 0.0
+    return {**state, "v": ref[...]}, {}
+
+
+@wrong("new state['a']")
+def read_at_the_ranks_place(state, batch):
+    ref = jax.new_ref(state["v"])
+    return {**state, "a": ref[lax.axis_index("data")]}, {}
+
+
+@wrong("new state['a']")
+def added(state, batch):
+    ref = jax.new_ref(state["a"])
+    jax.ref.addupdate(ref, (), local(batch))
+    return {**state, "a": ref[...]}, {}
 
 
 @wrong("new state['a']")
@@ -35,7 +70,26 @@ def swapped_out_again(state, batch):
     return {**state, "a": jax.ref.swap(ref, (), state["a"])}, {}
 
 
+@wrong("new state['a']")
+def frozen(state, batch):
+    ref = jax.new_ref(state["a"])
+    ref[...] = local(batch)
+    return {**state, "a": jax.freeze(ref)}, {}
+
+
 # In loops
+
+
+@wrong("new state['a']")
+def stored_in_a_scan(state, batch):
+    ref = jax.new_ref(state["a"])
+
+    def body(_, x):
+        ref[...] += x[0]
+        return None, None
+
+    lax.scan(body, None, batch["x"])
+    return {**state, "a": ref[...]}, {}
 
 
 @wrong("new state['v']")
@@ -77,6 +131,18 @@ def a_carry_reaches_a_ref_and_comes_back(state, batch):
     return {**state, "a": seen[-1]}, {}
 
 
+@wrong("new state['a']")
+def stored_in_a_while(state, batch):
+    ref = jax.new_ref(state["a"])
+
+    def body(i):
+        ref[...] = local(batch)
+        return i + 1
+
+    lax.while_loop(lambda i: i < 3, body, 0)
+    return {**state, "a": ref[...]}, {}
+
+
 @wrong("new state['n']", make=holding(n=np.zeros(4, np.int32)))
 def histogram_in_a_ref(state, batch):
     counts = jax.new_ref(state["n"])
@@ -91,6 +157,18 @@ def histogram_in_a_ref(state, batch):
 
 
 # Through calls
+
+
+@wrong("new state['a']")
+def stored_through_a_jit(state, batch):
+    ref = jax.new_ref(state["a"])
+
+    @jax.jit
+    def store(ref, x):
+        ref[...] = x
+
+    store(ref, local(batch))
+    return {**state, "a": ref[...]}, {}
 
 
 @wrong("new state['a']")
@@ -155,6 +233,28 @@ def a_constant_stored_by_some_ranks(state, batch):
         ref[...] = 0.0
 
     lax.cond(local(batch) > 0, store, lambda: None)
+    return {**state, "a": ref[...]}, {}
+
+
+@right(make=numbers)
+def a_constant_stored_by_all_ranks(state, batch):
+    ref = jax.new_ref(state["a"])
+
+    def store():
+        ref[...] = 0.0
+
+    lax.cond(jdp.mean_over_ranks(local(batch)) > 0, store, lambda: None)
+    return {**state, "a": ref[...]}, {}
+
+
+@wrong("new state['a']")
+def a_constant_stored_as_often_as_the_rank_has_rows(state, batch):
+    ref = jax.new_ref(state["a"])
+
+    def body(_, __):
+        ref[...] *= 0.5
+
+    lax.fori_loop(0, jnp.sum(batch["y"] > 0), body, None)
     return {**state, "a": ref[...]}, {}
 
 

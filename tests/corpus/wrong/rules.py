@@ -122,11 +122,47 @@ def linear_solve_with_a_matrix_of_own_rows(state, batch):
 
 
 @wrong("new state['v']")
+def conjugate_gradients_on_own_rows(state, batch):
+    curvature = 1 + jnp.abs(local(batch))
+    solution, _ = jax.scipy.sparse.linalg.cg(lambda v: v * curvature, state["v"], maxiter=3)
+    return {**state, "v": solution}, {}
+
+
+@wrong("new state['v']")
 def gradient_through_a_linear_solve(state, batch):
     def energy(scale):
         return jax.scipy.sparse.linalg.cg(lambda v: v * scale, state["v"], maxiter=3)[0].sum()
 
     return {**state, "v": state["v"] - jax.grad(energy)(1 + jnp.abs(local(batch)))}, {}
+
+
+def root(f):
+    return lax.custom_root(
+        f,
+        0.0,
+        lambda f, x: lax.fori_loop(0, 9, lambda _, x: x - 0.1 * f(x), x),
+        lambda g, y: y / g(1.0),
+    )
+
+
+@wrong("new state['a']")
+def root_of_a_function_of_own_rows(state, batch):
+    x = local(batch)
+    return {**state, "a": root(lambda z: z - x)}, {}
+
+
+@right(make=numbers)
+def root_of_a_function_of_the_state(state, batch):
+    x = state["b"]
+    return {**state, "a": root(lambda z: z - x)}, {}
+
+
+@wrong("new state['a']")
+def gradient_of_a_root(state, batch):
+    def at(theta):
+        return root(lambda z: z - theta * local(batch))
+
+    return {**state, "a": state["a"] - jax.grad(at)(state["a"])}, {}
 
 
 @wrong("new state['a']")
@@ -150,6 +186,11 @@ def spectrum_of_own_rows(state, batch):
 
 
 @wrong("new state['a']")
+def named_for_rematerialisation(state, batch):
+    return {**state, "a": checkpoint_name(local(batch), "jdp.mean")}, {}
+
+
+@wrong("new state['a']")
 def jitted_donated_and_rematerialised(state, batch):
     keep = jax.jit(jax.checkpoint(lambda x: jnp.sin(x)), donate_argnums=0)
     return {**state, "a": jax.value_and_grad(keep)(local(batch))[1]}, {}
@@ -162,3 +203,15 @@ def rematerialised_by_name(state, batch):
 
     policy = jax.checkpoint_policies.save_any_names_but_these("kept")
     return {**state, "a": jax.grad(jax.checkpoint(f, policy=policy))(state["a"])}, {}
+
+
+@wrong("new state['a']")
+def held_back_by_a_barrier(state, batch):
+    _, x = lax.optimization_barrier((state["a"], local(batch)))
+    return {**state, "a": x}, {}
+
+
+@right(make=numbers)
+def held_back_beside_what_varies(state, batch):
+    a, _ = lax.optimization_barrier((state["a"], local(batch)))
+    return {**state, "a": a}, {}

@@ -45,6 +45,67 @@ def sum_handed_on_as_the_mean(state, batch):
     return state.apply_gradients(grads, synced=True), {}  # <- here
 
 
+def sixteen_rows():
+    return corpus.training(
+        batch=jax.tree.map(lambda x: np.tile(x, (2,) + (1,) * (x.ndim - 1)), rows())
+    )
+
+
+@undivided(W, B, make=sixteen_rows)
+def sum_where_a_rank_has_as_many_rows_as_there_are_ranks(state, batch):
+    grads = psum(gradients(state, batch))
+    return state.apply_gradients(grads, synced=True), {}  # <- here
+
+
+@right(make=sixteen_rows)
+def nth_where_a_rank_has_as_many_rows_as_there_are_ranks(state, batch):
+    grads = jax.grad(lambda p: loss_fn(p, batch) / lax.axis_size("data"))(state.params)
+    return state.apply_gradients(psum(grads), synced=True), {}
+
+
+@undivided(W, B, make=sixteen_rows)
+def sum_of_as_many_micro_batches_as_there_are_ranks(state, batch):
+    micro_batches = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+    grads = jax.tree.map(lambda g: g / 4, added_up(state, micro_batches))
+    return state.apply_gradients(psum(grads), synced=True), {}  # <- here
+
+
+@right(make=sixteen_rows)
+def nth_of_as_many_micro_batches_as_there_are_ranks(state, batch):
+    micro_batches = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+    grads = jax.tree.map(lambda g: g / 4, added_up(state, micro_batches))
+    grads = jax.tree.map(lambda g: g / lax.axis_size("data"), grads)
+    return state.apply_gradients(psum(grads), synced=True), {}
+
+
+def added_up(state, micro_batches):
+    def body(sums, micro_batch):
+        return jax.tree.map(jnp.add, sums, gradients(state, micro_batch)), None
+
+    return lax.scan(body, jax.tree.map(jnp.zeros_like, state.params), micro_batches)[0]
+
+
+@right()
+def sum_divided_by_the_ranks(state, batch):
+    grads = jax.tree.map(lambda g: g / lax.axis_size("data"), psum(gradients(state, batch)))
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right()
+def sum_that_was_asked_for(state, batch):
+    grads = jax.tree.map(lambda g: g / 4, gradients(state, batch))
+    grads = jdp.sync_gradients(grads, mean=False)
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@undivided(W, B)
+def sum_by_an_algorithm_of_jdp(state, batch):
+    grads = gradients(state, batch)
+    leaves, treedef = jax.tree.flatten(grads)
+    (leaves,) = jdp.collectives.xla([leaves], "data")  # <- here
+    return state.apply_gradients(treedef.unflatten(leaves), synced=True), {}
+
+
 @undivided(W)
 def one_leaf_is_a_sum(state, batch):
     grads = gradients(state, batch)
@@ -159,6 +220,51 @@ def decay_by_all_ranks(state, batch):
     return {"a": state["a"] - 0.1 * lax.psum(state["a"], "data")}, {}  # <- here
 
 
+@repeated("new state['v']", make=holding(v=np.arange(4, dtype=np.float32)))
+def average_that_adds_a_sum_of_itself(state, batch):
+    return {"v": 0.5 * state["v"] + lax.psum(state["v"], "data")[::-1]}, {}  # <- here
+
+
+@right(make=holding(v=np.arange(4, dtype=np.float32)))
+def sum_of_the_part_of_one_rank(state, batch):
+    first = lax.axis_index("data") == 0
+    return {"v": lax.psum(jnp.where(first, state["v"], 0), "data")[::-1]}, {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def function_of_a_sum(state, batch):
+    a = jax.nn.sigmoid(lax.psum(state["a"], "data"))  # <- here
+    return {"a": 0.9 * state["a"] + 0.1 * a}, {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def norm_by_all_ranks(state, batch):
+    return {"a": jnp.sqrt(lax.psum(state["a"] ** 2, "data"))}, {}  # <- here
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def sum_in_groups(state, batch):
+    half = lax.axis_size("data") // 2 or 1
+    groups = np.arange(lax.axis_size("data")).reshape(-1, half).T
+    groups = [list(map(int, group)) for group in groups]
+    return {"a": lax.psum(state["a"], "data", axis_index_groups=groups)}, {}  # <- here
+
+
+@right(make=holding(a=np.float32(2)))
+def mean_in_groups(state, batch):
+    return {"a": lax.pmean(state["a"], "data", axis_index_groups=[[0, 1], [2, 3]])}, {}
+
+
+@right(make=holding(a=np.float32(2), b=np.bool_(True), c=np.float32(1)))
+def votes_of_all_ranks(state, batch):
+    votes = lax.psum((state["a"] > 0).astype(jnp.int32), "data")
+    return {
+        "a": jnp.sign(lax.psum(state["a"], "data")),
+        "b": votes.astype(bool),
+        "c": jnp.minimum(votes, 1).astype(jnp.float32),
+    }, {}
+
+
 # Averaged without the weight of the step
 
 
@@ -257,6 +363,15 @@ def sum_handed_on_in_a_scan(state, batch):
         return state.apply_gradients(grads, synced=True), None  # <- here
 
     return lax.scan(body, state, None, length=2)[0], {}
+
+
+@undivided(W, B)
+def sum_handed_on_in_a_loop_that_counts(state, batch):
+    def body(_, state):
+        grads = psum(gradients(state, batch))
+        return state.apply_gradients(grads, synced=True)  # <- here
+
+    return lax.fori_loop(0, 2, body, state), {}
 
 
 @unweighted(W, B, **WEIGHED)

@@ -50,13 +50,35 @@ def number_from_the_host_in_order(state, batch):
 
 
 @wrong("new state['a']")
+def function_of_the_host_of_own_rows(state, batch):
+    return {**state, "a": jax.pure_callback(lambda x: x, SCALAR, local(batch))}, {}
+
+
+@right(make=numbers)
+def function_of_the_host_of_the_state(state, batch):
+    return {**state, "a": jax.pure_callback(lambda x: x, SCALAR, state["a"])}, {}
+
+
+@wrong("new state['a']")
 def random_number_of_the_device(state, batch):
     return {**state, "a": lax.rng_uniform(0.0, 1.0, ())}, {}
+
+
+@wrong("new state['v']")
+def random_bits_of_an_own_key(state, batch):
+    key = jnp.full((4,), lax.axis_index("data"), jnp.uint32)
+    _, bits = lax.rng_bit_generator(key, (4,))
+    return {**state, "v": bits.astype(np.float32)}, {}
 
 
 @wrong("new state['v']", since=(0, 11))
 def memory_that_nobody_wrote(state, batch):
     return {**state, "v": jnp.empty(4)}, {}
+
+
+@wrong("new state['a']")
+def foreign_function_of_own_rows(state, batch):
+    return {**state, "a": jax.ffi.ffi_call("some_target", SCALAR)(local(batch))}, {}
 
 
 @wrong("new state['a']")
@@ -66,6 +88,23 @@ def foreign_function_with_a_side_effect(state, batch):
 
 
 # Kernels
+
+
+@wrong("new state['v']")
+def kernel_that_asks_for_its_rank(state, batch):
+    def kernel(v, out):
+        out[...] = v[...] + rank()
+
+    return {**state, "v": pl.pallas_call(kernel, out_shape=VECTOR, interpret=True)(state["v"])}, {}
+
+
+@wrong("new state['v']")
+def kernel_over_own_rows(state, batch):
+    def kernel(v, x, out):
+        out[...] = v[...] + x[0, 0] + pl.program_id(0)
+
+    call = pl.pallas_call(kernel, out_shape=VECTOR, grid=(1,), interpret=True)
+    return {**state, "v": call(state["v"], batch["x"])}, {}
 
 
 @right(make=numbers)
@@ -84,6 +123,19 @@ def kernel_that_overwrites_its_operand(state, batch):
 
     call = pl.pallas_call(kernel, out_shape=VECTOR, input_output_aliases={0: 0}, interpret=True)
     return {**state, "v": call(state["v"], batch["x"])}, {}
+
+
+@wrong("new state['v']")
+def kernel_whose_block_is_chosen_by_rank(state, batch):
+    def kernel(v, out):
+        out[...] = jnp.broadcast_to(v[...], (4,))
+
+    block = pl.BlockSpec((1,), lambda i: (lax.axis_index("data"),))
+    whole = pl.BlockSpec((4,), lambda i: (0,))
+    call = pl.pallas_call(
+        kernel, out_shape=VECTOR, grid=(1,), in_specs=[block], out_specs=whole, interpret=True
+    )
+    return {**state, "v": call(state["v"])}, {}
 
 
 @wrong("new state['v']")
@@ -125,3 +177,15 @@ def kept_in_the_memory_of_the_host(state, batch):
 @wrong("new state['a']")
 def under_metadata_for_the_compiler(state, batch):
     return {**state, "a": set_xla_metadata(local(batch), key="value")}, {}
+
+
+@wrong("new state['a']")
+def exported_and_called(state, batch):
+    double = jax.export.export(jax.jit(lambda x: 2 * x))(SCALAR)
+    return {**state, "a": double.call(local(batch))}, {}
+
+
+@wrong("new state['a']")
+def composite_operation(state, batch):
+    double = lax.composite(lambda x: 2 * x, name="corpus.double")
+    return {**state, "a": double(local(batch))}, {}
