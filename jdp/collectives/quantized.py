@@ -216,6 +216,7 @@ def _shard(blocks: jax.Array, leaf: jax.Array, dim: int, num_ranks: int) -> jax.
 
 def _packed(blocks: jax.Array, name: str) -> jax.Array:
     """Quantize `[..., blocks, block]` float32; return `[..., blocks * (block + 4)]` uint8."""
+    blocks = lax.optimization_barrier(blocks)  # else each pass over them computes them again
     # The sum is 0 or NaN: XLA:CPU's maximum drops a NaN.
     largest = jnp.abs(blocks).max(-1, keepdims=True) + (blocks * 0).sum(-1, keepdims=True)
     scale = largest / _LARGEST[name]
@@ -223,6 +224,7 @@ def _packed(blocks: jax.Array, name: str) -> jax.Array:
     divided = blocks * jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, 1 / scale)
     numbers = jnp.round(divided) if name == "int8" else divided
     sent = [lax.bitcast_convert_type(x, jnp.uint8) for x in (numbers.astype(name), scale)]
+    sent = lax.optimization_barrier(sent)  # XLA:CPU would choose for each byte where it is from
     return jnp.concatenate([x.reshape(*blocks.shape[:-2], -1) for x in sent], -1)
 
 
