@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jdp import axis, jax_compat, rank_state
 from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
+from jdp.analysis.marks import LOCAL, mark
 from jdp.collectives import call_order, shards
 from jdp.error_codes import with_code
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
@@ -356,6 +357,7 @@ class _Regions:
         self._constant: dict[FlatValue, FlatOperation] = {}
         self._kinds = [self._kind(operation) for operation in program.operations]
         self._readers: dict[FlatValue, int] = {}
+        self._paths = _gradient_paths(program.operations)
         self._stages = self._scheduled()
         self.are_varying = [each in self.varying for each in program.outs]
 
@@ -494,7 +496,8 @@ class _Regions:
         for operation in sums:
             _require_all_ranks(operation.eqn, ranks)
         summed = [x for operation in sums for x in operation.ins]
-        totals = _totals([self._stack(env, x, ranks) for x in summed], ranks)
+        paths = [self._paths.get(x, "") for x in summed]
+        totals = _totals([self._stack(env, x, ranks) for x in summed], ranks, paths)
         env.update(zip([x for each in sums for x in each.outs], totals, strict=True))
         for operation in operations:
             if operation.eqn.primitive.name in _SUMS:
@@ -827,7 +830,20 @@ def _scattered(eqn: Any, total: jax.Array, ranks: _RankContext) -> jax.Array:
     return found if eqn.params["tiled"] else jnp.squeeze(found, dim + 1)
 
 
-def _totals(stacks: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
+def _gradient_paths(operations: Sequence[FlatOperation]) -> dict[FlatValue, str]:
+    """Return the paths of gradients, for the plan of communication."""
+    paths: dict[FlatValue, str] = {}
+    for eqn, ins, outs, _ in operations:
+        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == LOCAL:
+            paths[outs[0]] = eqn.params["path"]
+        elif len(outs) == 1 and (found := [paths[x] for x in ins if x in paths]):
+            paths[outs[0]] = found[0]
+    return paths
+
+
+def _totals(
+    stacks: Sequence[jax.Array], ranks: _RankContext, paths: Sequence[str] = ()
+) -> list[jax.Array]:
     """Sum stacks `[width, ...]` over all virtual ranks, by a binary tree."""
     blocks = ranks.blocks
     # A power of two that divides `width`: whole subtrees of this rank.
@@ -836,7 +852,7 @@ def _totals(stacks: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]
     if blocks.num_ranks == 1:
         totals = [_tree([*x]) for x in nodes]
     else:
-        totals = _totals_of_ranks(nodes, ranks)
+        totals = _totals_of_ranks(nodes, ranks, paths or [""] * len(nodes))
     return [lax.convert_element_type(x, like.dtype) for x, like in zip(totals, stacks, strict=True)]
 
 
@@ -846,7 +862,9 @@ def _wide(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, jnp.float32) if is_short else x
 
 
-def _totals_of_ranks(nodes: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
+def _totals_of_ranks(
+    nodes: Sequence[jax.Array], ranks: _RankContext, paths: Sequence[str]
+) -> list[jax.Array]:
     """Sum nodes `[nodes, ...]` of each rank: each rank sums a part of each leaf, in order."""
     blocks, found = ranks.blocks, [x[0] for x in nodes]  # of empty leaves these are the sums
     is_native = shards.is_native((ranks.axis_name,), ranks.mesh)
@@ -857,6 +875,9 @@ def _totals_of_ranks(nodes: Sequence[jax.Array], ranks: _RankContext) -> list[ja
         rows = rows if is_native else [jnp.concatenate(rows, axis=1)]
         padded = [_padded(x, blocks.num_ranks) for x in ranks.after(rows)]
         names = (ranks.axis_name,)
+        for i, x in enumerate(padded if is_native else ()):
+            if path := paths[places[i]]:
+                padded[i] = mark(x, kind=LOCAL, path=path, axes=names)
         (mine,) = shards.all_to_all([padded], [[(1, 0)] * len(rows)], names, mesh=ranks.mesh)
         sums = [_tree([x[i] for i in blocks.slots_of(len(x))]) for x in mine]
         (totals,) = shards.all_gather([sums], [[0] * len(rows)], names, mesh=ranks.mesh)

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_529,
-    "words of docstrings and comments in jdp": 66_298,
-    "lines of tests": 75_978,
+    "lines of jdp": 57_550,
+    "words of docstrings and comments in jdp": 66_308,
+    "lines of tests": 75_986,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -494,6 +494,14 @@ def test_state_of_ranks_belongs_to_virtual_ranks(n):
     assert metrics["most"] == np.asarray(state["seen"].value).max()
 
 
+def test_the_plan_names_the_gradients_that_are_sent():
+    ranks(2)
+    state, step, batches = of_mlp()
+    sent, gathered = step.communication_plan(state, next(iter(batches)))
+    assert {leaf.path for leaf in sent.leaves} == {"grads['w']", "grads['v']", "grads['b']", ""}
+    assert (sent.kind, gathered.kind) == ("all-to-all", "all-gather")
+
+
 def read(n):
     ranks(n)
     batches = jdp.batches(regression(0), 11, epochs=1, virtual_ranks=V)
