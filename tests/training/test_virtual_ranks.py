@@ -680,10 +680,12 @@ def test_bits_are_equal_after_deaths_and_on_other_numbers_of_processes(jdp_run, 
     want = jdp.check_replicas(state)
     script = SCRIPT.replace("TESTS", repr(str(Path(__file__).parents[1])))
     script = script.replace("NUM_STEPS", str(num_steps))
+    output = ""
     for num_processes, last, dies_at in parts:
         (tmp_path / "part").write_text(f"{last} {dies_at}")
         flags = f"--nproc-per-node={num_processes}", "--standbys=0", "--max-restarts=1", "--resume"
         run = jdp_run(*flags, script=script)
         run.deadline_s = 120.0
         assert run.wait() == 0, run.output
-    assert f"bits {want}" in run.output
+        output = run.output
+    assert f"bits {want}" in output
