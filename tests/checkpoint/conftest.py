@@ -1,3 +1,4 @@
+import logging
 import os
 
 import pytest
@@ -9,3 +10,9 @@ def file():
     file = os.memfd_create("test")
     yield file
     os.close(file)
+
+
+@pytest.fixture
+def quiet(before_init, monkeypatch, caplog):
+    monkeypatch.delenv("JDP_RESUME", raising=False)
+    caplog.set_level(logging.WARNING, "jdp")

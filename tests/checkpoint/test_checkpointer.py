@@ -1,5 +1,4 @@
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -23,11 +22,7 @@ from jdp.worker import progress
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
 TX = jdp.replicated(optax.adam(0.1))
 
-
-@pytest.fixture(autouse=True)
-def quiet(before_init, monkeypatch, caplog):
-    monkeypatch.delenv("JDP_RESUME", raising=False)
-    caplog.set_level(logging.WARNING, "jdp")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture

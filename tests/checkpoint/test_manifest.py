@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import shutil
 
 import numpy as np
@@ -15,11 +14,7 @@ from jdp.checkpoint.directory import Folder, TornError
 WRONG = [None, True, -1, 2, 1.5, 10**30, "", "x", [], [[]], [1], {}, {"x": 1}]
 STATE = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": np.int32(1)}
 
-
-@pytest.fixture(autouse=True)
-def quiet(before_init, monkeypatch, caplog):
-    monkeypatch.delenv("JDP_RESUME", raising=False)
-    caplog.set_level(logging.WARNING, "jdp")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Rows:

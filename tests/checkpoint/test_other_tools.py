@@ -1,7 +1,5 @@
 """Directories of Orbax and Flax are read or named, and no run resumes there from nothing."""
 
-import logging
-
 import flax
 import jax
 import jax.numpy as jnp
@@ -16,14 +14,11 @@ import jdp
 PARAMS = {"layer": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "a/b": np.ones(3, "i4")}}
 
 
-# Flax deprecates the files that this reads, and users have them.
-pytestmark = pytest.mark.filterwarnings("ignore:Flax Checkpointing:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def quiet(before_init, monkeypatch, caplog):
-    monkeypatch.delenv("JDP_RESUME", raising=False)
-    caplog.set_level(logging.WARNING, "jdp")
+pytestmark = [
+    pytest.mark.usefixtures("quiet"),
+    # Flax deprecates the files that this reads, and users have them.
+    pytest.mark.filterwarnings("ignore:Flax Checkpointing:DeprecationWarning"),
+]
 
 
 def trained(step):
