@@ -46,20 +46,18 @@ class Collectives(Protocol):
         ...
 
 
-class XlaCollectives(NamedTuple):
+class _XlaCollectives(NamedTuple):
     """XLA's collectives over the ranks of `axes`."""
 
     axes: tuple[str, ...]
     num_ranks: int
 
     def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
-        """Implement `Collectives`."""
         return token, lax.all_gather(x, self.axes, tiled=True)
 
     def sent(
         self, token: Token, leaves: Sequence[jax.Array], split: int, joined: int, name: str
     ) -> tuple[Token, list[jax.Array]]:
-        """Implement `Collectives`."""
         return token, [lax.all_to_all(x, self.axes, split, joined, tiled=True) for x in leaves]
 
 
@@ -86,7 +84,7 @@ def exchange_and_add(
     num_rows: int,
     dim: int,
 ) -> tuple[Token, jax.Array]:
-    """Return a token and a shard, as `add_rows` does."""
+    """Return a token, and this rank's shard of a table that sums all ranks' rows."""
     flat, rows = ids.reshape(-1), rows.reshape(ids.size, *rows.shape[ids.ndim :])
     if dim == 0:
         return _add_to_rows(calls, token, rows, flat, num_rows // calls.num_ranks)
@@ -218,26 +216,13 @@ _NO_SECOND_TRANSPOSE = (
 
 
 def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return rows of a table sharded over `axes`; its transpose is `add_rows`.
+    """Return rows of a table sharded over `axes`; its transpose sums rows into the shards.
 
     Args:
       part: this rank's shard, `[rows / n, ...]`, or `[rows, ..., size / n, ...]` for dim > 0.
       ids: int, any shape, 0 <= ids < rows; they may differ between ranks.
     """
     return take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
-
-
-def add_rows(
-    rows: jax.Array, ids: jax.Array, num_rows: int, dim: int, axes: tuple[str, ...]
-) -> jax.Array:
-    """Return this rank's shard of a table that sums all ranks' rows.
-
-    Args:
-      rows: `[*ids.shape, ...]`, whole rows of this rank.
-      ids: int, any shape, 0 <= ids < num_rows: where to add each row.
-    """
-    split: dict[str, Any] = {"dim": dim, "axes": axes, "num_ranks": lax.axis_size(axes)}
-    return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
 # JAX cannot transpose a loop with collectives. Under `vmap` a batch's ids are one lookup; JAX would
@@ -251,17 +236,15 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 
 @take_p.def_abstract_eval
-def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
-    """Return the type of a lookup's rows."""
+def _taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
     return axis.reshaped(part, (*ids.shape, *whole[1:]))
 
 
 @add_p.def_abstract_eval
-def added_type(
+def _added_type(
     rows: Any, ids: Any, *, num_rows: int, dim: int, axes: tuple[str, ...], num_ranks: int
 ) -> Any:
-    """Return the type of this rank's shard of a sum of rows."""
     whole = (num_rows, *rows.shape[ids.ndim :])
     return axis.reshaped(rows, _resized(whole, dim, whole[dim] // num_ranks))
 
@@ -303,7 +286,7 @@ def _batch(primitive: Any, args: tuple, dims: tuple, *, dim: int, **params: Any)
 def _run(
     exchange: Callable, x: Any, ids: Any, *, axes: tuple[str, ...], num_ranks: int, **params: Any
 ) -> jax.Array:
-    calls = XlaCollectives(axes, num_ranks)
+    calls = _XlaCollectives(axes, num_ranks)
     return exchange(calls, None, x, ids, **params)[1]
 
 
@@ -327,7 +310,7 @@ _ONE = np.float32(1)
 def exchanged(
     eqn: Any, operands: Sequence[Any], around: Sequence[Any], mesh: Mesh | None
 ) -> list[jax.Array] | None:
-    """Return the results of a `take_rows` or `add_rows` equation by native calls.
+    """Return the results of a `take_p` or `add_p` equation by native calls.
 
     None for other equations, where `shards` uses XLA, and in loops or functions, where no token
     orders the calls.
@@ -346,8 +329,6 @@ def exchanged(
 
 
 class _NativeCalls(NamedTuple):
-    """One equation's `Collectives`."""
-
     rank: Any
     group: Any
     number: int
@@ -395,8 +376,8 @@ def _typed(
 
 
 for _of_xla, _type_of, _native_exchange in (
-    (take_p, taken_type, exchange_and_take),
-    (add_p, added_type, exchange_and_add),
+    (take_p, _taken_type, exchange_and_take),
+    (add_p, _added_type, exchange_and_add),
 ):
     _native_primitive = _NATIVE[_of_xla]
     _native_primitive.multiple_results = True

@@ -9,7 +9,7 @@ from support.analysed import UNIFORM, VARYING, local, psum, report
 
 from jdp.collectives import call_order, native_shards, split_rows, xla_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.collectives.split_rows import add_rows, take_rows
+from jdp.collectives.split_rows import add_p, take_rows
 
 pytestmark = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
@@ -82,7 +82,8 @@ def taken(of, part, ids):
 
 
 def added(of, rows, ids):
-    return exchanged(of, lambda rows, ids: add_rows(rows, ids, 16, 0, ("data",)), rows, ids)
+    of_table = {"num_rows": 16, "dim": 0, "axes": ("data",), "num_ranks": lax.axis_size("data")}
+    return exchanged(of, lambda rows, ids: add_p.bind(rows, ids, **of_table), rows, ids)
 
 
 SAME_IDS = np.arange(4)

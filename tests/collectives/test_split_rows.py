@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jdp.collectives import split_rows
-from jdp.collectives.split_rows import add_rows, take_rows
+from jdp.collectives.split_rows import add_p, take_rows
 
 NUM_IDS = 211  # a prime; enough for several rounds on 3 and 8 ranks
 
@@ -50,8 +50,9 @@ def exchange(mesh, dim, axes=("data",), shape=(-1,)):
         ids = ids[0].reshape(shape)
         rows = rows[0].reshape(*ids.shape, *rows.shape[2:])
         num_rows = part.shape[0] * (mesh.size if dim == 0 else 1)
-        taken = take_rows(part, ids, dim, axes)
-        return taken[None], add_rows(rows, ids, num_rows, dim, axes)
+        split = {"dim": dim, "axes": axes, "num_ranks": mesh.size}
+        added = add_p.bind(rows, ids, num_rows=num_rows, **split)
+        return take_rows(part, ids, dim, axes)[None], added
 
     split = P(*[None] * dim, axes)
     mapped = jax.shard_map(
@@ -184,7 +185,8 @@ def test_every_operand_may_be_batched(make_mesh, dim, axes):
     def add(part, ids):
         rows = jnp.stack([jnp.ones((4, 6)), jnp.full((4, 6), 2.0)], 1)
         batched = (1, axes[1])
-        sums = jax.vmap(lambda r, i: add_rows(r, i, 6, dim, ("data",)), in_axes=batched)(rows, ids)
+        of = {"num_rows": 6, "dim": dim, "axes": ("data",), "num_ranks": jax.lax.axis_size("data")}
+        sums = jax.vmap(functools.partial(add_p.bind, **of), in_axes=batched)(rows, ids)
         return jax.lax.all_gather(sums, "data", axis=1 + dim, tiled=True)
 
     both = np.moveaxis(ids, 1 + axes[1], 0) if axes[1] is not None else np.stack([ids, ids])
