@@ -32,8 +32,7 @@ def spelled(at_least_and_most: Range) -> str:
     return str(low) if low == high else f"{low}:{high}"
 
 
-def read_count(what: str, low: int) -> Callable[[str], int]:
-    """Return a reader of an integer, at least `low`."""
+def _read_count(what: str, low: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < low:
@@ -45,20 +44,17 @@ def read_count(what: str, low: int) -> Callable[[str], int]:
     return read
 
 
-def read_port(text: str) -> int:
-    """Read a port."""
+def _read_port(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: write a number from 1 to 65535")
     return int(text)
 
 
-def read_any_port(text: str) -> int:
-    """Read a port; 0 is any free one."""
-    return 0 if text == "0" else read_port(text)
+def _read_any_port(text: str) -> int:
+    return 0 if text == "0" else _read_port(text)
 
 
-def read_seconds(text: str) -> float:
-    """Read seconds."""
+def _read_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -70,10 +66,10 @@ def read_seconds(text: str) -> float:
     return seconds
 
 
-def read_range(what: str) -> Callable[[str], Range]:
+def _read_range(what: str) -> Callable[[str], Range]:
     """Return a reader of N or MIN:MAX.
 
-    >>> read_range("hosts")("1:4")
+    >>> _read_range("hosts")("1:4")
     (1, 4)
     """
 
@@ -89,10 +85,9 @@ def read_range(what: str) -> Callable[[str], Range]:
     return read
 
 
-def read_processes(text: str) -> Range:
-    """Read a range of processes, or gpu, cpu, auto."""
+def _read_processes(text: str) -> Range:
     if text not in ("auto", "gpu", "cpu"):
-        return read_range("processes")(text)
+        return _read_range("processes")(text)
     gpus = num_gpus()
     if text == "gpu" and not gpus:
         raise argparse.ArgumentTypeError(
@@ -103,10 +98,10 @@ def read_processes(text: str) -> Range:
     return number, number
 
 
-def read_endpoint(text: str) -> str:
+def _read_endpoint(text: str) -> str:
     """Read host or host:port, IPv6 in brackets.
 
-    >>> read_endpoint("[fe80::1]:7"), read_endpoint("host0")
+    >>> _read_endpoint("[fe80::1]:7"), _read_endpoint("host0")
     ('[fe80::1]:7', 'host0:29400')
     """
     match = re.fullmatch(r"(\[[^]]+\]|[^:\[\]\s]+)(?::(\d+))?", text)
@@ -125,9 +120,8 @@ def _is_name(text: str) -> bool:
         return False
 
 
-def read_endpoints(text: str) -> str:
-    """Read comma-separated addresses, best claim first."""
-    endpoints = [read_endpoint(each) for each in text.split(",")]
+def _read_endpoints(text: str) -> str:
+    endpoints = [_read_endpoint(each) for each in text.split(",")]
     if len({*endpoints}) < len(endpoints):
         raise argparse.ArgumentTypeError(
             f"{text!r} repeats an address: each host that may lead needs its own"
@@ -135,10 +129,10 @@ def read_endpoints(text: str) -> str:
     return ",".join(endpoints)
 
 
-def read_streams(text: str) -> dict[int, int]:
+def _read_streams(text: str) -> dict[int, int]:
     """Read torchrun's stream bits by local rank; -1 is all.
 
-    >>> read_streams("3"), read_streams("0:1,1:2")
+    >>> _read_streams("3"), _read_streams("0:1,1:2")
     ({-1: 3}, {0: 1, 1: 2})
     """
     if re.fullmatch(r"[0-3]", text):
@@ -151,8 +145,7 @@ def read_streams(text: str) -> dict[int, int]:
     )
 
 
-def read_ranks(text: str) -> frozenset[int]:
-    """Read local ranks; empty for all."""
+def _read_ranks(text: str) -> frozenset[int]:
     if text.strip() in ("", "all"):
         return frozenset()
     if not re.fullmatch(r"\d+(,\d+)*", text):
@@ -160,8 +153,7 @@ def read_ranks(text: str) -> frozenset[int]:
     return frozenset(map(int, text.split(",")))
 
 
-def read_conf(text: str) -> dict[str, float]:
-    """Read torchrun's --rdzv-conf, as seconds by jdp's names."""
+def _read_conf(text: str) -> dict[str, float]:
     conf = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -170,7 +162,7 @@ def read_conf(text: str) -> dict[str, float]:
                 f"{name!r} is not supported here: write {' or '.join(_CONF)}, as in "
                 "join_timeout=600"
             )
-        conf[_CONF[name]] = read_seconds(value)
+        conf[_CONF[name]] = _read_seconds(value)
     return conf
 
 
@@ -276,7 +268,7 @@ def _add_processes(parser: Parser) -> None:
     group = parser.add_argument_group("processes")
     text = "processes on this host: 2, or 1:4 for at least 1 and at most 4, or gpu: one for each "
     text += "GPU, or cpu, or auto: gpu if there are any (default 1)"
-    parser.flag(group, "--nproc-per-node", text, type=read_processes, metavar="N")
+    parser.flag(group, "--nproc-per-node", text, type=_read_processes, metavar="N")
     text = "fork (default): one process of this host runs the script up to jdp.init(), and the "
     text += "others are copies of it, if that is safe; spawn: each process runs all of the script"
     parser.flag(group, "--start-method", text, choices=("fork", "spawn", "forkserver"))
@@ -289,66 +281,66 @@ def _add_faults(parser: Parser) -> None:
     group = parser.add_argument_group("faults")
     text = "failures to recover from within --restart-window-s (default 3); 0: the first one ends "
     text += "the run"
-    parser.flag(group, "--max-restarts", text, type=read_count("restarts", 0), metavar="N")
+    parser.flag(group, "--max-restarts", text, type=_read_count("restarts", 0), metavar="N")
     text = "failures longer ago than S seconds (default 600), and at earlier steps, do not count"
-    parser.flag(group, "--restart-window-s", text, type=read_seconds, metavar="S")
+    parser.flag(group, "--restart-window-s", text, type=_read_seconds, metavar="S")
     text = "processes on this host that wait to take over, with their imports done (default: as "
     text += "many as run)"
-    parser.flag(group, "--standbys", text, type=read_count("standbys", 0), metavar="N")
+    parser.flag(group, "--standbys", text, type=_read_count("standbys", 0), metavar="N")
     text = "continue from the latest checkpoint of an earlier run"
     parser.flag(group, "--resume", text, action="store_true")
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
-    parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")
+    parser.flag(group, "--timeout-s", text, type=_read_seconds, metavar="S")
     text = "seconds from a signal to SIGKILL, unless it is saving (default 30)"
     # torchrun lacks the unit.
     names = "--shutdown-timeout --shutdown-timeout-s"
-    parser.flag(group, names, text, type=read_seconds, metavar="S")
+    parser.flag(group, names, text, type=_read_seconds, metavar="S")
 
 
 def _add_hosts(parser: Parser) -> None:
     group = parser.add_argument_group("several hosts")
     text = "hosts: 2, or 1:4 for at least 1 and at most 4 (default 1)"
-    parser.flag(group, "--nnodes", text, type=read_range("hosts"), metavar="N")
+    parser.flag(group, "--nnodes", text, type=_read_range("hosts"), metavar="N")
     text = f"where they meet: one of the hosts, which leads (port {DEFAULT_PORT} if left out), or "
     text += "several, as in host0,host1,host2: if the one that leads is lost, the next one leads"
-    parser.flag(group, "--rdzv-endpoint", text, type=read_endpoints, metavar="HOST:PORT")
+    parser.flag(group, "--rdzv-endpoint", text, type=_read_endpoints, metavar="HOST:PORT")
     text = "with --master-port: another way to write --rdzv-endpoint"
     parser.flag(group, "--master-addr", text, metavar="HOST")
-    parser.flag(group, "--master-port", None, type=read_port)
+    parser.flag(group, "--master-port", None, type=_read_port)
     text = "a secret, the same on all hosts, without which none may join; or JDP_TOKEN"
     parser.flag(group, "--token-file", text, type=Path, metavar="FILE")
     text = "number of this host, from 0; taken from Slurm or Kubernetes where they tell it"
-    parser.flag(group, "--node-rank", text, type=read_count("a host", 0), metavar="I")
+    parser.flag(group, "--node-rank", text, type=_read_count("a host", 0), metavar="I")
     text = "where the other hosts reach this one, if it has several addresses"
     parser.flag(group, "--local-addr", text, metavar="ADDRESS")
     parser.flag(group, "--rdzv-id", "name of the run, the same on all hosts", metavar="NAME")
     parser.flag(group, "--rdzv-backend", None, choices=("c10d", "static"))
-    parser.flag(group, "--rdzv-conf", None, type=read_conf)
+    parser.flag(group, "--rdzv-conf", None, type=_read_conf)
     text = "one host, whatever the environment says"
     parser.flag(group, "--standalone", text, action="store_true")
     text = "give up if too few have met after S seconds (default 600)"
-    parser.flag(group, "--join-timeout-s", text, type=read_seconds, metavar="S")
+    parser.flag(group, "--join-timeout-s", text, type=_read_seconds, metavar="S")
     text = "wait S seconds for more than the least number of hosts (default 5)"
-    parser.flag(group, "--last-call-timeout-s", text, type=read_seconds, metavar="S")
+    parser.flag(group, "--last-call-timeout-s", text, type=_read_seconds, metavar="S")
     text = "a host that is silent for S seconds is lost, the same S on all hosts (default 5)"
-    parser.flag(group, "--heartbeat-timeout-s", text, type=read_seconds, metavar="S")
+    parser.flag(group, "--heartbeat-timeout-s", text, type=_read_seconds, metavar="S")
 
 
 def _add_output(parser: Parser) -> None:
     group = parser.add_argument_group("output")
     text = "whose output is shown, of this host's processes: 0,2 or all (default 0; what the first "
     text += "that fails wrote last is always shown)"
-    parser.flag(group, "--local-ranks-filter", text, type=read_ranks, metavar="RANKS")
+    parser.flag(group, "--local-ranks-filter", text, type=_read_ranks, metavar="RANKS")
     text = "how far the run is: a line that changes on a terminal, else a line every 30 s (auto, "
     text += "the default); always the latter (plain); off"
     parser.flag(group, "--progress", text, choices=("auto", "plain", "off"))
     text = "the host that leads serves metrics for Prometheus at port N of all its addresses, to "
     text += "anyone; 0: any free port, which is printed"
-    parser.flag(group, "--metrics-port", text, type=read_any_port, metavar="N")
+    parser.flag(group, "--metrics-port", text, type=_read_any_port, metavar="N")
     text = "write all output to DIR/generation_K/process_P.log, too"
     parser.flag(group, "--log-dir", text, type=Path, metavar="DIR")
     text = "streams to show whatever the filter says: 1 output, 2 errors, 3 both, or 0:1,1:2 by "
     text += "local rank"
-    parser.flag(group, "-t --tee", text, type=read_streams, metavar="STREAMS")
+    parser.flag(group, "-t --tee", text, type=_read_streams, metavar="STREAMS")
     text = "streams to write to the file only, in the same form"
-    parser.flag(group, "-r --redirects", text, type=read_streams, metavar="STREAMS")
+    parser.flag(group, "-r --redirects", text, type=_read_streams, metavar="STREAMS")

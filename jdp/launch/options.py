@@ -36,10 +36,10 @@ def node_rank(environment: Mapping[str, str], num_hosts: int) -> dict[str, int]:
     return {"node_rank": int(text)}
 
 
-def warning_if_alone(environment: Mapping[str, str]) -> str | None:
+def _warning_if_alone(environment: Mapping[str, str]) -> str | None:
     """Return a warning for a lone launcher among several.
 
-    >>> warning_if_alone({"SLURM_STEP_NUM_TASKS": "1"})
+    >>> _warning_if_alone({"SLURM_STEP_NUM_TASKS": "1"})
     """
     number = _num_launchers(environment)
     if number == 1 or environment.get("SLURM_PROCID", "0") != "0":
@@ -187,7 +187,7 @@ def _options(given: dict, environment: Mapping[str, str]) -> Options:
         chosen |= node_rank(environment, chosen.get("nnodes", (1, 1))[1])
     options = Options(**chosen)
     _require_consistent(options)
-    warning = warning_if_alone(environment)
+    warning = _warning_if_alone(environment)
     if warning and options.nnodes[1] == 1 and not options.standalone:
         print(f"jdp run: {warning}", file=sys.stderr)
     return options

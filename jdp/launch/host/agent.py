@@ -40,7 +40,7 @@ from jdp.worker.launcher_client import Assignment
 from jdp.worker.run_progress import LeaderLoss, RunHistory
 
 
-class KnownRun:
+class _KnownRun:
     """What a leader has told this host of the run.
 
     Attributes:
@@ -62,24 +62,20 @@ class KnownRun:
     def record_generation(
         self, number: int, run_id: str, known: dict[str, Any], leader: str
     ) -> None:
-        """Record this host's generation."""
         self.generation, self._run_id = number, run_id
         self.step, self._loss = None, None
         self._record_history(known["history"])
         self._electors.record_generation(known["electorate"], leader)
 
     def record_past(self, known: dict[str, Any]) -> None:
-        """Record what the leader knows."""
         self._record_history(known["history"])
         self._electors.record(known["electorate"])
 
     def record_step(self, known: dict[str, Any]) -> None:
-        """Record that all processes have made a step."""
         self._has_stepped = True
         self.record_past(known)
 
     def record_loss(self, leader: str, why: str, silent_s: float) -> None:
-        """Record a leader's loss after `silent_s`."""
         text = f"the leader at {leader} was lost: {why}"
         self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
 
@@ -87,7 +83,6 @@ class KnownRun:
         self._history = RunHistory(**facts).moved(time.monotonic())
 
     def introduce(self, link: LeaderConnection, port: int, listed: int | None) -> dict[str, Any]:
-        """Return the facts of `join`, without the proof."""
         now, loss = time.monotonic(), self._loss
         return {
             "history": self._history.moved(-now).facts(),
@@ -130,7 +125,7 @@ async def save_commit(resources: HostResources) -> dict[str, Any]:
         resources.guardian.remove(process.pid)
 
 
-class CoordinatorPort:
+class _CoordinatorPort:
     """A reserved port."""
 
     def __init__(self) -> None:
@@ -138,15 +133,12 @@ class CoordinatorPort:
 
     @property
     def number(self) -> int:
-        """The port's number."""
         return self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Release the port, for process 0."""
         self._socket.close()
 
     def renew(self) -> int:
-        """Reserve another port and return it."""
         self._socket.close()
         self._socket = _bound()
         return self.number
@@ -202,8 +194,8 @@ class Agent:
     ) -> None:
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._options, self._resources = options, resources
-        self._port = CoordinatorPort()
-        self._run = KnownRun(options)
+        self._port = _CoordinatorPort()
+        self._run = _KnownRun(options)
         self._generation: LocalGeneration | None = None  # with processes here
         self._standbys = Standbys(
             options.num_standbys,

@@ -1,7 +1,7 @@
 """This host's processes' output: on the console and in files.
 
 One thread reads all of it, so a stopped console blocks the processes, but never the launcher. That
-thread alone touches a `WorkerOutput`.
+thread alone touches a `_WorkerOutput`.
 """
 
 import os
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from jdp.launch.flags import STDERR, STDOUT
 from jdp.launch.host.console import Console
@@ -72,14 +72,13 @@ MAX_LINE_BYTES = 2**20
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
-class LineSplitter:
+class _LineSplitter:
     r"""Splits a stream into lines; `rest` is the unfinished one."""
 
     def __init__(self) -> None:
         self.rest = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the completed lines; b"" ends the stream."""
         text, end, lines = self.rest + data, 0, []
         for found in _END_OF_LINE.finditer(text) if data else ():
             lines.append(text[end : found.end()])
@@ -105,35 +104,11 @@ _GLOO = re.compile(
 )
 
 
-class OutputReader(Protocol):
-    """The part of `OutputMux` that outputs use."""
-
-    def prefix(self, name: str, number: int) -> bytes:
-        """Return the prefix of a process's lines."""
-        ...
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Call this in the thread."""
-        ...
-
-    def drain(self, output: "WorkerOutput") -> None:
-        """Read a process's pipes until they are empty."""
-        ...
-
-    def show(self, output: "WorkerOutput", stream: int, line: bytes) -> None:
-        """Write a line to the console, unless filtered."""
-        ...
-
-    def open_file(self, name: str) -> AppendFile:
-        """Open a file of the log folder, if any."""
-        ...
-
-
-class WorkerOutput:
+class _WorkerOutput:
     """One process's output; `waits`: hold it until the assignment."""
 
     def __init__(
-        self, logs: OutputReader, process: Started, local_rank: int, waits: bool = False
+        self, logs: "OutputMux", process: Started, local_rank: int, waits: bool = False
     ) -> None:
         self.local_rank = local_rank
         self.prefix = b""
@@ -145,11 +120,10 @@ class WorkerOutput:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.pipes = {process.stdout: STDOUT, process.stderr: STDERR}
         self._file = logs.open_file(f"before_init/{socket.gethostname()}_{process.pid}.log")
-        self._splitters = {STDOUT: LineSplitter(), STDERR: LineSplitter()}
+        self._splitters = {STDOUT: _LineSplitter(), STDERR: _LineSplitter()}
         self._logs = logs
 
     def assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        """Name the process, and show a standby's output."""
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def hold(self) -> None:
@@ -161,7 +135,6 @@ class WorkerOutput:
         self.is_revealed = True  # not posted: its next output may come first
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
-        """Return the last TAIL_LINES lines."""
         done: Future[list[str]] = Future()
 
         def collect() -> None:
@@ -189,7 +162,6 @@ class WorkerOutput:
                 self._held.append((stream, line))
 
     def close_file(self) -> None:
-        """Close the log file."""
         self._file.close_file()
 
     def _hold(self) -> None:
@@ -244,19 +216,19 @@ class OutputMux:
         for end in (self._waker, self._woken):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._outputs: set[WorkerOutput] = set()
+        self._outputs: set[_WorkerOutput] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._read, name="jdp logs", daemon=True)
         self._thread.start()
 
     def add(
         self, process: Started, local_rank: int, *, standby: bool = False, waits: bool = False
-    ) -> WorkerOutput:
+    ) -> _WorkerOutput:
         """Read a process's pipes until they close.
 
         A standby is hidden until its assignment; then, if it `waits`, its lines are shown.
         """
-        output = WorkerOutput(self, process, local_rank, waits)
+        output = _WorkerOutput(self, process, local_rank, waits)
         output.is_standby = standby or waits
         output.prefix = self.prefix(f"local process {local_rank}", local_rank)
         self.post(lambda: self._add(output))
@@ -275,7 +247,7 @@ class OutputMux:
         with suppress(OSError):  # full, so it will wake up; or closed
             self._waker.send(b"x")
 
-    def drain(self, output: WorkerOutput) -> None:
+    def drain(self, output: _WorkerOutput) -> None:
         """Read a process's pipes until empty; in the thread."""
         for pipe in [*output.pipes]:
             # Bounded: the process may write faster.
@@ -283,7 +255,7 @@ class OutputMux:
                 if not self._read_once(output, pipe):
                     break
 
-    def show(self, output: WorkerOutput, stream: int, line: bytes) -> None:
+    def show(self, output: _WorkerOutput, stream: int, line: bytes) -> None:
         """Write a line to the console, unless filtered; in the thread."""
         if output.is_revealed or self._options.is_shown(output.local_rank, stream):
             self.console.write(stream, output.prefix + line)
@@ -323,7 +295,7 @@ class OutputMux:
         folder = self._options.log_dir
         return AppendFile(folder and folder / name, lambda text: self.post(lambda: self.say(text)))
 
-    def _add(self, output: WorkerOutput) -> None:
+    def _add(self, output: _WorkerOutput) -> None:
         self._outputs.add(output)
         for pipe in output.pipes:
             os.set_blocking(pipe.fileno(), False)
@@ -348,7 +320,7 @@ class OutputMux:
         self._woken.close()
 
     # Return whether more may follow.
-    def _read_once(self, output: WorkerOutput, pipe: IO[bytes]) -> bool:
+    def _read_once(self, output: _WorkerOutput, pipe: IO[bytes]) -> bool:
         try:
             data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:

@@ -68,16 +68,14 @@ def memory_of_shared(
 
 # A helper started with `setsid` and an empty environment escapes the guardian (`reaper.py`). But
 # the launcher is a subreaper (`man 2 prctl`), and becomes its parent.
-
-
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Orphans:
+class _Orphans:
     """The launcher's adopted children, if it `adopts` any."""
 
     def __init__(self) -> None:
-        self._own: set[int] = set()
+        self.own: set[int] = set()  # children of the launcher
         self.adopts = False
 
     def start_adopting(self) -> None:
@@ -86,34 +84,24 @@ class Orphans:
         A launcher with other children, such as a sidecar, adopts none.
         """
         found = children()
-        if found is not None and found <= self._own:
-            self.adopts = _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+        if found is not None and found <= self.own:
+            self.adopts = _set_subreaper(True) == 0
 
     def stop_adopting(self) -> None:
         """Leave later orphans to the system."""
         if self.adopts:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            _set_subreaper(False)
             self.adopts = False
 
-    def add_own(self, pid: int) -> None:
-        """Record a child of the launcher."""
-        self._own.add(pid)
-
-    def remove_own(self, pid: int) -> None:
-        """Remove a waited child."""
-        self._own.discard(pid)
-
     def reap(self) -> set[int]:
-        """Reap ended orphans; return the others."""
         left = set()
-        for pid in (children() or set()) - self._own if self.adopts else ():
+        for pid in (children() or set()) - self.own if self.adopts else ():
             with suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG) == (0, 0):
                     left.add(pid)
         return left
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all orphans, and theirs."""
         end = time.monotonic() + timeout_s
         while (left := self.reap()) and time.monotonic() < end:
             for pid in left:
@@ -122,8 +110,8 @@ class Orphans:
             time.sleep(0.005)
 
 
-def _prctl(option: int, value: int) -> int:
-    return ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def _set_subreaper(is_one: bool) -> int:
+    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, is_one, 0, 0, 0)
 
 
 # A fork blocks the launcher: 0.1 s for each GB of small objects.
@@ -146,10 +134,10 @@ class HostResources:
     def __init__(self, options: Options) -> None:
         num_slots = options.nproc_per_node[1]
         self.gpus = gpus_of_slots(num_gpus(), num_slots)
-        self.orphans = Orphans()
+        self.orphans = _Orphans()
         self._why_no_forks: str | None = None
         self._wants_forks = options.start_method != "spawn" and num_slots + options.num_standbys > 1
-        self.guardian = Guardian(self.orphans.add_own, self.orphans.remove_own)
+        self.guardian = Guardian(self.orphans.own.add, self.orphans.own.discard)
         self.logs = OutputMux(options)
         self.command = options.argv()
         own = self.guardian.environment | memory_of_shared(num_gpus(), num_slots)

@@ -38,66 +38,19 @@ from jdp.worker.exit_codes import SAVED
 from jdp.worker.run_progress import LeaderLoss, RunHistory, RunSummary
 
 
-class LastCommits:
-    """Waits until all hosts have written their last commit."""
-
-    def __init__(self, code: int, why: str, restored: int | None, last: int | None) -> None:
-        self._code, self._why, self._restored, self._last = code, why, restored, last
-        self._answers: dict[RemoteHost, dict[str, Any]] = {}
-
-    def ask(self, remotes: list[RemoteHost]) -> None:
-        """Ask all hosts to write."""
-        for remote in remotes:
-            remote.channel.send("save commit")
-
-    def record_answer(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record a host's saved commit."""
-        self._answers[remote] = facts
-
-    def are_saved(self, remotes: list[RemoteHost]) -> bool:
-        """Whether all remaining hosts have answered."""
-        return all(remote in self._answers for remote in remotes)
-
-    def outcome(self) -> tuple[int, str]:
-        """Return the exit code, and how to resume."""
-        saved = [facts for facts in self._answers.values() if "step" in facts]
-        if saved:
-            latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
-            return self._code, self._with(
-                self._go_on(latest["step"], f", in {latest['directory']}")
-            )
-        lines = [
-            f"The latest commit of {remote.name} could not be saved: {facts['error']}"
-            for remote, facts in self._answers.items()
-            if "error" in facts
-        ]
-        if self._restored:
-            lines.append(self._go_on(self._restored))
-        return self._code, self._with(*lines)
-
-    def _go_on(self, step: int, where: str = "") -> str:
-        if step == self._last:
-            return f"Step {step} was the last one{where}: --resume runs only the code after it."
-        return f"The same command with --resume continues from step {step}{where}."
-
-    def _with(self, *lines: str) -> str:
-        return "\n".join([*([self._why] if self._why else []), *lines])
-
-
-class RunEnd:
-    """Ends a run."""
+class _RunEnd:
+    """Ends a run, once all hosts have written their last commit."""
 
     def __init__(
         self, members: Membership, events: Events, report: RunReport, recoveries: Recoveries
     ) -> None:
         self._members, self._events, self._report = members, events, report
         self._recoveries = recoveries
-        self._last_commits: LastCommits | None = None
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether hosts write their last commit."""
-        return self._last_commits is not None
+        self.is_saving = False
+        self._code, self._why = 0, ""
+        self._restored: int | None = None
+        self._last: int | None = None
+        self._answers: dict[RemoteHost, dict[str, Any]] = {}
 
     def follows(self, generation: Generation, signal: int | None) -> bool:
         """Whether the run ends with this generation; if so begin the end."""
@@ -119,31 +72,48 @@ class RunEnd:
 
     def give_up(self, code: int, why: str) -> None:
         """End the run once its last commit is on disk."""
-        self._members.is_ending = True
+        self._members.is_ending = self.is_saving = True
+        self._code, self._why, self._answers = code, why, {}
         found, recoveries = self._report.summary(), self._recoveries
-        last = recoveries.last_step or (None if found is None else found.target)
-        self._last_commits = LastCommits(code, why, recoveries.checkpoint_step, last)
-        self._last_commits.ask(self._members.remotes)
+        self._restored = recoveries.checkpoint_step
+        self._last = recoveries.last_step or (None if found is None else found.target)
+        for remote in self._members.remotes:
+            remote.channel.send("save commit")
 
     def record_saved(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record a host's saved commit."""
-        if self._last_commits is not None:
-            self._last_commits.record_answer(remote, facts)
+        """Record a host's answer: its saved commit, or an error."""
+        self._answers[remote] = facts
 
     def poll(self, *, at_once: bool = False) -> None:
         """End the run if all commits are saved, or `at_once`."""
-        commits = self._last_commits
-        if commits is not None and (at_once or commits.are_saved(self._members.remotes)):
-            self.finish(*commits.outcome())
+        if self.is_saving and (at_once or all(x in self._answers for x in self._members.remotes)):
+            lines = [self._why] if self._why else []
+            self.finish(self._code, "\n".join(lines + self._how_to_resume()))
+
+    def _how_to_resume(self) -> list[str]:
+        saved = [facts for facts in self._answers.values() if "step" in facts]
+        if saved:
+            latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
+            return [self._go_on(latest["step"], f", in {latest['directory']}")]
+        lines = [
+            f"The latest commit of {remote.name} could not be saved: {facts['error']}"
+            for remote, facts in self._answers.items()
+            if "error" in facts
+        ]
+        return [*lines, self._go_on(self._restored)] if self._restored else lines
+
+    def _go_on(self, step: int, where: str = "") -> str:
+        if step == self._last:
+            return f"Step {step} was the last one{where}: --resume runs only the code after it."
+        return f"The same command with --resume continues from step {step}{where}."
 
     def finish(self, code: int, why: str) -> None:
-        """End the run on all hosts."""
         self._report.end_run()
         self._events.write("over", code=code, why=why)
         self._members.end_run(code=code, why=why)
 
 
-class Succession:
+class _Succession:
     """Inherits a run's past from hosts, and sends it to them.
 
     Of the hosts in the latest generation `number`, the one that knows most recoveries counts.
@@ -157,7 +127,6 @@ class Succession:
         self._leads = False
 
     def record_join(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record a host's `join`."""
         self._electors.record_join(facts.get("electorate"))
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self.run_id = self.run_id or facts["run_id"]
@@ -172,7 +141,6 @@ class Succession:
             self._loss = min(self._loss or loss, loss, key=lambda each: each.at)
 
     def take_over(self) -> str:
-        """Continue after another leader's last generation, if any."""
         is_first, self._leads = not self._leads, True
         if not is_first or self.number < 0:
             return ""
@@ -219,13 +187,13 @@ class Leader:
         self._signal: int | None = None
         self._report = RunReport(show, self._events)
         self._recoveries = Recoveries(options, say, self._events, self._report)
-        self._succession = Succession(options.rdzv_id, self._electors, self._recoveries)
+        self._succession = _Succession(options.rdzv_id, self._electors, self._recoveries)
         self._timer: asyncio.TimerHandle | None = None
         self.members = Membership(
             *(options, token, listener, say, self._events),
             *(self._joined, self._receive, self._lost, self._died, claim),
         )
-        self._end = RunEnd(self.members, self._events, self._report, self._recoveries)
+        self._end = _RunEnd(self.members, self._events, self._report, self._recoveries)
         self._consider()
 
     @property

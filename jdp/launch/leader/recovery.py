@@ -66,7 +66,7 @@ _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 _UNCACHED = "not cached: on CPUs XLA forgets the order of collectives in a cached program"
 
 
-class Outage:
+class _Outage:
     """The time from a failure after `step` to the next first step."""
 
     def __init__(self, step: int | None) -> None:
@@ -78,13 +78,11 @@ class Outage:
         self._times: list[tuple[str, float]] = []
 
     def record_failure(self, cause: Cause) -> None:
-        """Record why a generation ended."""
         self._causes.append(cause)
         self._times = self._times[:1] or [("", cause.noticed)]
         self._times.append(("end_s", time.monotonic()))
 
     def record_told_by_all(self, what: str, told: Iterable[dict[str, Any]]) -> None:
-        """Record that all processes have sent a message."""
         if what not in _PARTS:
             return
         self._times.append((_PARTS[what], time.monotonic()))
@@ -94,14 +92,12 @@ class Outage:
             self._is_uncached = any(facts.get("is_uncached") for facts in told)
 
     def record_restored(self, told: Iterable[dict[str, Any]]) -> None:
-        """Record what each process restored."""
         for facts in told:
             steps = facts["step"], facts["base"]
             self._restored = min(self._restored or steps, steps)
 
     @property
     def text(self) -> str:
-        """The causes, in words."""
         return ", then ".join(cause.text for cause in self._causes)
 
     def record(self) -> dict[str, Any]:
@@ -157,7 +153,7 @@ class Recoveries:
         self.checkpoint_step: int | None = None
         self.last_step: int | None = None
         self._budget = RestartBudget(options.max_restarts, options.restart_window_s)
-        self._outage: Outage | None = None
+        self._outage: _Outage | None = None
         self._say, self._events, self._report = say, events, report
 
     @property
@@ -201,7 +197,7 @@ class Recoveries:
             self._say(f"{why.text}. Restarting all processes.")
         self._report.record_failure(why.noticed - why.silent_s, step, why.error_code)
         if self._outage is None:
-            self._outage = Outage(step)
+            self._outage = _Outage(step)
         self._outage.record_failure(why)
 
     def record_told_by_all(self, what: str, generation: Generation) -> None:
