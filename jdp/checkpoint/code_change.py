@@ -77,14 +77,13 @@ class Edits:
         """Return the training steps' programs so far."""
         found = {**self._programs}
         for kind, programs in startup.traced.kinds().items():
-            mine = {digest: _few(program.counts) for digest, program in programs.items()}
+            mine = {
+                digest: program.counts if len(program.counts) <= _MAX_LINES else {}
+                for digest, program in programs.items()
+            }
             others = {key: x for key, x in found.pop(kind, {}).items() if key not in mine}
             found[kind] = dict([*others.items(), *mine.items()][-_MAX_PROGRAMS:])
         return dict([*found.items()][-_MAX_KINDS:])
-
-
-def _few(counts: Mapping[str, int]) -> Mapping[str, int]:
-    return counts if len(counts) <= _MAX_LINES else {}
 
 
 def _warn(text: str, *args: Any) -> None:

@@ -35,7 +35,7 @@ class Commit(NamedTuple):
 
     number: int
     start: int  # of its values, in the area
-    text: bytes  # its facts
+    text: bytes
     num_bytes: int
 
     @property
@@ -49,7 +49,7 @@ class Draft(NamedTuple):
 
     slot: int
     number: int
-    start: int  # of its values, in the area
+    start: int
     values: np.ndarray  # [num_bytes] uint8, the memory itself
     form: int | None = None  # of `HostCommits.begin`
 

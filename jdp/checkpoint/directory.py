@@ -38,8 +38,7 @@ _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
-def folder_path(given: Any) -> Path:
-    """Return a checkpoint directory's absolute path."""
+def _folder_path(given: Any) -> Path:
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(
             f"the directory of checkpoints must be a path, got {given!r}. Write "
@@ -133,7 +132,7 @@ class Folder:
     """One run's checkpoints."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = folder_path(path)
+        self.path = _folder_path(path)
         self._lock: Any = None
         self._logged: set[str] = set()
         self._torn: set[Path] = set()

@@ -80,20 +80,16 @@ def fill(
     differences = _listed("", changed) + _listed("only there: ", unused)
     differences += _listed("only in the given state: ", missing)
     if changed or (differences and not (keeps_missing and found)):
-        raise _of_another_model(where, differences, instead)
+        raise ValueError(
+            f"{where} does not have the leaves of the given state: {'; '.join(differences)}. It "
+            f"holds another model or optimizer. {instead}"
+        )
     if differences and jax.process_index() == 0:
         text = "jdp: restored %d leaves from %s; %s."
         _log.warning(text, len(found), where, "; ".join(differences))
     for i, value in found.items():
         leaves[i] = _placed_split(leaves[i], value, copies)
     return treedef.unflatten(leaves), [leaves[i] for i in found]
-
-
-def _of_another_model(where: str, differences: Sequence[str], instead: str) -> ValueError:
-    return ValueError(
-        f"{where} does not have the leaves of the given state: {'; '.join(differences)}. It "
-        f"holds another model or optimizer. {instead}"
-    )
 
 
 def _shown(name: str) -> str:

@@ -239,7 +239,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     num_missing = _num_missing(offers)
     split = {key for key, num in num_missing.items() if not num}
     for process, each in offers.items():
-        keys[process] += split.intersection(_split_keys(each))
+        keys[process] += split.intersection(Key(*key) for key, _ in each.get("split", ()))
     key = max((key for each in keys.values() for key in each), default=None)
     if key is None:
         if torn := offers[0].get("torn"):
@@ -293,10 +293,6 @@ def _require_own(directory: str, offer: dict[str, Any]) -> None:
         )
     elif offer["resumes"]:
         _log.warning("jdp: nothing to resume in %s: this run starts at step 0.", directory)
-
-
-def _split_keys(offer: dict[str, Any]) -> list[Key]:
-    return [Key(*key) for key, _ in offer.get("split", ())]
 
 
 # Shards of each commit missing on all hosts.

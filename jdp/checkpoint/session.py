@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -29,18 +29,12 @@ from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import Assignment, LauncherClient
 
-
-class Committing(Protocol):
-    """A session with commits."""
-
-    is_over: bool
+_committing: weakref.WeakSet["Session"] = weakref.WeakSet()
 
 
-_committing: weakref.WeakSet[Committing] = weakref.WeakSet()
-
-
-def require_alone(session: Committing) -> None:
-    """Record a session that commits; refuse a second one."""
+def _commits_of(
+    session: "Session", launcher: LauncherClient, assigned: Assignment, num_processes: int
+) -> HostCommits | None:
     if not all(other.is_over for other in _committing):
         raise RuntimeError(
             "this process already has an open Checkpointer, and the launcher keeps the commits "
@@ -48,13 +42,6 @@ def require_alone(session: Committing) -> None:
             "other one first."
         )
     _committing.add(session)
-
-
-def commits_of(
-    session: Committing, launcher: LauncherClient, assigned: Assignment, num_processes: int
-) -> HostCommits | None:
-    """Return this process's commit memory."""
-    require_alone(session)
     num_shares = assigned.num_local if num_processes > 1 else 1
     if assigned.local_id >= num_shares:
         return None
@@ -102,7 +89,7 @@ class Session:
         self._assigned = None if self._launcher is None else self._launcher.assignment
         self._host_commits: HostCommits | None = None
         if self._launcher and self._assigned:
-            self._host_commits = commits_of(self, self._launcher, self._assigned, len(self._group))
+            self._host_commits = _commits_of(self, self._launcher, self._assigned, len(self._group))
         self._num_steps_before = progress.num_steps()
         self._identity: dict[str, Any] = {}  # of this life, equal on all processes
         self._state: Any = None  # after the last step; self._data belongs to it
@@ -171,7 +158,6 @@ class Session:
             self._launcher.tell("restored", **facts, s=seconds)
 
     def _find(self, resume: bool | None) -> Found:
-        """Find the states, and begin a new life."""
         found = find(
             self._group,
             self._folder,

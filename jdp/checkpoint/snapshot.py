@@ -241,7 +241,7 @@ class Snapshot(NamedTuple):
 
     leaves: list[SavedLeaf]
     pieces: list[StatePiece]
-    split: dict[str, Any]  # facts about its shards
+    split: dict[str, Any]
 
     def fetch(self) -> list[np.ndarray]:
         """Copy the values to the host, whole leaves first; a CPU's are read in place."""
@@ -281,7 +281,7 @@ class CommitSnapshot(NamedTuple):
     """A snapshot being copied into the memory of commits."""
 
     leaves: list[SavedLeaf]
-    split: dict[str, Any]  # facts about its shards
+    split: dict[str, Any]
     draft: Draft
     copying: list[jax.Array]  # ready when copied
     others: list[tuple[StatePiece, SavedLeaf, int]]  # copy on a device, its leaf, its offset
@@ -304,7 +304,7 @@ class _CommitLayout(NamedTuple):
     targets: list[tuple[SavedLeaf, int]]  # leaf of each piece, and its offset
     num_bytes: int
     routes: dict[jax.Device, tuple[list[int], CopyOut]]  # indices of the device's pieces
-    others: list[int]  # indices
+    others: list[int]
 
 
 class CommitSnapshots:

@@ -174,7 +174,7 @@ def _finish(
             failure = failure or _failure(folder, facts, error)
     try:
         if failure is None:
-            store.delete_previous()  # all processes have read it
+            store.delete_previous()
             kept = shards.of_all_processes(facts)
             folder.finish(part, facts["life"], facts["step"], kept, sums)
     except Exception as error:

@@ -56,11 +56,6 @@ def shared_rows(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool], share: S
     return found
 
 
-def share_form(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool]) -> int:
-    """Return a checksum of the layout, equal on processes that write together."""
-    return zlib.crc32(repr((leaves, is_shared)).encode())
-
-
 def holds_everywhere(x: Any) -> bool:
     """Whether every process holds all of an array, with the same bits."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or not x.is_fully_replicated:
@@ -68,13 +63,7 @@ def holds_everywhere(x: Any) -> bool:
     return len({device.process_index for device in x.sharding.device_set}) == jax.process_count()
 
 
-def is_elsewhere(x: Any) -> bool:
-    """Whether only other processes hold an array."""
-    return isinstance(x, jax.Array) and not x.sharding.addressable_devices
-
-
-def not_held(name: str, x: jax.Array) -> ValueError:
-    """Return the error for a leaf without a shard on its writer."""
+def _not_held(name: str, x: jax.Array) -> ValueError:
     owners = sorted({device.process_index for device in x.sharding.device_set})
     return ValueError(
         f"`{name}` is only on devices of process {', '.join(map(str, owners))}, but process "
@@ -210,7 +199,7 @@ class WrittenPieces(NamedTuple):
 
     leaves: list[SavedLeaf]  # of all leaves; the same list for states of one kind
     pieces: list[StatePiece]
-    split: dict[str, Any]  # facts about its shards
+    split: dict[str, Any]
     form: int | None = None  # see `Finder.form`
 
 
@@ -226,7 +215,8 @@ class Finder:
         self.hosts: tuple[int, ...] = ()  # of each process, if the next host also keeps shards
         self._share = share
         self._rows: list[Rows] = []  # of each leaf, in the share
-        self.form: int | None = None  # `share_form` of the last state
+        # Checksum of the last state's layout, equal on processes that write together.
+        self.form: int | None = None
         self._kind: Any = None  # of the state that the following describe
         self._leaves: list[SavedLeaf] = []
         self._apart: list[int] = []  # of gathered leaves
@@ -280,12 +270,16 @@ class Finder:
         if kind != self._kind:
             self._leaves = describe(state)
             self._apart, self._parts = _placement(state, arrays)
-            self._elsewhere = [i for i, x in enumerate(arrays) if is_elsewhere(x)]
+            self._elsewhere = [
+                i
+                for i, x in enumerate(arrays)
+                if isinstance(x, jax.Array) and not x.sharding.addressable_devices
+            ]
             self.form = None
             if self._share and not self._parts:
                 is_shared = [*map(holds_everywhere, arrays)]
                 self._rows = shared_rows(self._leaves, is_shared, self._share)
-                self.form = share_form(self._leaves, is_shared)
+                self.form = zlib.crc32(repr((self._leaves, is_shared)).encode())
             self._kind = kind
         return arrays
 
@@ -297,7 +291,7 @@ class Finder:
         without = [*without, *(i for i, (start, stop) in enumerate(rows) if start == stop)]
         missing = {*self._elsewhere} - {*without, *(part.leaf for part in self._parts)}
         if here and missing:
-            raise not_held(self._leaves[min(missing)].name, arrays[min(missing)])
+            raise _not_held(self._leaves[min(missing)].name, arrays[min(missing)])
         pieces = _all_pieces(arrays, self._parts, here=here, without=without)
         return [_cut(piece, rows[piece.leaf]) for piece in pieces] if rows else pieces
 

@@ -18,18 +18,6 @@ from jdp.worker import watching
 JOIN_TIMEOUT_S = 5.0
 
 
-class Reader(Protocol):
-    """A thread that reads batches ahead."""
-
-    def ask_to_end(self) -> bool:
-        """Ask the thread to end; return whether a caller should wait."""
-        ...
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to end, at most `timeout` seconds."""
-        ...
-
-
 class Compared(Protocol):
     """A loop to compare with other processes' at its end."""
 
@@ -51,16 +39,16 @@ class Loops:
     """
 
     def __init__(self) -> None:
-        self.readers: set[Reader] = set()
+        self.readers: set[_Producer] = set()
         self.compared: set[Compared] = set()
         self._is_registered = False
 
-    def add_reader(self, reader: Reader) -> None:
+    def add_reader(self, reader: "_Producer") -> None:
         """Record a thread, until `end_reader`."""
         self._register()
         self.readers.add(reader)
 
-    def end_reader(self, reader: Reader) -> None:
+    def end_reader(self, reader: "_Producer") -> None:
         """End a thread that reads ahead."""
         self.readers.discard(reader)
         if reader.ask_to_end():

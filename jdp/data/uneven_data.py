@@ -150,7 +150,6 @@ class _Loop:
         raise AssertionError(f"{self._mine}, and no process had ended")
 
     def end(self, how: str, text: str = "") -> None:
-        """Report this end, see `LoopEnd`, without waiting."""
         with self._lock:
             if self._mine is not None:
                 return
