@@ -190,7 +190,8 @@ class Interpreter:
     def _walked(self, jaxpr: Any, ins: Sequence[Any]) -> Record:
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         for variable in jaxpr.constvars:
-            env[variable] = self._captured(variable)
+            is_ref = jaxprs.is_ref(variable)
+            env[variable] = Cell(self.anything()) if is_ref else self.lattice.nonzero
         around, self.record = self.record, Record(jaxpr, env)
         self._equations(jaxpr.eqns, env)
         nonzero = self.lattice.nonzero
@@ -201,9 +202,6 @@ class Interpreter:
         record, self.record = self.record, around
         record.end(ins, outs)
         return record
-
-    def _captured(self, variable: Any) -> Any:
-        return Cell(self.anything()) if jaxprs.is_ref(variable) else self.lattice.nonzero
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
         # Local names and repeated rules for speed.

@@ -354,9 +354,7 @@ def _is_infinite(atom: Any) -> bool:
     )
 
 
-# Warn of losses, gradients and metrics that the author divides by the number of devices.
-
-# Expressions of that number.
+# Expressions of the number of devices.
 _COUNT = re.compile(
     r"jax\.(?:local_)?(?:device|process)_count\(\)"
     r"|len\(jax\.(?:local_)?devices\(\)\)|\w*mesh\.(?:devices\.)?size|\w*mesh\.shape\[[^\]]*\]"

@@ -178,10 +178,6 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     return value
 
 
-def _own_slice(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.mix(ins[0])
-
-
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
     """Return a collective's axes, and record it if a needed rank may skip it.
 
@@ -230,7 +226,7 @@ RULES = {
     "jdp_all_reduce": _native,
     "jdp_all_to_all": _native_exchange,
     "jdp_mark": _mark,
-    "jdp_own_slice": _own_slice,
+    "jdp_own_slice": lambda interp, eqn, ins: interp.lattice.mix(ins[0]),
     "jdp_reduce_scatter": _native_scatter,
     "jdp_take_rows_native": _native_take,
     "pbroadcast_dynamic": _agree_on_source,

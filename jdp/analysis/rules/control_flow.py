@@ -27,10 +27,6 @@ def _new(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
     return Cell(value_of(ins[0]))
 
 
-def _empty(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
-    return Cell(interp.anything())
-
-
 def _read(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
     ref, *indices = ins
     return _cell(interp, ref).value | _varying(interp, indices)
@@ -53,7 +49,7 @@ def _add(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[int]:
 
 REF_RULES = {
     "new_ref": _new,
-    "empty_ref": _empty,
+    "empty_ref": lambda interp, eqn, ins: Cell(interp.anything()),
     "get": _read,
     "freeze": _read,
     "swap": _swap,
@@ -85,8 +81,6 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _passed_on(body: Any) -> list[int | None]:
-    """Return the input equal to each output."""
-
     def visit(eqn: Any, operands: list[Any], _: Any) -> list[None] | None:
         return None if eqn.primitive.name in jaxprs.CALLS else [None] * len(eqn.outvars)
 

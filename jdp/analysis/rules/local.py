@@ -216,14 +216,6 @@ def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     return interp.lattice.without_scale(value)
 
 
-def _move_each(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
-    return ins
-
-
-def _add(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.add(*ins)
-
-
 def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
         number = interp.number(atom)
@@ -292,10 +284,6 @@ def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 def _cut_in(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     whole, part, *indices = ins
     return _cut_out(interp, eqn, [whole | part, *indices])
-
-
-def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.contract(*ins)
 
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -376,13 +364,17 @@ RULES = {
     **dict.fromkeys(_IMAGE.split(), image),
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys(
-        "device_put jdp_local jdp_tied jdp_together optimization_barrier".split(), _move_each
+        "device_put jdp_local jdp_tied jdp_together optimization_barrier".split(),
+        lambda interp, eqn, ins: ins,
     ),
-    **dict.fromkeys("add add_any sub".split(), _add),
+    **dict.fromkeys("add add_any sub".split(), lambda interp, eqn, ins: interp.lattice.add(*ins)),
     **dict.fromkeys("concatenate pad stack".split(), _put_together),
     **dict.fromkeys("dynamic_slice gather".split(), _cut_out),
     "dynamic_update_slice": _cut_in,
-    **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
+    **dict.fromkeys(
+        "conv_general_dilated dot_general".split(),
+        lambda interp, eqn, ins: interp.lattice.contract(*ins),
+    ),
     **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
     "broadcast_in_dim": spread,
     "call_exported": _exported,
