@@ -116,16 +116,15 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
     return PerRank(tree, resize)
 
 
-def is_per_rank(node: Any) -> bool:
-    """Whether `per_rank` made a node of a tree."""
+def _is_per_rank(node: Any) -> bool:
     return isinstance(node, PerRank)
 
 
 def owners(tree: Any) -> list[PerRank | None]:
     """Return each leaf's `per_rank` node."""
     found: list[PerRank | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
-        found += [node] * len(jax.tree.leaves(node)) if is_per_rank(node) else [None]
+    for node in jax.tree.leaves(tree, is_leaf=_is_per_rank):
+        found += [node] * len(jax.tree.leaves(node)) if _is_per_rank(node) else [None]
     return found
 
 

@@ -51,8 +51,7 @@ class FlatProgram(NamedTuple):
     constants: list[FlatValue]
 
 
-def opened_call(eqn: Any) -> Any | None:
-    """Return the program of a call to open."""
+def _opened_call(eqn: Any) -> Any | None:
     if eqn.primitive.name not in _OPENED or eqn.params.get("name") == MICRO_BATCH:
         return None
     return jaxprs.called(eqn)
@@ -60,7 +59,7 @@ def opened_call(eqn: Any) -> Any | None:
 
 def flatten(
     program: Any,
-    called: Callable[[Any], Any | None] = opened_call,
+    called: Callable[[Any], Any | None] = _opened_call,
     calls: tuple[Any, ...] = (),
     *,
     drops_dead: bool = True,

@@ -120,10 +120,9 @@ def find_derived(
     return derived
 
 
-def sources_of(
+def _sources_of(
     values: Collection[FlatValue], derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> tuple[FlatValue, ...]:
-    """Return the sharded parameters that values depend on."""
     found: dict[FlatValue, None] = {}
     for value in values:
         if value in split:
@@ -136,7 +135,7 @@ def sources_of(
 def _derived(
     operation: FlatOperation, derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> Derived | None:
-    sources = sources_of(operation.ins, derived, split)
+    sources = _sources_of(operation.ins, derived, split)
     if not 0 < len(sources) <= _MAX_SOURCES:
         return None
     read = [value for value in operation.ins if value in split or value in derived]
@@ -199,7 +198,7 @@ class ScheduledEvaluator:
         self._derived = find_derived(program, self._shards.keys(), others)
         operations = program.operations
         self._kept = [op for op in operations if not any(v in self._derived for v in op.outs)]
-        self._uses = [sources_of(op.ins, self._derived, self._shards.keys()) for op in self._kept]
+        self._uses = [_sources_of(op.ins, self._derived, self._shards.keys()) for op in self._kept]
         self._members = gather_groups(self._uses, capacity)
         self._gathered: dict[FlatValue, jax.Array] = {}
         # with the gathered arrays they were computed from

@@ -27,8 +27,7 @@ from jdp.reduction import (
 from jdp.reduction.step_context import Reduction, Scope
 
 
-def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
-    """Refuse gradients that JAX has already summed."""
+def _require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
     if not axis.is_typed(axis_name):
         return
     for path, leaf in zip(paths, leaves, strict=True):
@@ -160,7 +159,7 @@ def reduced(
         mesh = mesh_of_step(axes) if mesh is None else mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = bucket_order.as_ready(paths, to_send, step)
-        sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
+        sent = [mixed_precision.cast(leaves[i], reduce_dtype) for i in to_send]
         losses = step_metrics.take_means(step, weight, all_reduce, mesh) if mean and sent else []
         along = [weights.term(x) for x in step_metrics.packed_means(losses)]
         reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
@@ -181,7 +180,7 @@ def _checked(
     floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # A jdp step is never typed, and asking takes time.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
-        require_local(paths, floats, axis_name)
+        _require_local(paths, floats, axis_name)
     if not is_mean_of_step:
         require_unreduced(paths, floats)
     return floats
@@ -196,10 +195,6 @@ def mesh_of_step(axes: tuple[str, ...]) -> Mesh | None:
     """Return the mesh of the traced step, or None."""
     around = step_context.around(axes)  # also for some of the step's axes
     return None if around is None else around.mesh
-
-
-def _in_dtype(leaves: list[jax.Array], dtype: Any) -> list[jax.Array]:
-    return leaves if dtype is None else [mixed_precision.cast(leaf, dtype) for leaf in leaves]
 
 
 def _valid_weight(weight: jax.Array | None, axis_name: AxisName) -> jax.Array | None:

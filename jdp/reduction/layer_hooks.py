@@ -99,8 +99,7 @@ def floats_of(tree: Any) -> list[jax.Array]:
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
-def with_floats(tree: Any, floats: Sequence[jax.Array]) -> Any:
-    """Replace a tree's float leaves."""
+def _with_floats(tree: Any, floats: Sequence[jax.Array]) -> Any:
     left = iter(floats)
     return jax.tree.map(lambda leaf: next(left) if is_float(leaf) else leaf, tree)
 
@@ -205,7 +204,7 @@ class Hooks:
             floats, moving, slot = given[:one], given[one:two], given[two:]
         hook = hooked(same, backward)
         floats, moving, slot, tokens = hook(floats, moving, slot, self._share, self._witness)
-        return floats, with_floats(carry, moving) if numbers else carry, slot, tokens
+        return floats, _with_floats(carry, moving) if numbers else carry, slot, tokens
 
     def end(self, carry: Any, slot: list, tokens: list) -> tuple[Any, list]:
         """After a layer; in the backward pass before it."""
@@ -228,7 +227,7 @@ class Hooks:
         given = mapped_together([*moving, *slot])
         moving, slot = given[: len(moving)], given[len(moving) :]
         moving, slot = hook(moving, slot, tokens, None, self._witness)
-        return with_floats(carry, moving), slot
+        return _with_floats(carry, moving), slot
 
     def _reduced(self, slot: list[jax.Array]) -> list[jax.Array]:
         if self._numbers:

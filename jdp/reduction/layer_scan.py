@@ -76,7 +76,7 @@ def _typed_like(x: Any, like: Any) -> jax.Array:
     return x
 
 
-class LayerShards:
+class _LayerShards:
     """Gathers single layers of stacked shards, and scatters their gradients.
 
     Args:
@@ -114,7 +114,6 @@ class LayerShards:
         return None if self._weights.forward is None else lax.stop_gradient(self._weights.forward)
 
     def zeros(self) -> list[jax.Array]:
-        """Return one layer's zero gradient."""
         return [jnp.zeros(*x) for x in zip(self._shapes, self._gather_dtypes, strict=True)]
 
     def gathered(self, stacked: Sequence[jax.Array], i: Any, share: Any) -> list[jax.Array]:
@@ -138,7 +137,6 @@ class LayerShards:
         return gather(own, share)
 
     def means(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
-        """Return the shards of a layer's mean gradient."""
         return self.divided(self.sums(gradient, share), share)
 
     def sums(self, gradient: Sequence[jax.Array], share: Any) -> list[jax.Array]:
@@ -193,23 +191,21 @@ class Operands(NamedTuple):
     xs: Sequence[Any]
 
 
-class LayerLoop(NamedTuple):
+class _LayerLoop(NamedTuple):
     """A loop over layers; leaves of a layer are gathered if `is_split`."""
 
     layer: TracedLayer
-    shards: LayerShards
+    shards: _LayerShards
     is_split: Sequence[bool]
     num_layers: int
     is_reverse: bool
     unroll: int | bool
 
-    def turned(self) -> "LayerLoop":
-        """Return the loop in the other direction."""
+    def turned(self) -> "_LayerLoop":
         return self._replace(is_reverse=not self.is_reverse)
 
     @property
     def first(self) -> int:
-        """The first layer."""
         return self.num_layers - 1 if self.is_reverse else 0
 
     def after(self, i: Any) -> Any:
@@ -229,7 +225,6 @@ class LayerLoop(NamedTuple):
         return self.shards.gathered(stacked, following, share)
 
     def joined(self, split: Sequence[jax.Array], wholes: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return a layer's parameters in their order."""
         split_left, wholes_left = iter(split), iter(wholes)
         return [next(split_left if flag else wholes_left) for flag in self.is_split]
 
@@ -266,19 +261,8 @@ def perturbed(given: Operands) -> Perturbed:
     )
 
 
-def layer_gradients(
-    forward: LayerLoop,
-    operands: Operands,
-    share: Any,
-    of: Perturbed,
-    cotangents: tuple[Sequence[Any], Sequence[Any]],
-) -> Operands:
-    """Return each operand's gradient, or None."""
-    return _Backward(forward, operands, share, of).run(*cotangents)
-
-
 class _Backward:
-    def __init__(self, forward: LayerLoop, operands: Operands, share: Any, of: Perturbed):
+    def __init__(self, forward: _LayerLoop, operands: Operands, share: Any, of: Perturbed):
         self._loop = forward.turned()
         self._operands = operands
         self._share = share
@@ -414,12 +398,14 @@ def scan_sharded(
     found = [part for part in parts if part is not None]
     num_layers = found[0].value.shape[0]
     is_split = [part is not None for part in parts]
-    loop = LayerLoop(layer, LayerShards(found, axes), is_split, num_layers, reverse, unroll)
+    loop = _LayerLoop(layer, _LayerShards(found, axes), is_split, num_layers, reverse, unroll)
     carry, ys = _differentiable(loop, operands)
     return layer.carry_tree.unflatten(carry), layer.y_tree.unflatten(ys)
 
 
-def _differentiable(loop: LayerLoop, operands: Operands) -> tuple[list[jax.Array], list[jax.Array]]:
+def _differentiable(
+    loop: _LayerLoop, operands: Operands
+) -> tuple[list[jax.Array], list[jax.Array]]:
     @jax.custom_vjp
     def run(operands: Operands, share: Any) -> Any:
         return _forward(loop, operands, share, is_kept=False)[0]
@@ -432,7 +418,7 @@ def _differentiable(loop: LayerLoop, operands: Operands) -> tuple[list[jax.Array
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         operands, share, of = residuals
-        found = layer_gradients(loop, operands, share, of, cotangents)
+        found = _Backward(loop, operands, share, of).run(*cotangents)
         return found, jax.tree.map(jnp.zeros_like, share)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -440,7 +426,7 @@ def _differentiable(loop: LayerLoop, operands: Operands) -> tuple[list[jax.Array
 
 
 def _forward(
-    loop: LayerLoop, operands: Operands, share: Any, *, is_kept: bool
+    loop: _LayerLoop, operands: Operands, share: Any, *, is_kept: bool
 ) -> tuple[tuple[list, list], list]:
     """Return `(last carry, stacked y)`, and the layers' carries if kept."""
 
@@ -486,7 +472,7 @@ def scan_whole(
     ]
     others = [leaf for (_, leaf), flag in zip(named, is_split, strict=True) if not flag]
     found = [part for part in parts if part is not None]
-    late = _LateScatter(LayerShards(found, axes), reverse)
+    late = _LateScatter(_LayerShards(found, axes), reverse)
     own, slot = late.enter([part.value for part in found])
 
     def body(state: tuple[Any, Any], given: Any) -> tuple[tuple[Any, Any], Any]:
@@ -505,7 +491,7 @@ def scan_whole(
 class _LateScatter:
     """As `layer_hooks.Hooks`, but each layer returns the shards of its sum."""
 
-    def __init__(self, shards: LayerShards, reverse: bool):
+    def __init__(self, shards: _LayerShards, reverse: bool):
         self._shards = shards
         self._share = shards.share
         self._reverse = reverse

@@ -18,8 +18,7 @@ from jdp.reduction import row_weight, step_context, weighted_sum
 from jdp.reduction.step_context import Scope
 
 
-def checking_step(axis_name: AxisName) -> Scope | None:
-    """Return the step that can report overflows."""
+def _checking_step(axis_name: AxisName) -> Scope | None:
     step = step_context.around(axis_name)
     return None if step is None or step.is_part or step.batch_trace is None else step
 
@@ -36,10 +35,9 @@ def upper_half(term: jax.Array) -> jax.Array:
     return lax.shift_right_arithmetic(term, lax.full_like(term, pytrees.num_bits(term.dtype) // 2))
 
 
-def report_overflow(
+def _report_overflow(
     step: Scope, totals: Sequence[jax.Array], uppers: Sequence[jax.Array], axis_name: AxisName
 ) -> None:
-    """Let a step report overflows, with the author's line."""
     others = tuple(name for name in step.axis_name if name not in axis.names(axis_name))
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     line = diagnostics.innermost_line(frames)
@@ -140,7 +138,6 @@ def _kind(x: jax.Array) -> tuple:
 
 
 def _grouped(kinds: Iterable[Any]) -> list[list[int]]:
-    """Return the indices of each kind."""
     groups: dict[Any, list[int]] = {}
     for i, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(i)
@@ -199,14 +196,14 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
 
 
 def _summed(leaves: list[Any], wide: list[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    step = checking_step(axis_name)
+    step = _checking_step(axis_name)
     checked = [i for i, x in enumerate(leaves) if step and is_sum_checked(step, x)]
     weights = weighted_sum.weighting(None, axis_name, mean=False)
     terms = [*wide, *(upper_half(wide[i]) for i in checked)]
     sums = weighted_sum.summed(terms, axis_name, weights)
     sums, uppers = sums[: len(leaves)], sums[len(leaves) :]
     if step is not None:
-        report_overflow(step, [sums[i] for i in checked], uppers, axis_name)
+        _report_overflow(step, [sums[i] for i in checked], uppers, axis_name)
     return sums
 
 

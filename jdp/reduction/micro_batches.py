@@ -126,10 +126,9 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
     return parts.reshape(k, *key.shape)
 
 
-def require_typed_keys(
+def _require_typed_keys(
     part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
 ) -> None:
-    """Refuse raw random keys, which look like data."""
     leaves = jax.tree_util.tree_leaves_with_path(rest)
     arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
     uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
@@ -380,7 +379,7 @@ class _MicroBatchedLoss(NamedTuple):
             derivative, join, entered, lambda batch: full * num_rows(batch) / rows_of_loop
         )
         token = call_order.first_token() if derivative.sends else None
-        require_typed_keys(part, token, looped, rest)
+        _require_typed_keys(part, token, looped, rest)
         token, ((means, grads), *reduced), rows = accumulated(
             part, token, looped, last, is_scaled=is_scaled
         )

@@ -86,7 +86,7 @@ def replicated(
     axis.names(axis_name)
     buckets.plan([], bucket_bytes)  # Refuse wrong arguments here, not at the first step.
     reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
-    require_unwrapped(tx, "replicated")
+    _require_unwrapped(tx, "replicated")
     require_algorithm(all_reduce)
     options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
     options |= dict(bucket_bytes=bucket_bytes, mean=mean, reduce_dtype=reduce_dtype)
@@ -155,8 +155,7 @@ def require_algorithm(all_reduce: Any) -> None:
         )
 
 
-def require_unwrapped(tx: Any, name: str) -> None:
-    """Refuse what the jdp function `name` cannot wrap."""
+def _require_unwrapped(tx: Any, name: str) -> None:
     if isinstance(tx, Replicated):
         if name != "replicated":
             raise TypeError(
@@ -349,7 +348,7 @@ _GROWTH, _BACKOFF = 2.0, 0.5
 def _guarded(
     tx: Any, name: str, max_consecutive: int, initial: float | None, growth_interval: int
 ) -> optax.GradientTransformationExtraArgs:
-    require_unwrapped(tx, name)
+    _require_unwrapped(tx, name)
     limit = int_at_least("max_consecutive", max_consecutive, least=1)
     wrapped = with_extra_args(tx)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jdp import axis, collectives, pytrees
@@ -29,8 +28,7 @@ _logged: set[str] = set()
 UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
-def log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
-    """Log once, to the logger "jdp", unsplit arrays."""
+def _log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
     is_in_step = step_context.current(axis_name) is not None
     if caller == UPDATE_OF_STATE and is_in_step:
         return
@@ -69,7 +67,7 @@ def updated_by_others(
     is_split = axes is not None and any(map(shard_registry.known, jax.tree.leaves(opt_state)))
     has_parts = shard_registry.are_of(tx) or any(map(shard_registry.known, jax.tree.leaves(params)))
     whole = () if is_split else opt_state, () if has_parts else params
-    log_unsplit(tx.sharding, tx.axis_name, caller, *whole)
+    _log_unsplit(tx.sharding, tx.axis_name, caller, *whole)
     if axes is None or not is_split:
         return None
     if not synced and params is not None:
@@ -160,7 +158,14 @@ def sharded(
         )
     gather_dtype = mixed_precision.float_dtype("gather_dtype", gather_dtype)
     if gather_dtype is not None and stage != 3:
-        raise ValueError(_not_gathered(gather_dtype, stage))
+        name = gather_dtype.name
+        raise ValueError(
+            f"gather_dtype={name} needs stage=3, which gathers sharded parameters for the loss, "
+            f"got stage={stage}. Stages 1 and 2 gather the new parameters, which would lose "
+            "digits in every step. Cast in the loss, jax.tree.map(lambda p: "
+            f"p.astype(jnp.{name}), params), or write stage=3, with keep_gathered=True to gather "
+            "once a step."
+        )
     axes = _axes_to_split_over(over, axis_name)
     options: dict[str, Any] = {"axis_name": axis_name, "all_reduce": all_reduce}
     options |= {"bucket_bytes": bucket_bytes, "mean": mean}
@@ -182,13 +187,3 @@ def _axes_to_split_over(over: AxisName | None, axis_name: AxisName) -> tuple[str
             f"over={names[-1]!r}, or name all data axes in axis_name=."
         )
     return axes
-
-
-def _not_gathered(dtype: np.dtype, stage: int) -> str:
-    return (
-        f"gather_dtype={dtype.name} needs stage=3, which gathers sharded parameters for the "
-        f"loss, got stage={stage}. Stages 1 and 2 gather the new parameters, which would lose "
-        "digits in every step. Cast in the loss, jax.tree.map(lambda p: "
-        f"p.astype(jnp.{dtype.name}), params), or write stage=3, with keep_gathered=True to "
-        "gather once a step."
-    )

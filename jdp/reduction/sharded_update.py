@@ -62,8 +62,7 @@ _log = logging.getLogger("jdp")
 _logged: set[str] = set()
 
 
-def log_whole_gradients(leaves: Sequence[Any]) -> None:
-    """Log once, to the logger "jdp", that whole gradients cost memory."""
+def _log_whole_gradients(leaves: Sequence[Any]) -> None:
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, leaves))
     if not num_bytes:
         return
@@ -82,7 +81,7 @@ def log_whole_gradients(leaves: Sequence[Any]) -> None:
         _log.warning(message)
 
 
-class GradientPieces:
+class _GradientPieces:
     """The gradients of one update, this rank's or with `synced` means over ranks."""
 
     def __init__(
@@ -101,7 +100,6 @@ class GradientPieces:
         self._further = [shard_registry.further_spec(x, tx.axis_name) for x in self._leaves]
 
     def means(self) -> list[Piece]:
-        """Return this rank's part of each mean."""
         leaves, sharding = self._leaves, self._tx.sharding
         if not self._synced and not sharding.mean:
             gradients.require_unreduced(self._paths, leaves)
@@ -124,7 +122,7 @@ class GradientPieces:
         scattered = [i for i in left if self._dims[i] is not None]
         is_at_stage_3 = sharding.stage == 3 and shard_registry.are_of(self._tx)
         if is_at_stage_3 and sharding.mean and not self._synced:
-            log_whole_gradients([leaves[i] for i in scattered])
+            _log_whole_gradients([leaves[i] for i in scattered])
         scattered += self._going_along(left) if scattered else []
         pieces |= self._scattered(sorted(scattered))
         pieces |= self._reduced([i for i in left if i not in scattered])
@@ -209,7 +207,7 @@ class Update:
     def means(self, grads: Any, synced: bool) -> list[Piece]:
         """Return this rank's part of each mean."""
         dims = self._dims(jax.tree.leaves(grads))
-        return GradientPieces(self._tx, self._axes, grads, dims, synced=synced).means()
+        return _GradientPieces(self._tx, self._axes, grads, dims, synced=synced).means()
 
     def run(
         self, pieces: Sequence[Piece], opt_state: Any, params: Any, extra: dict[str, Any]

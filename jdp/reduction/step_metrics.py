@@ -41,15 +41,14 @@ def take_means(
     """
     if step is None or not step.is_here() or weight is not step.weight:
         return []
-    if not is_exact_mean(all_reduce) or collectives.starts_when_ready(all_reduce, mesh):
+    if not _is_exact_mean(all_reduce) or collectives.starts_when_ready(all_reduce, mesh):
         return []
     losses = [*step.losses]
     step.losses.clear()
     return losses
 
 
-def is_exact_mean(all_reduce: Any) -> bool:
-    """Whether an algorithm rounds no more than a sum must."""
+def _is_exact_mean(all_reduce: Any) -> bool:
     while isinstance(all_reduce, functools.partial):
         all_reduce = all_reduce.func
     return all_reduce in collectives.ALGORITHMS
@@ -203,7 +202,7 @@ def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     if step is not None and step.reductions:
         last = step.reductions[-1]
         is_here = last.trace == jax.extend.core.get_opaque_trace_state()
-        if is_here and is_exact_mean(last.all_reduce):
+        if is_here and _is_exact_mean(last.all_reduce):
             ((total,),) = last.all_reduce([[x]], axes, scale=1.0, mesh=step.mesh)
             return total
     return lax.psum(x, axes) if axis.is_bound(axis_name) else x

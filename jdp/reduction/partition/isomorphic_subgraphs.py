@@ -14,8 +14,7 @@ from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
 from jdp.reduction.partition.costs import multiplies_matrices
 
 
-def number_key(value: Any) -> Any:
-    """Return a number's key, or an array's by identity."""
+def _number_key(value: Any) -> Any:
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and not value.shape
     ):
@@ -23,13 +22,11 @@ def number_key(value: Any) -> Any:
     return id(value)
 
 
-def type_key(aval: Any) -> Any:
-    """Return a type's key."""
+def _type_key(aval: Any) -> Any:
     return tuple(getattr(aval, name, None) for name in ("shape", "dtype", "weak_type"))
 
 
-def equation_key(eqn: Any) -> Any:
-    """Return an equation's key, without operands."""
+def _equation_key(eqn: Any) -> Any:
     program = jaxprs.called(eqn) if eqn.primitive.name in jaxprs.CALLS else None
     if program is not None:  # how it is differentiated does not matter
         return eqn.primitive, _program_key(program)
@@ -52,18 +49,18 @@ def _param_key(value: Any) -> Any:
 def _program_key(program: Any) -> Any:
     body = jaxprs.opened(program)
     place = {variable: i for i, variable in enumerate(body.invars)}
-    key: list[Any] = [tuple(type_key(variable.aval) for variable in body.invars)]
+    key: list[Any] = [tuple(_type_key(variable.aval) for variable in body.invars)]
     for variable, value in jaxprs.constants(program):
         place[variable] = len(place)
-        key.append(number_key(value))
+        key.append(_number_key(value))
 
     def at(atom: Any) -> Any:
         if jaxprs.is_literal(atom):
-            return type_key(atom.aval), number_key(atom.val)
+            return _type_key(atom.aval), _number_key(atom.val)
         return place[atom]
 
     for eqn in body.eqns:
-        key.append((equation_key(eqn), tuple(map(at, eqn.invars))))
+        key.append((_equation_key(eqn), tuple(map(at, eqn.invars))))
         for variable in eqn.outvars:
             place[variable] = len(place)
     return tuple(key), tuple(map(at, body.outvars))
@@ -104,7 +101,7 @@ def with_alike_parts(
     alike: dict[Any, list[Subprogram]] = defaultdict(list)
     uses = Counter(value for operation in program.operations for value in operation.ins)
     uses.update(program.outs)
-    numbers = {c: number_key(c.constant) for c in program.constants}
+    numbers = {c: _number_key(c.constant) for c in program.constants}
     maker = {out: operation for operation in program.operations for out in operation.outs}
     for connected in _connected(program, closed):
         operations = _with_operands(connected, maker, uses, numbers, closed)
@@ -198,8 +195,8 @@ def _keyed(
                 places.append(made[value])
                 continue
             place = read.setdefault(value, len(read))
-            places.append((place, type_key(value.aval), numbers.get(value)))
-        key.append((equation_key(operation.eqn), tuple(places)))
+            places.append((place, _type_key(value.aval), numbers.get(value)))
+        key.append((_equation_key(operation.eqn), tuple(places)))
         for out in operation.outs:
             made[out] = len(made)
     inside = Counter(value for operation in operations for value in operation.ins)

@@ -217,7 +217,7 @@ class Probe(NamedTuple):
     gathered_inputs: set[int]
 
 
-class Partitioner:
+class _Partitioner:
     """Runs programs of whole arrays on this rank's slices."""
 
     def __init__(self, ranks: Ranks):
@@ -253,8 +253,8 @@ class Partitioner:
         found: list[Dim] = []
 
         def trace(*locals_: jax.Array) -> list[Any]:
-            values = Partitioner(ranks).inputs(avals, locals_, dims)
-            outs = Partitioner(ranks).outputs(program, values)
+            values = _Partitioner(ranks).inputs(avals, locals_, dims)
+            outs = _Partitioner(ranks).outputs(program, values)
             found.extend(out.dim for out in outs)
             return [out.at(out.dim) for out in outs]
 
@@ -267,7 +267,6 @@ class Partitioner:
         return Probe(found, num_bytes, ranks.gathered_inputs)
 
     def inputs(self, avals: Any, held: Any, dims: Any) -> list[Value]:
-        """Return this rank's slices of a body's inputs."""
         return [
             Computed(self.ranks, aval, x, dim, number)
             for number, (aval, x, dim) in enumerate(zip(avals, held, dims, strict=True))
@@ -428,7 +427,7 @@ def partitioned(
         Computed(ranks, shape, piece.value, None if is_alone else piece.dim)
         for shape, piece in zip(whole, args, strict=True)
     ]
-    outs = Partitioner(ranks).outputs(program, values)
+    outs = _Partitioner(ranks).outputs(program, values)
     pieces = [
         Piece(_as_array(out.at(None if is_alone else dim)), dim)
         for out, dim in zip(outs, dims, strict=True)

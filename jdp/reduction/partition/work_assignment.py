@@ -182,8 +182,6 @@ def run(partitioner: Any, alike: AlikeParts, env: dict[FlatValue, Any]) -> bool:
 
 
 class _Owners:
-    """Each rank computes `per_rank` rows of isomorphic parts."""
-
     def __init__(self, partitioner: Any, deal: Deal, num_parts: int, per_rank: int):
         self._partitioner, self._deal = partitioner, deal
         self._ranks: Ranks = partitioner.ranks
