@@ -38,12 +38,15 @@ def auto(
       The same lists, summed and scaled, in each leaf's dtype.
     """
     chosen, reason = choice(axis_name, mesh)
-    _log_once(
+    message = (
         "gradients are summed by XLA (collectives.xla), because collectives.native cannot: "
         f"{reason}"
         if reason
         else "gradients are summed by jdp (collectives.native)."
     )
+    if message not in _logged:
+        _logged.add(message)
+        _log.info(message)
     return chosen(buckets, axis_name, scale=scale, mesh=mesh)
 
 
@@ -51,9 +54,3 @@ def choice(axis_name: AxisName, mesh: Mesh | None) -> tuple[Callable[..., list],
     """Return the algorithm of `auto` in the traced code, and why it is not `native`."""
     reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
     return (xla if reason else native), reason
-
-
-def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        _log.info(message)

@@ -186,20 +186,8 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
         yield from eqn.invars[-sum(eqn.params["overwrites"]) :]
 
 
-# Whether XLA may run one of its collectives beside a native call, on CPUs.
-#
-# XLA has one thread per device, and one pool with as many threads for all. Threads of both wait for
-# other ranks, and large operations also need the pool. If a rank may wait in a native call and in a
-# collective of XLA, all threads may wait: a deadlock. So native calls of such a program wait on
-# jdp's own threads.
-#
-# A loop returns to XLA while its call waits on such a thread. XLA then starts collectives after the
-# loop before those inside have run, so ranks match different collectives, silently. Such a program
-# must be left to XLA.
-#
-# XLA loses that order in a program loaded from the compilation cache (JAX 0.10.2 and 0.12). Such a
-# program must not be cached.
-
+# ARCHITECTURE.md says why native calls may wait on threads of their own, and why some programs are
+# left to XLA or not cached.
 
 # Non-native lookups use XLA's collectives.
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
@@ -287,7 +275,6 @@ class _Waits:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the program was too large to analyse."""
         return self._num_bodies > _MAX_BODIES
 
     def kinds_of(self, jaxpr: Any) -> frozenset[bool]:

@@ -64,7 +64,8 @@ def all_gather(
     is_cpu = axis.platform(mesh) == "cpu"
 
     def gather(part: jax.Array, dim: int, spec: FurtherSpec) -> jax.Array:
-        gathered = _gathered_bits if is_cpu and _is_short(part) else _gathered
+        is_short = part.dtype in (jnp.bfloat16, jnp.float16)
+        gathered = _gathered_bits if is_cpu and is_short else _gathered
         return axis.on_local_shards(lambda x: gathered(x, dim, names), part, spec)
 
     return [
@@ -153,10 +154,6 @@ def _sent(leaf: jax.Array, split: int, joined: int, names: tuple[str, ...]) -> j
         part = lax.slice_in_dim(leaf, 0, leaf.shape[split] // lax.axis_size(names), axis=split)
         return lax.concatenate([part] * lax.axis_size(names), joined)
     return lax.all_to_all(leaf, names, split, joined, tiled=True)
-
-
-def _is_short(part: jax.Array) -> bool:
-    return part.dtype in (jnp.bfloat16, jnp.float16)
 
 
 # XLA:CPU would widen a gather of 16-bit floats.

@@ -63,7 +63,7 @@ def _without_unread(
     return needed, eqn.replace(params=params, **changes)
 
 
-def lowered_call(
+def _lowered_call(
     name: str,
     context: Any,
     args: Sequence[Any],
@@ -75,7 +75,6 @@ def lowered_call(
     beside_xla: bool,
     **attributes: Any,
 ) -> Any:
-    """Return a custom call's results."""
     rule = jax.ffi.ffi_lowering(
         cpu_runtime.target(name, beside_xla=beside_xla),
         operand_output_aliases={i: i - call_order.TOKEN for i in in_place},
@@ -110,7 +109,7 @@ def _lower_sum(context: Any, *args: Any, axes: Any, algorithm: int, **params: An
     # In place: gradients are usually dead afterwards, and XLA copies live leaves.
     places = range(call_order.TOKEN, len(args))
     kind = np.int32(algorithm)
-    return lowered_call(
+    return _lowered_call(
         cpu_runtime.TARGET, context, args, in_place=places, algorithm=kind, **params
     )
 
@@ -224,7 +223,7 @@ def _lower(
     if len(places) > 1:
         context, args = _put_into_wholes(context, args, dims, overwrites)
     flat = np.array([_WHOLE if dim is None else dim for dim in dims], np.int64).reshape(-1)
-    return lowered_call(name, context, args, in_place=places, dims=flat, **params)
+    return _lowered_call(name, context, args, in_place=places, dims=flat, **params)
 
 
 def _put_into_wholes(
