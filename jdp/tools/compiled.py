@@ -18,8 +18,7 @@ from jdp.training.communication_plan import TracedStep
 from jdp.training.step import Step
 
 
-def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
-    """Return arguments as shapes, placed as by the step."""
+def _shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
     state, batch, *rest = args
     num_ranks = meshes.num_ranks(mesh, spec.axis_name)
     rows = PartitionSpec(spec.axis_name)
@@ -110,7 +109,6 @@ def _with_further(leaf: Any, partition: PartitionSpec, mesh: Mesh, spec: StepSpe
 
 
 def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
-    """For `per_rank` arrays on another number of ranks."""
     if num_rows != before and num_rows % num_ranks == 0:
         return num_rows  # rows of the batch, which stays unchanged
     return num_rows // before * num_ranks
@@ -166,7 +164,7 @@ def compile_step(
     """Compile a step for devices, perhaps absent."""
     where, num_ranks = devices_of(step, args, keywords, on)
     spec, args = step.bound(args, keywords)
-    shapes = shapes_on(where.mesh, spec, args)
+    shapes = _shapes_on(where.mesh, spec, args)
     traced = step.trace_on(where.mesh, *spec.by_keyword(shapes))
     names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
     try:

@@ -38,11 +38,6 @@ class _KernelWindow(NamedTuple):
         return found
 
 
-def is_convolution(one: Instruction) -> bool:
-    """Whether it is a convolution, also by a library."""
-    return _LABELS.search(one.attributes()) is not None
-
-
 def convolution_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
     """Return a convolution's operations, 2 for each product."""
     labels = _LABELS.search(one.attributes())
@@ -201,7 +196,7 @@ class Costs:
         """Return the operations of matmuls, by dtype."""
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
-        if is_convolution(one):
+        if _LABELS.search(one.attributes()):
             return {_dtype(one, shapes): convolution_flops(one, shapes)}
         if kernel := self.kernel(one):
             return {_dtype(one, shapes): kernel.flops} if kernel.flops else {}

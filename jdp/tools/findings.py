@@ -33,8 +33,7 @@ class Facts:
     memory: Memory
 
 
-def train_states(facts: Facts) -> list[Any]:
-    """Return the state's nodes with an optimizer and its state."""
+def _train_states(facts: Facts) -> list[Any]:
     nodes = jax.tree.leaves(facts.step.args[0], is_leaf=_has_optimizer)
     return [node for node in nodes if _has_optimizer(node)]
 
@@ -143,7 +142,7 @@ def _at(summed: list[_SummedLeaf]) -> str:
 
 
 def _advice_of_loop(facts: Facts) -> str:
-    shardings = [sharding_of(node.tx) for node in train_states(facts)]
+    shardings = [sharding_of(node.tx) for node in _train_states(facts)]
     if any(sharding is not None and sharding.stage >= 2 for sharding in shardings):
         return (
             "Stages 2 and 3 do so, to keep only a part of the gradients on each rank. If memory "
@@ -246,7 +245,7 @@ def _is_narrow(leaf: Any) -> bool:
 def replicated_optimizer(facts: Facts) -> list[Finding]:
     """Find optimizer state whole on every rank."""
     saved = 0
-    for node in train_states(facts):
+    for node in _train_states(facts):
         if sharding_of(node.tx) is not None:
             continue
         for leaf in jax.tree.leaves(node.opt_state):

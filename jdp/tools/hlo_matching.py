@@ -290,8 +290,6 @@ _Leaf = tuple[int, SentLeaf, PlannedCollective]
 
 
 class _Unmatched:
-    """Planned collectives' leaves, not yet matched."""
-
     def __init__(self, plan: Sequence[PlannedCollective]):
         self._left: dict[tuple, list[_Leaf]] = defaultdict(list)
         for i, each in enumerate(plan):

@@ -136,25 +136,24 @@ def _part(parts: Parts, i: int) -> tuple[MadeArray, ...]:
     return parts[i] if i < len(parts) else joined(parts)
 
 
-class Live(NamedTuple):
+class _Live(NamedTuple):
     """Bytes in memory at once, beside arguments and results; gradients with their sums."""
 
     activations: int = 0
     gradients: int = 0
     others: int = 0
 
-    def __add__(self, other: tuple) -> "Live":
-        return Live(*map(sum, zip(self, other, strict=True)))
+    def __add__(self, other: tuple) -> "_Live":
+        return _Live(*map(sum, zip(self, other, strict=True)))
 
-    def __sub__(self, other: tuple) -> "Live":
-        return Live(*(a - b for a, b in zip(self, other, strict=True)))
+    def __sub__(self, other: tuple) -> "_Live":
+        return _Live(*(a - b for a, b in zip(self, other, strict=True)))
 
     def total(self) -> int:
-        """Return all bytes."""
         return sum(self)
 
 
-def fullest(program: HloProgram) -> Live:
+def fullest(program: HloProgram) -> _Live:
     """Return the memory at the peak of temporary bytes, by operation order."""
     return _Liveness(program).fullest(program.entry)
 
@@ -164,33 +163,33 @@ class _KindOfArray(NamedTuple):
     num_bytes: int
     kind: str
 
-    def live(self) -> Live:
-        return Live(**{self.kind: self.num_bytes})
+    def live(self) -> _Live:
+        return _Live(**{self.kind: self.num_bytes})
 
 
 class _Liveness:
     def __init__(self, program: HloProgram):
         self._program = program
-        self._found: dict[str, Live] = {}
+        self._found: dict[str, _Live] = {}
 
-    def fullest(self, name: str) -> Live:
+    def fullest(self, name: str) -> _Live:
         if name not in self._found:
             self._found[name] = self._of(name)
         return self._found[name]
 
-    def _of(self, name: str) -> Live:
+    def _of(self, name: str) -> _Live:
         computation = self._program.computations[name]
         parts, arrays = parts_of(computation), self._arrays(name)
         leaving = set(joined(parts[_result(computation)]))
         last = {made: i for i, one in enumerate(computation) if not is_name(one)
                 for made in reads(one, parts)}  # fmt: skip
         ends: dict[int, list[MadeArray]] = defaultdict(list)
-        now = most = Live()
+        now = most = _Live()
         for i, one in enumerate(computation):
-            inner = Live()
+            inner = _Live()
             if one.op in ("while", "conditional", "call"):
                 called = [x for x in one.called() if x in self._program.computations]
-                inner = max(map(self.fullest, called), key=Live.total, default=Live())
+                inner = max(map(self.fullest, called), key=_Live.total, default=_Live())
             freed, unread = ends.pop(i, []), []
             for made in makes(one, parts):
                 if made in leaving or one.op == "parameter":
@@ -203,7 +202,7 @@ class _Liveness:
                     now -= arrays[over].live()
                     freed.remove(over)
                 (ends[last[made]] if made in last else unread).append(made)
-            most = max(most, now + inner, key=Live.total)
+            most = max(most, now + inner, key=_Live.total)
             for made in freed + unread:
                 now -= arrays[made].live()
         return most

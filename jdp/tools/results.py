@@ -62,8 +62,7 @@ exist. Create it, or name a file in another folder.
         )
 
 
-def require_picture(path: str | None) -> None:
-    """Raise an error if a picture cannot be drawn into a file."""
+def _require_picture(path: str | None) -> None:
     if path is None:
         return
     try:
@@ -89,7 +88,7 @@ def require_outputs(inputs: Sequence[str | Path | None] = (), **paths: str | Non
     flags: dict[Path, str] = {}
     for flag, path in paths.items():
         if flag == "png":
-            require_picture(path)
+            _require_picture(path)
         else:
             require_writable(f"--{flag}", path)
         if path is None or path == STDOUT or (Path(path).exists() and not Path(path).is_file()):

@@ -26,8 +26,7 @@ class MissingPluginError(Exception):
     """Something is missing to compile for a target."""
 
 
-def gpus_of(name: str) -> tuple[str, int, int]:
-    """Return a target's GPU, number of hosts, and GPUs of each."""
+def _gpus_of(name: str) -> tuple[str, int, int]:
     number, _, kind = name.upper().partition("X")
     num, most = int(number), GPUS[kind].per_host
     num_hosts = -(-num // most)
@@ -151,7 +150,7 @@ GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
     if on.startswith("cpu:"):
         require_few_cpu_ranks("the number of ranks of cpu:N", int(on.removeprefix("cpu:")))
     elif not on.startswith("v"):
-        gpus_of(on)
+        _gpus_of(on)
 
 
 def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
@@ -214,7 +213,7 @@ def _cpu_devices(num: int) -> list[Any]:
 
 
 def _gpus(name: str, axis_names: tuple[str, ...], further: Further) -> TargetDevices:
-    kind, num_hosts, num_per_host = gpus_of(name)
+    kind, num_hosts, num_per_host = _gpus_of(name)
     description = gpu_description(GPUS[kind].xla_name)
     devices = gpu_devices(description, num_hosts, num_per_host)
     mesh = _mesh(devices, axis_names, further, num_hosts)

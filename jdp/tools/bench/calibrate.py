@@ -87,7 +87,6 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
 def _seconds(
     run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
 ) -> float:
-    """Return checked runs' median seconds."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():

@@ -278,7 +278,6 @@ class _Clock:
         _require_right(group, self._made)
 
     def __call__(self) -> float:
-        """Return the slowest process's seconds."""
         self._made.prepare()
         if self._start is not None:
             self._start.prepare()

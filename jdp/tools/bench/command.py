@@ -89,7 +89,11 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
     flags.add_common(parser)
     options = parser.parse_args(arguments)
     names = options.a.split(",") if options.a is not None else None
-    _require_known(names or [], known)
+    if wrong := {*(names or [])} - set(known):
+        own = " jdp's own are direct and ring." if "native" in wrong else ""
+        raise ValueError(
+            f"the algorithm {min(wrong)!r} does not exist.{own} Write some of {','.join(known)}."
+        )
     if options.f < 2:
         raise ValueError(f"-f {options.f} would never reach the largest size. Write at least 2.")
     if options.b > options.e:
@@ -98,14 +102,6 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
             "them."
         )
     return _timed(operation, names, options)
-
-
-def _require_known(names: Sequence[str], known: Sequence[str]) -> None:
-    if wrong := set(names) - set(known):
-        own = " jdp's own are direct and ring." if "native" in wrong else ""
-        raise ValueError(
-            f"the algorithm {min(wrong)!r} does not exist.{own} Write some of {','.join(known)}."
-        )
 
 
 def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namespace) -> int:

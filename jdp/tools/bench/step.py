@@ -97,7 +97,6 @@ class _Contestant:
         self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
-        """Return the slowest process's seconds; all check its results."""
         seconds, wrong = 0.0, None
         if self._start is not None:
             seconds, state = self._timed()

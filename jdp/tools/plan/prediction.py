@@ -22,10 +22,7 @@ from jdp.tools.plan.schedule import (
     program_of,
 )
 
-# The effective training time (ETTR) is the share of training, if ranks fail at a constant random
-# rate, also during recoveries. Each failure costs a whole recovery, after an earlier one's.
-# (`highest`: it restarts that.) Steps since the last commit are repeated. Commits stop training.
-# After a recovery hosts may be missing for some time.
+# Effective training time (ETTR): docs/plan.md lists what it assumes.
 
 
 class Failures(NamedTuple):
@@ -114,7 +111,7 @@ class Stragglers(NamedTuple):
 _MOMENTS = 2  # numbers that Adam keeps of a parameter
 
 
-class RankMemory(NamedTuple):
+class _RankMemory(NamedTuple):
     """Bytes of one rank, without activations and rows; `in_step`: in addition."""
 
     between_steps: float
@@ -122,25 +119,24 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The most bytes of a step."""
         return self.between_steps + self.in_step
 
 
-def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
+def rank_memory(workload: Workload, deployment: Deployment) -> _RankMemory:
     """Return a rank's memory with Adam."""
     whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
     groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
     group = max(map(params_of, groups)) * STATE_BYTES
     adds_up = workload.micro_batches > 1  # beside the sums is the next micro-batch's gradient
     if deployment.method == REPLICATED or n == 1:  # all stages compile to the same step then
-        return RankMemory((1 + _MOMENTS) * whole, whole + adds_up * group)
+        return _RankMemory((1 + _MOMENTS) * whole, whole + adds_up * group)
     if deployment.method == STAGE_1:
-        return RankMemory(whole + _MOMENTS * whole / n, whole + group / n + adds_up * group)
+        return _RankMemory(whole + _MOMENTS * whole / n, whole + group / n + adds_up * group)
     parts = adds_up * (whole / n + group)  # a loop holds its sums of parts before and after
     if deployment.method == STAGE_2:
-        return RankMemory(whole + _MOMENTS * whole / n, (whole + group) / n + group + parts)
+        return _RankMemory(whole + _MOMENTS * whole / n, (whole + group) / n + group + parts)
     pair = min(2 * group, whole)  # a model of one group has no second
-    return RankMemory((1 + _MOMENTS) * whole / n, (whole + pair) / n + pair + parts)
+    return _RankMemory((1 + _MOMENTS) * whole / n, (whole + pair) / n + pair + parts)
 
 
 def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
@@ -225,7 +221,7 @@ def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -
     """Return a method's row on `hosts` hosts."""
     likely = values(known)
     workload, deployment = _workload(options, likely), _deployment(options, likely, method, hosts)
-    step = mean_step_s(workload, deployment, _stragglers(options, likely))
+    step = _mean_step_s(workload, deployment, _stragglers(options, likely))
     update_s = workload.update_s / deployment.sharded_over.size
     compute_s = workload.forward_s + workload.backward_s
     exposed = program_of(workload, deployment).exposed_s()
@@ -264,8 +260,7 @@ def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -
     )
 
 
-def mean_step_s(workload: Workload, deployment: Deployment, stragglers: Stragglers) -> float:
-    """Return a step's mean seconds, over samples of the slowest rank."""
+def _mean_step_s(workload: Workload, deployment: Deployment, stragglers: Stragglers) -> float:
     program = program_of(workload, deployment)
     return fmean(map(program.step_s, stragglers.slowest(deployment.all_ranks.size)))
 
@@ -275,7 +270,7 @@ def _bound(
 ) -> tuple[float, float]:
     workload = _workload(options, rates)
     deployment = _deployment(options, rates, method, hosts)
-    step = mean_step_s(workload, deployment, _stragglers(options, rates))
+    step = _mean_step_s(workload, deployment, _stragglers(options, rates))
     return step, workload.alone_s() / step
 
 

@@ -1,11 +1,7 @@
-"""Simulates one step of one rank: computation, and transfers over each link.
+"""Simulates one step of one rank, by the rules in docs/plan.md.
 
-1. A rank has three lanes: it computes, it sends within its host ("link") and between hosts
-   ("network"). A lane runs one task at a time, in program order, as XLA and NCCL do.
-2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
-   slow for a whole step, so the slowest rank's schedule is that of the step.
-3. Transfers do not slow computation. On CPUs the ranks themselves send and add, so all tasks
-   share one lane.
+Lanes: computation, "link" within the host, "network" between hosts; on CPUs one for all. A rank is
+slow for a whole step, so the slowest rank's schedule is that of the step.
 """
 
 import math

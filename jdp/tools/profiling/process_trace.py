@@ -133,7 +133,6 @@ def process_trace(
 
 
 def _ranks() -> dict[int, int]:
-    """Return ranks by device number in a profile."""
     mine = jax.process_index()
     # XLA numbers CPUs over all processes there, and GPUs in each.
     return {

@@ -28,10 +28,10 @@ def span_union(intervals: Iterable[tuple[int, int]]) -> Spans:
     return found
 
 
-def span_intersection(one: Spans, other: Spans) -> Spans:
+def _span_intersection(one: Spans, other: Spans) -> Spans:
     """Return the times in both.
 
-    >>> span_intersection([(0, 3), (5, 7)], [(2, 6)])
+    >>> _span_intersection([(0, 3), (5, 7)], [(2, 6)])
     [(2, 3), (5, 6)]
     """
     found, i, j = [], 0, 0
@@ -46,10 +46,10 @@ def span_intersection(one: Spans, other: Spans) -> Spans:
     return found
 
 
-def span_difference(one: Spans, other: Spans) -> Spans:
+def _span_difference(one: Spans, other: Spans) -> Spans:
     """Return the times in `one` and not in `other`.
 
-    >>> span_difference([(0, 3), (5, 7)], [(2, 6)])
+    >>> _span_difference([(0, 3), (5, 7)], [(2, 6)])
     [(0, 2), (6, 7)]
     """
     found, j = [], 0
@@ -67,8 +67,7 @@ def span_difference(one: Spans, other: Spans) -> Spans:
     return found
 
 
-def span_total(spans: Spans) -> int:
-    """Return all intervals' nanoseconds."""
+def _span_total(spans: Spans) -> int:
     return sum(end - begin for begin, end in spans)
 
 
@@ -106,18 +105,18 @@ class Activity(NamedTuple):
 def step_parts(activity: Activity, window: tuple[int, int]) -> Parts:
     """Return a step's parts."""
     computing, communicating, running, waiting = (_within(each, window) for each in activity)
-    exposed = span_difference(communicating, computing)
-    busy = span_difference(span_union([*computing, *running]), exposed)
-    idle = span_difference([window], span_union([*exposed, *busy]))
-    data = span_total(span_intersection(idle, waiting))
-    return Parts(data, span_total(busy), span_total(exposed), span_total(idle) - data)
+    exposed = _span_difference(communicating, computing)
+    busy = _span_difference(span_union([*computing, *running]), exposed)
+    idle = _span_difference([window], span_union([*exposed, *busy]))
+    data = _span_total(_span_intersection(idle, waiting))
+    return Parts(data, _span_total(busy), _span_total(exposed), _span_total(idle) - data)
 
 
 def _within(times: Spans, window: tuple[int, int]) -> Spans:
     # Only intervals near the window: a profile may have a million.
     first = bisect.bisect_right(times, window[0], key=itemgetter(1))
     last = bisect.bisect_left(times, window[1], key=itemgetter(0))
-    return span_intersection(times[first:last], [window])
+    return _span_intersection(times[first:last], [window])
 
 
 # A rank leaves a collective only after the last one has entered it. So common collectives bound the
@@ -455,9 +454,9 @@ def _draw_rank(
 ) -> None:
     computing = _times(own, trace_file.COMPUTATION)
     sent = _times(own, trace_file.COMMUNICATION)
-    exposed = span_difference(sent, computing)
-    idle = span_difference([window], span_union([*sent, *computing]))
-    waiting = span_intersection(idle, span_union((x.begin, x.end) for x in waits))
+    exposed = _span_difference(sent, computing)
+    idle = _span_difference([window], span_union([*sent, *computing]))
+    waiting = _span_intersection(idle, span_union((x.begin, x.end) for x in waits))
     rows = (
         (computing, lane + 0.1, _COLORS["computation"]),
         (waiting, lane + 0.1, _COLORS["data"]),
@@ -465,7 +464,7 @@ def _draw_rank(
         (exposed, lane + 0.5, _COLORS["communication"]),
     )
     for times, top, color in rows:
-        inside = span_intersection(times, [window])
+        inside = _span_intersection(times, [window])
         bars = [((shift + begin) / 1e6, (end - begin) / 1e6) for begin, end in inside]
         axes.broken_barh(bars, (top, 0.38), facecolors=color)
 
