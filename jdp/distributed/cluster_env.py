@@ -25,10 +25,10 @@ def number(name: str, environment: Mapping[str, str], default: int | None = None
     return int(text)
 
 
-def size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, int]:
+def _size_and_id(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int, int]:
     """Return (number of processes, this process's id).
 
-    >>> size_and_id(("WORLD_SIZE", "RANK"), {"RANK": "1", "WORLD_SIZE": "2"})
+    >>> _size_and_id(("WORLD_SIZE", "RANK"), {"RANK": "1", "WORLD_SIZE": "2"})
     (2, 1)
     """
     of_size, of_id, *_ = names
@@ -54,24 +54,24 @@ def coordinator(environment: Mapping[str, str]) -> str:
     """
     job, step = number("SLURM_JOB_ID", environment), number("SLURM_STEP_ID", environment, 0)
     port = _FIRST_PORT + (job + _JOBS_BETWEEN_STEPS * step) % _NUM_PORTS
-    host = first_host(environment["SLURM_STEP_NODELIST"])
+    host = _first_host(environment["SLURM_STEP_NODELIST"])
     return f"{host}:{number('JAX_COORDINATOR_PORT', environment, port)}"
 
 
-def first_host(hosts: str) -> str:
+def _first_host(hosts: str) -> str:
     """Return a Slurm list's first host.
 
-    >>> first_host("node[007,010-015],login"), first_host("rack1-n[2-3]-ib")
+    >>> _first_host("node[007,010-015],login"), _first_host("rack1-n[2-3]-ib")
     ('node007', 'rack1-n2-ib')
     """
     first = re.match(r"(\[[^]]*\]|[^,\[])*", hosts)
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0] if first else hosts)
 
 
-def num_tasks_here(environment: Mapping[str, str]) -> int:
+def _num_tasks_here(environment: Mapping[str, str]) -> int:
     """Count this step's tasks on this host.
 
-    >>> num_tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+    >>> _num_tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
     3
     """
     tasks = []
@@ -147,18 +147,14 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
             return place
     _require_all(_TORCHRUN, environment)
     _require_all(_JAX, environment)
-    _require_no_pmix(environment)
-    return None
-
-
-# Without Slurm or mpiexec, as by prun, PMIx does not tell the size.
-def _require_no_pmix(environment: Mapping[str, str]) -> None:
+    # Without Slurm or mpiexec, as by prun, PMIx does not tell the size.
     if "SLURM_PROCID" not in environment and number("PMIX_RANK", environment, 0) > 0:
         raise RuntimeError(
             f"PMIX_RANK={environment['PMIX_RANK']} means several processes, but this one cannot "
             "find the others through PMIx. Start with mpiexec or jdp run, or set WORLD_SIZE=1 if "
             "each process trains alone."
         )
+    return None
 
 
 # The first name is the number of processes.
@@ -185,7 +181,7 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
     address, port = environment["MASTER_ADDR"], number("MASTER_PORT", environment)
     return ProcessPlace(
         "deactivate",
-        *size_and_id(_TORCHRUN, environment),
+        *_size_and_id(_TORCHRUN, environment),
         f"[{address}]:{port}" if re.fullmatch(r"[^\[]*:.*", address) else f"{address}:{port}",
         number("LOCAL_RANK", environment, 0),
         number("LOCAL_WORLD_SIZE", environment, 1),
@@ -202,7 +198,7 @@ def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
             f"JAX_COORDINATOR_ADDRESS={coordinator} has no port for process 0 to listen on. "
             f"Write a free port of its host, as in {coordinator.rstrip(':')}:29400."
         )
-    return ProcessPlace("deactivate", *size_and_id(_JAX, environment), coordinator)
+    return ProcessPlace("deactivate", *_size_and_id(_JAX, environment), coordinator)
 
 
 # Before Slurm: inside a Slurm job, mpiexec starts its daemons with srun.
@@ -232,7 +228,7 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
         )
     return ProcessPlace(
         method,
-        *size_and_id(names, environment),
+        *_size_and_id(names, environment),
         local_id=number(local_rank, environment, 0),
         num_local=number(local_size, environment, 1),
     )
@@ -248,10 +244,10 @@ def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
     _require_all(_SLURM, environment)
     return ProcessPlace(
         "deactivate",
-        *size_and_id(_SLURM, environment),
+        *_size_and_id(_SLURM, environment),
         environment.get("JAX_COORDINATOR_ADDRESS") or coordinator(environment),
         number("SLURM_LOCALID", environment, 0),
-        num_tasks_here(environment),
+        _num_tasks_here(environment),
     )
 
 

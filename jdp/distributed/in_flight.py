@@ -338,7 +338,15 @@ def _drain(num_left: int) -> None:
             _forget(call.spec)
             raise RuntimeError(text)
         if call.is_checked() and (why := call.skipped()):  # the state stays right
-            raise RuntimeError(_of_skips(call, why))
+            raise RuntimeError(
+                with_code(
+                    "JDP217",
+                    f"{call} has NaN or infinity in {why}: the last of max_consecutive skipped "
+                    "updates in a row.\n"
+                    "The state is right: it has the parameters from before these updates.\n"
+                    "Find the operation with jdp.debug.first_nonfinite(step, state, batch).",
+                )
+            )
 
 
 def _exchange_error(call: StepCall) -> str | None:
@@ -366,15 +374,6 @@ def _error_of(call: StepCall) -> str | None:
         returned = "it and later calls" if call.spec.returns_state else "it"
         return with_code("JDP212", f"{call}: {why} What {returned} returned is NaN.")
     return None
-
-
-def _of_skips(call: StepCall, why: str) -> str:
-    return with_code(
-        "JDP217",
-        f"{call} has NaN or infinity in {why}: the last of max_consecutive skipped updates in a "
-        "row.\nThe state is right: it has the parameters from before these updates.\n"
-        "Find the operation with jdp.debug.first_nonfinite(step, state, batch).",
-    )
 
 
 def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:

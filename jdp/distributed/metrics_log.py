@@ -189,8 +189,6 @@ def end() -> None:
 
 
 class _OpenFiles:
-    """This process's files."""
-
     def __init__(self) -> None:
         self.files: dict[Path, MetricsFile] = {}
         self.lock = threading.Lock()  # held while one is opened

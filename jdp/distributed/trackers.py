@@ -129,8 +129,6 @@ class _Table(_Rebuilt):
 
 
 class _TensorBoard(_Rebuilt):
-    """Event files in a folder beside the metrics file."""
-
     def __init__(self, settings: NamedTracker, file: Path, note: RunNote):
         from tensorboardX import SummaryWriter
 

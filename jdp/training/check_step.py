@@ -180,14 +180,13 @@ def _numbers(leaf: Any) -> np.ndarray:
     return np.asarray(leaf, np.complex128 if is_complex else np.float64)
 
 
-def likely_cause(
+def _likely_cause(
     found: StepDifference,
     program: str,
     named: str,
     equal_draws: Sequence[str] = (),
     warned: Collection[str] = (),
 ) -> str:
-    """Return why one rank and n ranks may differ."""
     leaves = beyond(found.leaves)
     causes, prefix = (_CAUSES, "") if leaves else (_CAUSES_OF_METRICS, _METRIC)
     wrong = leaves or beyond(found.metrics)[:1]
@@ -212,7 +211,6 @@ class _Evidence:
     warned: Collection[str]
 
     def worst_if(self, applies: bool) -> LeafDifference | None:
-        """Return the most different leaf, if the cause applies."""
         return self.wrong[0] if applies else None
 
 
@@ -510,7 +508,7 @@ def _explained(
     lowered = traced.lower()
     draws = equal_draws(traced.jaxpr, num_rows(args[1]) // found.num_ranks)
     named = str(lowered.as_text(debug_info=True))
-    cause = likely_cause(found, str(lowered.as_text()), named, draws, step.spec.warned)
+    cause = _likely_cause(found, str(lowered.as_text()), named, draws, step.spec.warned)
     return replace(found, cause=cause)
 
 

@@ -455,7 +455,6 @@ class _PlanWalk:
             )
 
     def _bodies(self, eqn: Any, name: str, paths: Paths) -> bool:
-        """Whether there are any."""
         bodies = [opened(body) for body in jaxprs.bodies(eqn)]
         if name == "while":
             cond, body, num_cond, num_body = jaxprs.while_parts(eqn)

@@ -35,7 +35,7 @@ _NEVER = float("inf")
 
 
 class _Cache:
-    """Whether JAX writes compiled programs, for all threads."""
+    """While it is held as often as released, JAX writes no compiled program, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class _Cache:
                 jax.config.update(_OPTION, _NEVER)
             self._num_held += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._num_held -= 1
             if not self._num_held:
@@ -57,16 +57,6 @@ class _Cache:
 
 
 _cache = _Cache()
-
-
-def begin_uncached() -> None:
-    """Keep JAX from writing compiled programs until as many `end_uncached`."""
-    _cache.hold()
-
-
-def end_uncached() -> None:
-    """Undo `begin_uncached`."""
-    _cache.let_go()
 
 
 def program_facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
@@ -90,8 +80,7 @@ _NO_GRADIENT = (
 )
 
 
-def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
-    """Return `(state, metrics, weight, reports, found)`."""
+def _put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
     uniform, split = leaving
     metrics = step_metrics.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
     metrics = pytrees.put_nodes(metrics, split.rows)
@@ -241,14 +230,14 @@ class CompiledStep:
         self._is_uncached = progress.own.is_uncached = True
         if not self._holds_cache:
             self._holds_cache = True
-            begin_uncached()
+            _cache.hold()
 
     def _end_call(self, *, has_compiled: bool) -> None:
         self._call.args, self._call.built = (), None
         if self._holds_cache:
             self._holds_cache = False
             if has_compiled:  # else the caller compiles it, at any time
-                end_uncached()
+                _cache.release()
         if self._is_compiling:
             self._is_compiling = False
             progress.compiling_ends()
@@ -282,7 +271,6 @@ class CompiledStep:
         return passes.build(self._rank_program, probed)
 
     def _tune(self, found: TraceFindings) -> None:
-        """Choose how XLA merges reductions, by the first shapes."""
         self._is_tuned = True
         options = combine_options(found.gradient_bytes)
         options |= group_options(found.group_bytes, num_ranks(self.mesh, self.spec.axis_name))
@@ -325,7 +313,7 @@ class CompiledStep:
             leaving = built.program(*passes.given(args, built.inputs.layout))
             if self._loses_order(built.jaxpr):
                 leaving = self._uncached(leaving)
-            state, *others = put_together(self.spec, leaving, built.proved)
+            state, *others = _put_together(self.spec, leaving, built.proved)
             self.returns_rows |= step_metrics.has_rows(others[0])
             state = pinned(self.spec, self.mesh, state, args[0], self._call.args[0])
             return state, *others

@@ -72,14 +72,13 @@ _SAME = frozenset(
 _CHOOSING = frozenset("max min select_n".split())
 
 
-class DecayWalk:
+class _DecayWalk:
     """A pass over an update; `decays` maps a leaf to its multipliers."""
 
     def __init__(self) -> None:
         self.decays: dict[int, set[Decay]] = {}
 
     def results(self, program: Any, values: Sequence[KnownValue]) -> list[KnownValue]:
-        """Return the facts about a program's results."""
         body = jaxprs.opened(program)
         env = dict(zip(body.invars, values, strict=True))
         for variable, constant in jaxprs.constants(program):
@@ -201,7 +200,7 @@ def moment_changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
         return {}
     others = [UNKNOWN] * len(jax.tree.leaves(params))
     known = [_entering(i, leaf) for i, leaf in enumerate(_with_numbers(leaves, tx, params))]
-    walk = DecayWalk()
+    walk = _DecayWalk()
     new = walk.results(program, [*others, *known, *others])
     return {i: _change(i, value, walk.decays.get(i, set())) for i, value in enumerate(new)}
 
@@ -232,7 +231,7 @@ def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return list(leaves)
     program = jax.make_jaxpr(tx.init)(params)
-    first = DecayWalk().results(program, [UNKNOWN] * len(jax.tree.leaves(params)))
+    first = _DecayWalk().results(program, [UNKNOWN] * len(jax.tree.leaves(params)))
     pairs = zip(leaves, first, strict=True)
     return [
         leaf if value.number is None else np.asarray(value.number, leaf.dtype)

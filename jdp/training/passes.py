@@ -164,7 +164,6 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
 
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:
-    """Return a jaxpr, and the names of its leaves."""
     leaving = traced.out_avals
     described = Traced(
         spec=rank_program.spec,

@@ -45,10 +45,10 @@ class UniformOutputs(NamedTuple):
     """Outputs of a step that are equal on every rank, as the analysis proves."""
 
     state: list[jax.Array]  # without sharded arrays
-    metrics: Any  # averaged, without rows
-    weight: jax.Array  # of the global batch
+    metrics: Any
+    weight: jax.Array
     own_metrics: list[jax.Array]  # float scalars of this rank, before the average
-    layout: StateLayout  # of the new state
+    layout: StateLayout
     found: TraceFindings
 
 
@@ -187,7 +187,6 @@ class RankProgram:
         return fsdp_schedule.call_gathering(measured, state, batch)
 
     def _weight(self, scope: Scope) -> jax.Array:
-        """Return the weight of the global batch."""
         total = scope.total
         if total is None:
             total = jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))

@@ -58,8 +58,7 @@ def _name(key: Any) -> Any:
     return str(key)
 
 
-def optimized_parameters(node: Any) -> Any:
-    """Return the parameters updated by a node's optimizer, or ()."""
+def _optimized_parameters(node: Any) -> Any:
     return getattr(node, "params", ()) if is_optimizer(node) else node
 
 
@@ -142,7 +141,7 @@ def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
     for node, tx in state_nodes(state):
         sharding = sharding_of(tx)
         if sharding is not None and sharding.stage >= 2:
-            params = optimized_parameters(node)
+            params = _optimized_parameters(node)
             flags = [True] * len(jax.tree.leaves(params))
             is_of_jdp = is_train_state(node)
             found.append((params, node.trainable if is_of_jdp else flags, tx))
@@ -153,7 +152,7 @@ def adds_whole_updates(state: Any) -> bool:
     """Whether other code than jdp's adds updates to sharded parameters."""
     return any(
         sharding.stage == 3
-        and bool(jax.tree.leaves(optimized_parameters(node)))
+        and bool(jax.tree.leaves(_optimized_parameters(node)))
         and not is_train_state(node)
         for node, tx in state_nodes(state)
         if (sharding := sharding_of(tx)) is not None
@@ -176,7 +175,7 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
             dims += [find(leaf) if is_at_3 else None for leaf in jax.tree.leaves(node)]
             continue
         is_split = {"params": is_at_3, "opt_state": True}
-        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(optimized_parameters(node))}
+        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(_optimized_parameters(node))}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
             # An array shaped like a parameter may be its average.

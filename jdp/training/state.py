@@ -114,8 +114,7 @@ _log = logging.getLogger("jdp")
 _logged: set[str] = set()
 
 
-def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
-    """Return a tree with the first process's values, on all processes."""
+def _of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     shared = [leaf for leaf in arrays if not leaf.is_fully_addressable]
     try:
@@ -357,7 +356,7 @@ class TrainState:
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast and not placement.is_shapes_only():
-            given = of_the_first_process(given, tx.axis_name)
+            given = _of_the_first_process(given, tx.axis_name)
         fields: dict[str, Any] = {**given, "opt_state": None, "tx": tx, "trainable": ()}
         state = placed(cls(**fields), copy=True)
         flags = parameters.trainable_flags(state.params, trainable)

@@ -53,7 +53,7 @@ class StepRecord(NamedTuple):
     num_in_xla: int = 0
 
 
-class StepTimes:
+class _StepTimes:
     """A process's latest records, written by it alone, without a lock."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -62,21 +62,17 @@ class StepTimes:
 
     @property
     def num_written(self) -> int:
-        """Records since the process began."""
         return self._num_written[0]
 
     def clear(self) -> None:
-        """Remove all records."""
         self._num_written[0] = 0
 
     def write(self, record: StepRecord) -> None:
-        """Replace the oldest record."""
         number = self._num_written[0]
         _RECORD.pack_into(self._memory, _place(number), *record)
         self._num_written[0] = number + 1
 
     def latest(self) -> list[StepRecord]:
-        """Return the latest records, oldest first."""
         end = self._num_written[0]
         numbers = range(max(0, end - NUM_RECORDS), end)
         records = [StepRecord(*_RECORD.unpack_from(self._memory, _place(i))) for i in numbers]
@@ -194,7 +190,7 @@ class Board:
         if not 0 <= index < self.num_slots:
             raise IndexError(f"slot {index} of a board of {self.num_slots}.")
         memory = memoryview(self._memory)[index * _STRIDE :][:_STRIDE]
-        return Slot(memory[:SLOT_BYTES], StepTimes(memory[SLOT_BYTES:]))
+        return Slot(memory[:SLOT_BYTES], _StepTimes(memory[SLOT_BYTES:]))
 
 
 class Slot:
@@ -208,7 +204,7 @@ class Slot:
       write_step: `write_step(steps, progress_ns, since_ns, phase)`, likewise.
     """
 
-    def __init__(self, memory: memoryview, times: StepTimes):
+    def __init__(self, memory: memoryview, times: _StepTimes):
         self.memory, self.times = memory, times
         self._words = memory.cast("q")
         self._floats = memory.cast("d")

@@ -30,14 +30,10 @@ _OWN_BAR_S = 5.0
 _MOVES_CURSOR = re.compile(r"\r(?!\n)|\x1b\[[\d;?]*[A-HJKSTfsu]|\x1b[78M]")
 
 
-class Display(Protocol):
-    """Shows the line."""
+class _Display(Protocol):
+    def show(self, summary: RunSummary) -> None: ...
 
-    def show(self, summary: RunSummary) -> None:
-        """Show a summary."""
-
-    def close(self) -> None:
-        """Stop showing it."""
+    def close(self) -> None: ...
 
 
 class ProgressLine:
@@ -46,7 +42,7 @@ class ProgressLine:
     def __init__(self, *, is_plain: bool = False) -> None:
         self._is_plain = is_plain
         self._progress = RunProgress(has_launcher=False)
-        self._display: Display | None = None
+        self._display: _Display | None = None
         self._num_steps, self._has_shown = 0, False
         self._began: float | None = None  # the first step or long phase
         self._stopped = threading.Event()
@@ -54,7 +50,7 @@ class ProgressLine:
 
     def start(self) -> None:
         """Start the thread."""
-        self._display = PlainLines() if self._is_plain else _display()
+        self._display = _PlainLines() if self._is_plain else _display()
         self._thread.start()
 
     def stop(self) -> None:
@@ -97,10 +93,10 @@ class ProgressLine:
             self._display.show(summary)
 
 
-def _display() -> Display:
+def _display() -> _Display:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):
-        return Notebook(shell)
+        return _Notebook(shell)
     # rich takes these for 80-column terminals without sequences.
     knows_sequences = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
     is_prompt = shell is not None or hasattr(sys, "ps1") or sys.flags.interactive
@@ -108,18 +104,15 @@ def _display() -> Display:
         # A custom stream may lack methods.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             if sys.stderr.isatty():
-                return TerminalLine()
-    return PlainLines()
+                return _TerminalLine()
+    return _PlainLines()
 
 
-class PlainLines:
-    """Writes a line every PLAIN_S, without a terminal."""
-
+class _PlainLines:
     def __init__(self) -> None:
         self._due: float | None = None
 
     def show(self, summary: RunSummary) -> None:
-        """Write a line if it is due."""
         now = time.monotonic()
         if self._due is None:
             self._due = now + PLAIN_S
@@ -129,11 +122,10 @@ class PlainLines:
                 sys.stderr.write(f"jdp: {summary}\n")
                 sys.stderr.flush()
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
-class Notebook:
+class _Notebook:
     """The running cell's updated output."""
 
     def __init__(self, shell: Any) -> None:
@@ -149,11 +141,10 @@ class Notebook:
         else:
             self._handle.update(data, raw=True)
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
-class TerminalLine:
+class _TerminalLine:
     """A line below the script's output to the terminal, erased before output and `input`."""
 
     def __init__(self) -> None:
@@ -182,7 +173,6 @@ class TerminalLine:
             self._draw()
 
     def close(self) -> None:
-        """Leave the line, and restore the streams."""
         with self._lock:
             self._draw()
             self._put(self._line.end())
@@ -251,7 +241,6 @@ class TerminalLine:
                     data = data[os.write(self._terminal, data) :]
 
     def _give_back(self) -> None:
-        """Restore what others have not replaced."""
         taken, self._taken = self._taken, []
         for owner, name, before, ours in taken:
             if vars(owner).get(name) is not ours:

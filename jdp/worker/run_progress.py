@@ -231,7 +231,6 @@ class RunProgress:
     def _with_evaluations(
         self, now: float, statuses: Iterable[ProcessStatus]
     ) -> list[ProcessStatus]:
-        """Replace the phase of an evaluation's steps."""
         statuses = [*statuses]
         if not any(it.counts.is_evaluating for it in statuses):
             self._evaluates_since = None
@@ -297,6 +296,5 @@ class RunProgress:
 
 
 def _waited_s(now: float, status: ProcessStatus) -> float:
-    """With a current wait."""
     lasting_s = max(0.0, now - status.since_s) if status.phase == process_status.DATA else 0.0
     return status.counts.data_s + lasting_s

@@ -41,7 +41,9 @@ def keep_known(own: Refs) -> None:
 
 def unknown_leaves(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
     """Return the indices of unknown leaves; `own` was passed to `keep_known`."""
-    _returned[:] = [refs for refs in _returned if refs is own or _any_alive(refs)]
+    _returned[:] = [
+        refs for refs in _returned if refs is own or any(ref() is not None for ref in refs)
+    ]
     if any(are_known(refs, leaves) for refs in _returned):
         return ()
     known = {id(ref()) for refs in (*_returned, _vouched) for ref in refs}
@@ -52,10 +54,6 @@ def are_known(refs: Refs, leaves: Sequence[Any]) -> bool:
     """Whether `refs` are references to `leaves`, in order."""
     # This runs for every leaf in every call, so it has no Python loop.
     return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
-
-
-def _any_alive(refs: Refs) -> bool:
-    return any(ref() is not None for ref in refs)
 
 
 _PIECE_BYTES = 1 << 20
