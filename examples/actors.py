@@ -125,23 +125,13 @@ class Actors:
         return [each.pid for each in self._processes.values()]
 
 
-def main():
+def learn(actors, num_steps, checkpointer, say=print):
+    """Train on the rows of actors, after `jdp.init()`."""
     import jax
     import jax.numpy as jnp
     import optax
 
     import jdp
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="virtual CPU devices of a process")
-    parser.add_argument("--actors", type=int, default=2, help="of a process; 0: it acts itself")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--directory", default="out/actors")
-    args = parser.parse_args()
-
-    jdp.init(cpu_ranks=args.ranks)
 
     @jdp.train_step
     def step(state, rows):
@@ -165,9 +155,8 @@ def main():
         weights["out"] = 0.1 * draw(size=(HIDDEN, 2)).astype("f")
         return jdp.TrainState.create(weights, jdp.replicated(optax.adam(3e-3)))
 
-    place = jax.process_index()
-    actors = Actors(args.actors, seed=place)
-    with jdp.Checkpointer(args.directory, commit_every=10) as checkpointer:
+    who = f"process {jax.process_index()} (pid {os.getpid()})"
+    with checkpointer:
         state = checkpointer.restore(new_state)
         first, begin = checkpointer.steps, time.monotonic()
         # `shard_batches` reads ahead in a thread, so actors act while the ranks learn.
@@ -175,7 +164,7 @@ def main():
         lengths, ages, known = [], [], set()
 
         def rollouts():
-            for _ in range(first, args.steps):
+            for _ in range(first, num_steps):
                 rows, done = actors.next_rows(*latest)
                 lengths.extend(done)
                 yield rows
@@ -187,16 +176,35 @@ def main():
             ages.append(float(metrics["age"]))
             if new := {*actors.pids()} - known:
                 known |= new
-                print(f"process {place} (pid {os.getpid()}) has the new actors {sorted(new)}")
+                say(f"{who} has the new actors {sorted(new)} after step {checkpointer.steps}")
             if checkpointer.steps % 50 == 0:
                 up, age = np.mean(lengths[-50:]), np.mean(ages[-50:])
-                print(
+                say(
                     f"step {checkpointer.steps}: poles stay up for {up:.0f} pushes, "
                     f"weights are {age:.1f} steps old"
                 )
-        num_steps, spent = checkpointer.steps - first, time.monotonic() - begin
-        num_rows = num_steps * ROWS * jax.process_count()
-        print(f"{num_rows:,} rows in {num_steps} steps, {num_rows / spent:,.0f} a second")
+        num_learned, spent = checkpointer.steps - first, time.monotonic() - begin
+        num_rows = num_learned * ROWS * jax.process_count()
+        say(f"{num_rows:,} rows in {num_learned} steps, {num_rows / spent:,.0f} a second")
+
+
+def main():
+    import jax
+
+    import jdp
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="virtual CPU devices of a process")
+    parser.add_argument("--actors", type=int, default=2, help="of a process; 0: it acts itself")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--directory", default="out/actors")
+    args = parser.parse_args()
+
+    jdp.init(cpu_ranks=args.ranks)
+    actors = Actors(args.actors, seed=jax.process_index())
+    learn(actors, args.steps, jdp.Checkpointer(args.directory, commit_every=10))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def step(state, batch):
 
 def join():
     """Connect the processes that Ray started, and return the mesh of all their devices."""
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Ray shows what any library logs
     context = ray.train.get_context()
     # Ray connects JAX's processes on GPUs and TPUs. On CPUs it says only how many there are.
     if not jax.distributed.is_initialized():
@@ -66,7 +67,6 @@ def join():
 
 
 def train_loop(config):  # in each process; in new ones after a death
-    logging.getLogger("absl").setLevel(logging.WARNING)  # Ray shows what any library logs
     mesh = join()
     state = jdp.TrainState.create(new_params(), jdp.replicated(optax.sgd(0.05)))
     batches = jdp.batches(new_rows(), BATCH_SIZE, num_steps=config["steps"], mask=True)
@@ -93,8 +93,8 @@ def at_least_1(text):
     return int(text)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def new_parser(doc):
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--storage", default="ray_train", help="folder that all hosts see")
     add("--workers", type=at_least_1, default=2, help="processes")
@@ -102,18 +102,18 @@ def main():
     add("--save-every", type=at_least_1, default=100, help="steps between two checkpoints")
     add("--max-failures", type=int, default=3, help="how often Ray starts the processes again")
     add("--resume", action="store_true", help="continue the run in this folder")
-    args = parser.parse_args()
+    return parser
+
+
+def fit(train_loop, args):
+    """Call `train_loop` with the options in each process."""
     storage = Path(args.storage).resolve()
     checkpoints = storage / "checkpoints"
     if checkpoints.exists() and not args.resume:
         sys.exit(f"{checkpoints} holds a run: add --resume to continue it, or name another folder.")
     trainer = JaxTrainer(
         train_loop,
-        train_loop_config={
-            "checkpoints": str(checkpoints),
-            "steps": args.steps,
-            "save_every": args.save_every,
-        },
+        train_loop_config={**vars(args), "checkpoints": str(checkpoints)},
         # On GPUs: use_gpu=True, which gives each process one of them.
         scaling_config=ScalingConfig(num_workers=args.workers, placement_strategy="SPREAD"),
         run_config=RunConfig(
@@ -127,4 +127,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    fit(train_loop, new_parser(__doc__).parse_args())

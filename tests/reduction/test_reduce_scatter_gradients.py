@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 from jdp import collectives
@@ -114,13 +114,7 @@ def test_means_are_over_both_axes_where_one_of_them_is_split(over):
     jdp.init(jax.make_mesh((2, 3), names, axis_types, devices=jax.devices()[:6]), axis_name=names)
     tx = jdp.sharded(optax.sgd(RATE), stage=1, min_size=8, axis_name=names, over=over)
 
-    @jdp.train_step(axis_name=names)
-    def both(state, rows):
-        loss, grads = jdp.value_and_grad(lambda p, x: loss_fn(p, x)[0], axis_name=names)(
-            state.params, rows
-        )
-        return state.apply_gradients(grads), {"loss": loss}
-
+    both = step_of(lambda p, x: loss_fn(p, x)[0], axis_name=names)
     new, _ = both(jdp.TrainState.create(zeros(), tx), ROWS)
     assert_trained(new.params)
 

@@ -238,14 +238,8 @@ def test_code_in_the_loss_can_take_the_shard_and_give_its_mean_gradient():
 def test_integer_parameters_are_refused_as_by_jax():
     ranks(2)
     state = jdp.TrainState.create({**params(), "count": np.int32(3)}, stage_3())
-
-    @jdp.train_step
-    def step(state, rows):
-        grads = jdp.value_and_grad(lambda p, rows: dense(p, rows))(state.params, rows)[1]
-        return state.apply_gradients(grads), {}
-
     with pytest.raises(TypeError, match="int32"):
-        step(state, batch())
+        step_of(dense)(state, batch())
 
 
 def test_what_a_gather_only_waits_for_counts_as_unread():

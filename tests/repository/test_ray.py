@@ -25,7 +25,8 @@ if importlib.util.find_spec("ray") is None:
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240
-STEPS, SAVE_EVERY = 2000, 100
+STEPS = 2000
+OPTIONS = [f"--steps={STEPS}", "--save-every=100"]
 
 # Two nodes of one CPU each, until the standard input is closed.
 CLUSTER = """
@@ -90,14 +91,13 @@ def until(condition):
 
 
 class Run:
-    """One run of the example on the nodes."""
+    """One run of an example on the nodes."""
 
-    def __init__(self, environment, storage):
+    def __init__(self, environment, storage, example="ray_train.py", options=OPTIONS):
         self.checkpoints, self._output = storage / "checkpoints", storage.with_suffix(".out")
-        flags = [f"--storage={storage}", f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, ROOT / "examples" / "ray_train.py", *flags],
+                [sys.executable, ROOT / "examples" / example, f"--storage={storage}", *options],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -126,11 +126,11 @@ class Run:
 
     def signal(self, process, number):
         """Signal a process of the first generation, when that has saved a checkpoint."""
-        self._until(lambda: len(self.begins()) == 2 and self.saved())
+        self.until(lambda: len(self.begins()) == 2 and self.saved())
         (pid,) = (pid for i, pid, *_ in self.begins() if i == process)
         os.kill(pid, number)
 
-    def _until(self, condition):
+    def until(self, condition):
         until(lambda: condition() or self.process.poll() is not None)
         assert condition(), self.output()
 
@@ -210,6 +210,23 @@ def test_processes_save_at_sigusr1_to_one_and_continue_from_there(cluster, tmp_p
     steps = [step for *_, step in run.begins()]
     assert steps[:2] == [0, 0] and steps[2] == steps[3] > 0, run.output()
     assert f"step {steps[2]} is saved" in run.output()
+
+
+def test_a_killed_actor_and_a_killed_learner_are_replaced_and_rows_are_counted(cluster, tmp_path):
+    def new_actors(learner):
+        line = rf"pid {learner}\) has the new actors \[(.*)\] after"
+        return [int(pid) for found in re.findall(line, run.output()) for pid in found.split(",")]
+
+    with Run(cluster, tmp_path / "run", "ray_actors.py", ["--steps=400"]) as run:
+        run.until(lambda: new_actors(r"\d+"))
+        learner = re.search(r"pid (\d+)\) has the new actors", run.output())[1]
+        os.kill(new_actors(learner)[0], signal.SIGKILL)
+        run.until(lambda: len(new_actors(learner)) == 3 and run.saved())
+        os.kill(int(learner), signal.SIGKILL)
+        assert run.finish()["step"] == 400
+    ((rows, steps),) = set(re.findall(r"([\d,]+) rows in (\d+) steps", run.output()))
+    assert 0 < int(steps) < 400 and int(steps) % 10 == 0, run.output()
+    assert int(rows.replace(",", "")) == int(steps) * 512 * 2
 
 
 def test_a_wrong_number_ends_the_example_before_ray_starts(environment, tmp_path):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.training import step_of
 
 import jdp
 from benchmarks.harness import models
@@ -22,14 +23,8 @@ WIDTH, LAYERS = 64, 3
 def given():
     found = models.mlp(width=WIDTH, num_layers=LAYERS, num_rows=16)
     jdp.init(devices=jax.devices()[:4])
-
-    @jdp.train_step
-    def step(state, batch):
-        grads = jdp.value_and_grad(found.loss_fn)(state.params, batch)[1]
-        return state.apply_gradients(grads), {}
-
     tx = jdp.sharded(optax.adam(1e-3), stage=1, min_size=WIDTH * WIDTH)
-    return step, (jdp.TrainState.create(found.params, tx), found.batch)
+    return step_of(found.loss_fn), (jdp.TrainState.create(found.params, tx), found.batch)
 
 
 def test_each_plan_is_the_step_with_that_optimizer(given):
