@@ -136,8 +136,9 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
 def _inputs(rank_program: RankProgram, args: tuple, called: tuple) -> Inputs:
     spec = rank_program.spec
     state, traced_batch, *rest = args
-    virtual_ranks.require_fits(spec, rank_program.mesh, called[0])
-    _, layout, shard_axes = parted(called[0], rank_program.mesh, spec.axis_name)
+    _, layout, shard_axes = parted(
+        called[0], virtual_ranks.traced_mesh(spec, rank_program.mesh), spec.axis_name
+    )
     uniform, *parts = layout.parted(jax.tree.leaves(pytrees.hold(state)))
     names, *names_of_parts = layout.parted(spec.paths(0, state))
     mask = find_mask(called[1])

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import pytrees
 from jdp.distributed import placement
 from jdp.step_spec import StepSpec
-from jdp.training import parameters, shard_layout
+from jdp.training import parameters, shard_layout, virtual_ranks
 
 _log = logging.getLogger("jdp")
 
@@ -33,11 +33,12 @@ _SLOW_BYTES = 1 << 20  # less is copied in a millisecond
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     """Place a state from outside a step, and copy aliased leaves."""
+    virtual_ranks.require_fits(spec, where, state)
     state = placement.placed(
         state,
         spec.axis_name,
         where,
-        partition=shard_layout.partition(state, where),
+        partition=shard_layout.partition(state, virtual_ranks.traced_mesh(spec, where)),
         may_be_split=not spec.returns_state,  # JAX gathers the arrays that an `eval_step` reads
     )
     if not spec.donate:

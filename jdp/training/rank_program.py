@@ -159,7 +159,9 @@ class RankProgram:
             metrics, differs = self._averaged(metrics, rest, given)
             new_state = between_steps(jax.tree.map(_strong, new_state))
             layout.remember_further(pytrees.hold(new_state))
-            new_groups, new_layout, _ = parted(new_state, self.mesh, spec.axis_name)
+            new_groups, new_layout, _ = parted(
+                new_state, virtual_ranks.traced_mesh(spec, self.mesh), spec.axis_name
+            )
             arrays, *parts = shard_layout.state_parts(new_groups, shard_axes)
             weight, skips = self._weight(scope), nonfinite.report(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)

@@ -547,7 +547,7 @@ def train_step(
         `lax.psum` or `lax.all_gather` is refused: JAX transposes it without weights.
       virtual_ranks: trace the step for so many ranks, >= 1, and run it on at most as many, with
         equal bits of state and metrics on any number of them (CPUs). Rows of the batch, keys,
-        weights and statistics belong to virtual ranks. For `jdp.replicated`.
+        weights and statistics belong to virtual ranks. `jdp.sharded` needs ranks that divide them.
       donate: reuse the memory of the input state for the returned one. Ctrl-C is then delayed until
         the call has returned the new state.
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jdp import axis, jax_compat, rank_state
+from jdp import axis, jax_compat, pytrees, rank_state
 from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.analysis.marks import LOCAL, mark
@@ -49,7 +49,8 @@ _CONSTANT, _UNIFORM, _VARYING, _COLLECTIVE = range(4)
 _SUMS = frozenset("psum psum_invariant".split())
 _UNIFORM_RESULTS = _SUMS | frozenset("all_gather all_gather_invariant pmax pmin".split())
 _COLLECTIVES = _UNIFORM_RESULTS | frozenset("all_to_all ppermute reduce_scatter".split())
-_OF_RANKS = _COLLECTIVES | {"axis_index"}
+_READS_RANK = frozenset("axis_index jdp_own_slice".split())
+_OF_RANKS = _COLLECTIVES | _READS_RANK
 _NAMING = _OF_RANKS | {"jdp_local", "jdp_mark", "jdp_mean", "shard_map"}
 _LOOPS = frozenset("cond scan while".split())
 _REMAT = "remat2"
@@ -65,6 +66,7 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
     number, num_ranks = spec.virtual_ranks, mesh.shape[spec.axis_name[0]]
     if number is None:
         return
+    state = pytrees.restore(state)
     if num_ranks != mesh.size:
         raise ValueError(
             f"`{spec.name}` has virtual_ranks={number}, but its mesh has further axes, "
@@ -76,10 +78,13 @@ def require_fits(spec: StepSpec, mesh: Mesh, state: Any) -> None:
             f"virtual rank is not split. Use at most {number} ranks, or write "
             f"virtual_ranks={num_ranks}, which trains with other bits."
         )
-    if any(sharding_of(tx) is not None for _, tx in shard_layout.state_nodes(state)):
+    if number % num_ranks and any(
+        sharding_of(tx) is not None for _, tx in shard_layout.state_nodes(state)
+    ):
         raise ValueError(
             f"`{spec.name}` has virtual_ranks={number}, and its state an optimizer of jdp.sharded, "
-            "whose shards belong to ranks. Write jdp.replicated(tx)."
+            f"but {number} shards cannot be divided among {num_ranks} ranks equally. Use a number "
+            f"of ranks that divides {number}, or jdp.replicated(tx)."
         )
     if any(isinstance(tx, LocalSteps) for _, tx in shard_layout.state_nodes(state)):
         raise ValueError(
@@ -388,7 +393,7 @@ class _Regions:
         names = {name}.union(*map(jaxprs.primitive_names, bodies))
         if bodies and name not in _LOOPS | {_REMAT} and not names.isdisjoint(_OF_RANKS):
             _refuse(eqn, f"reads ranks in `{name}`")
-        if "axis_index" in names or not self.varying.isdisjoint(ins):
+        if not names.isdisjoint(_READS_RANK) or not self.varying.isdisjoint(ins):
             self.varying.update(outs)
             return _VARYING
         is_constant = all(x.constant is not None or x in self._constant for x in ins)
@@ -602,6 +607,8 @@ class _Local(NamedTuple):
         name = eqn.primitive.name
         if name == "axis_index":
             return [self.virtual_rank]
+        if name == "jdp_own_slice":
+            return [_own_slice(operands[0], self.virtual_rank, **eqn.params)]
         if name in _LOOPS:
             return _controlled(eqn, operands, self._evaluate)
         if name == _REMAT:
@@ -648,6 +655,11 @@ class _Local(NamedTuple):
             results = inner.run(each, [env[x] for x in each.ins])
             env.update(zip(each.outs, results, strict=True))
         return [env[x] for x in flat.outs]
+
+
+def _own_slice(x: jax.Array, virtual_rank: Any, *, dim: int, size: int, **_: Any) -> jax.Array:
+    length = x.shape[dim] // size
+    return lax.dynamic_slice_in_dim(x, virtual_rank * length, length, dim)
 
 
 def _convolved(operation: FlatOperation, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -803,7 +815,7 @@ def _exchanged(
     """Run a collective other than a sum on the values of all virtual ranks."""
     blocks, name = ranks.blocks, operation.eqn.primitive.name
     if name == "reduce_scatter":
-        return [_scattered(operation.eqn, total, ranks) for total in _totals(stacks, ranks)]
+        return [_scattered(operation.eqn, x, ranks) for x in stacks]
     slots = blocks.slots()
     if blocks.num_ranks > 1:
         stacks = [lax.all_gather(x, ranks.axis_name, tiled=True) for x in ranks.after(stacks)]
@@ -819,15 +831,6 @@ def _exchanged(
         return [x[0] for x in results]
     mine = jnp.minimum(ranks.start + jnp.arange(blocks.width), size - 1)
     return [jnp.take(x, mine, axis=0) for x in results]
-
-
-def _scattered(eqn: Any, total: jax.Array, ranks: _RankContext) -> jax.Array:
-    dim, size = eqn.params["scatter_dimension"], ranks.blocks.num_virtual
-    mine = jnp.minimum(ranks.start + jnp.arange(ranks.blocks.width), size - 1)
-    parts = size, total.shape[dim] // size
-    cut = jnp.moveaxis(total.reshape(*total.shape[:dim], *parts, *total.shape[dim + 1 :]), dim, 0)
-    found = jnp.take(cut, mine, axis=0)
-    return found if eqn.params["tiled"] else jnp.squeeze(found, dim + 1)
 
 
 def _gradient_paths(operations: Sequence[FlatOperation]) -> dict[FlatValue, str]:
@@ -873,13 +876,9 @@ def _totals_of_ranks(
         rows = [nodes[i].reshape(len(nodes[i]), -1) for i in places]
         sizes = [x.shape[1] for x in rows]
         rows = rows if is_native else [jnp.concatenate(rows, axis=1)]
-        padded = [_padded(x, blocks.num_ranks) for x in ranks.after(rows)]
+        padded = [_padded(x, blocks.num_ranks) for x in rows]
+        sums = _sums_of_parts(padded, ranks, [paths[i] for i in places] if is_native else [])
         names = (ranks.axis_name,)
-        for i, x in enumerate(padded if is_native else ()):
-            if path := paths[places[i]]:
-                padded[i] = mark(x, kind=LOCAL, path=path, axes=names)
-        (mine,) = shards.all_to_all([padded], [[(1, 0)] * len(rows)], names, mesh=ranks.mesh)
-        sums = [_tree([x[i] for i in blocks.slots_of(len(x))]) for x in mine]
         (totals,) = shards.all_gather([sums], [[0] * len(rows)], names, mesh=ranks.mesh)
         ranks.follow(totals)
         if not is_native:
@@ -887,6 +886,34 @@ def _totals_of_ranks(
         for i, size, total in zip(places, sizes, totals, strict=True):
             found[i] = total[:size].reshape(nodes[i].shape[1:])
     return found
+
+
+def _sums_of_parts(
+    rows: Sequence[jax.Array], ranks: _RankContext, paths: Sequence[str] = ()
+) -> list[jax.Array]:
+    """Sum this rank's part of rows `[nodes, size]`, whose size divides by the ranks."""
+    rows, names = ranks.after(rows), (ranks.axis_name,)
+    for i, path in enumerate(paths):
+        if path:
+            rows[i] = mark(rows[i], kind=LOCAL, path=path, axes=names)
+    (mine,) = shards.all_to_all([rows], [[(1, 0)] * len(rows)], names, mesh=ranks.mesh)
+    return [_tree([x[i] for i in ranks.blocks.slots_of(len(x))]) for x in mine]
+
+
+def _scattered(eqn: Any, stack: jax.Array, ranks: _RankContext) -> jax.Array:
+    """Sum a stack `[width, ...]` over all virtual ranks; return each one's block of a dim."""
+    blocks, dim = ranks.blocks, eqn.params["scatter_dimension"]
+    if blocks.num_ranks > 1 and blocks.is_even:
+        nodes = _of_subtrees(_wide(stack), blocks.width & -blocks.width)
+        cut = jnp.moveaxis(_cut(nodes, 1 + dim, blocks.num_virtual), 0, 1)
+        (total,) = _sums_of_parts([cut.reshape(len(cut), cut[0].size)], ranks)
+        ranks.follow([total])
+        mine = total.reshape(blocks.width, *cut.shape[2:]).astype(stack.dtype)
+    else:
+        (total,) = _totals([stack], ranks)
+        mine = jnp.minimum(ranks.start + jnp.arange(blocks.width), blocks.num_virtual - 1)
+        mine = jnp.take(_cut(total, dim, blocks.num_virtual), mine, axis=0)
+    return mine if eqn.params["tiled"] else jnp.squeeze(mine, dim + 1)
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """A step with `virtual_ranks` ends with the same bits on any number of ranks."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def adam():
 
 def of_mlp(loss_fn=mlp, params=PARAMS, tx=None, **options):
     """(state, step, batches) of a loss."""
-    tx = jdp.replicated(adam() if tx is None else tx, **options.pop("reduction", {}))
+    wrap = options.pop("wrap", jdp.replicated)
+    tx = wrap(adam() if tx is None else tx, **options.pop("reduction", {}))
     accumulate = options.pop("accumulate", None)
 
     @jdp.train_step(virtual_ranks=V, **options)
@@ -122,7 +124,7 @@ def convolutions(axis_name=None):
     return state, step, map(images, range(3))
 
 
-def transformer(layers="unrolled"):
+def transformer(layers="unrolled", **options):
     dim, heads, depth = 32, 4, 3
 
     def texts(seed):
@@ -157,7 +159,8 @@ def transformer(layers="unrolled"):
         labels = text[:, 1:]
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], labels).mean()
 
-    state, step, _ = of_mlp(loss_fn, {"table": draw(61, dim) * 8, "layers": stacked})
+    params = {"table": draw(61, dim) * 8, "layers": stacked}
+    state, step, _ = of_mlp(loss_fn, params, **options)
     return state, step, map(texts, range(3))
 
 
@@ -385,7 +388,7 @@ STEPS = {
 def trained(name, n, num_steps=None):
     """The bits of all states and metrics on n ranks."""
     ranks(n)
-    state, step, batches = STEPS[name]()
+    state, step, batches = STEPS[name]() if name in STEPS else name()
     found = []
     batches = batches if num_steps is None else islice(cycle(batches), num_steps)
     for batch in batches:
@@ -423,6 +426,29 @@ def test_a_thousand_steps_have_equal_bits(name):
 @pytest.mark.parametrize("n", [4, 5, 6, 7])
 def test_bits_are_equal_where_ranks_have_unequally_many_virtual_ranks(n):
     require_equal_bits(trained("weighted", n), trained("weighted", V))
+
+
+WIDE = {"w": draw(13, 40), "b": np.zeros(40, np.float32), "v": draw(40, 3)}
+SHARDED = {
+    "adam": lambda wrap: of_mlp(params=WIDE, tx=optax.adamw(1e-2), wrap=wrap),
+    "clip": lambda wrap: of_mlp(params=WIDE, wrap=wrap),
+    "accumulated": lambda wrap: of_mlp(params=WIDE, accumulate=2, wrap=wrap),
+    "layers": lambda wrap: transformer("jdp", wrap=wrap),
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.all_sets
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_have_equal_bits_on_ranks_that_divide_the_virtual_ones(name, stage):
+    wrap = functools.partial(jdp.sharded, stage=stage, min_size=1)
+    want = trained(lambda: SHARDED[name](wrap), V)
+    for n in (1, 2, 4):
+        require_equal_bits(trained(lambda: SHARDED[name](wrap), n), want)
+    if name == "adam":  # whose update has no norm of all parameters
+        state = trained(lambda: SHARDED[name](jdp.replicated), 4)[-1]
+        require_equal_bits(want[-1], state)
 
 
 def test_a_step_trains_as_one_without_virtual_ranks_does_on_as_many_ranks():
@@ -574,7 +600,7 @@ def test_what_virtual_ranks_cannot_run_is_refused():
     rows = {name: x[:44] for name, x in batch.items()}
     refused(3, state, step, rows, "44 rows, .* 8 virtual ranks.*mask=True, virtual_ranks=8")
     shards = jdp.TrainState.create(PARAMS, jdp.sharded(adam()))
-    refused(3, shards, step, batch, "Write jdp.replicated")
+    refused(3, shards, step, batch, "8 shards cannot be divided among 3 ranks")
     own = jdp.train_step(lambda state, batch: (state, {}), virtual_ranks=V)
     refused(3, jdp.per_rank(jnp.zeros(24)), own, batch, "Use a number of ranks that divides 8")
     refused(2, jdp.per_rank(jnp.zeros(4)), own, batch, "4 does not divide by 8")
@@ -626,7 +652,7 @@ from training.test_virtual_ranks import long_run
 
 jdp.init()
 folder = Path(__file__).parent
-state, step, batches = long_run(NUM_STEPS)
+state, step, batches = long_run(NUM_STEPS, STAGE)
 last, dies_at = map(int, (folder / "part").read_text().split())
 dies = jax.process_index() == 0 and not (folder / f"died {dies_at}").exists()
 with jdp.Checkpointer(folder / "run", commit_every=1, save_every=1000) as ckpt:
@@ -643,8 +669,9 @@ print("bits", jdp.check_replicas(state))
 """
 
 
-def long_run(num_steps):
-    state, step, _ = of_mlp()
+def long_run(num_steps, stage=0):
+    wrap = functools.partial(jdp.sharded, stage=stage, min_size=1) if stage else jdp.replicated
+    state, step, _ = of_mlp(params=WIDE, wrap=wrap)
     return state, step, jdp.batches(regression(0), 24, num_steps=num_steps, seed=2)
 
 
@@ -664,22 +691,25 @@ def random_parts(num_steps, num_parts, seed):
 @pytest.mark.all_sets
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
-    "parts",
+    ("parts", "stage"),
     [
-        [(2, 5, 3), (3, 8, 0), (1, 10, 0)],
-        pytest.param(random_parts(1000, 8, seed=1), marks=pytest.mark.thorough),
+        ([(2, 5, 3), (3, 8, 0), (1, 10, 0)], 0),
+        ([(2, 5, 3), (4, 8, 0), (1, 10, 0)], 3),
+        pytest.param(random_parts(1000, 8, seed=1), 0, marks=pytest.mark.thorough),
     ],
-    ids=["10 steps", "1000 steps"],
+    ids=["10 steps", "10 steps of shards", "1000 steps"],
 )
-def test_bits_are_equal_after_deaths_and_on_other_numbers_of_processes(jdp_run, tmp_path, parts):
+def test_bits_are_equal_after_deaths_and_on_other_numbers_of_processes(
+    jdp_run, tmp_path, parts, stage
+):
     ranks(1)
     num_steps = parts[-1][1]
-    state, step, batches = long_run(num_steps)
+    state, step, batches = long_run(num_steps, stage)
     for batch in batches:
         state, _ = step(state, batch)
     want = jdp.check_replicas(state)
     script = SCRIPT.replace("TESTS", repr(str(Path(__file__).parents[1])))
-    script = script.replace("NUM_STEPS", str(num_steps))
+    script = script.replace("NUM_STEPS", str(num_steps)).replace("STAGE", str(stage))
     output = ""
     for num_processes, last, dies_at in parts:
         (tmp_path / "part").write_text(f"{last} {dies_at}")
