@@ -212,7 +212,7 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
         if value.axes:
             inputs = input_names(report, traced)
             back = report.back(value.axes)
-            node = back.of_input(position)
+            node = Node(back.top, back.body.invars[position])
             line, reason = back.nearest_line(node), why([back.origin(node)], inputs)
             yield with_code(
                 "JDP106",

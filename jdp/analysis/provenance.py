@@ -58,10 +58,6 @@ class Provenance(WayBack):
         """Return an output of the shard_map before casts and copies."""
         return self._computed(Node(self.top, self.body.outvars[i]))
 
-    def of_input(self, i: int) -> Node:
-        """Return an input of the shard_map."""
-        return Node(self.top, self.body.invars[i])
-
     def of_mark(self, eqn: Any) -> Node | None:
         """Return a mark's operand."""
         frame = self.frame_of("mark", eqn)

@@ -19,7 +19,7 @@ ArrayForm = tuple[tuple[int, ...], np.dtype]  # shape and dtype
 class SavedLeaf(NamedTuple):
     """One array of a state as written, unsharded."""
 
-    name: str  # its path
+    name: str
     shape: tuple[int, ...]
     dtype: str
     key: str | None  # PRNG implementation of random keys; shape and dtype are of their data

@@ -210,7 +210,7 @@ class _Store:
         timeout_s = agree.timeout_s()
         end = time.monotonic() + timeout_s if end is None else end
         left_s = end - time.monotonic()
-        while True:  # Once at least.
+        while True:
             slice_s = max(0.0, min(left_s, _SLICE_S))
             text = kv_store.get(f"{self._run}/{self._number}/{key}", timeout_s=slice_s)
             if text is not None:

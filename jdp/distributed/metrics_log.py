@@ -191,7 +191,7 @@ def end() -> None:
 class _OpenFiles:
     def __init__(self) -> None:
         self.files: dict[Path, MetricsFile] = {}
-        self.lock = threading.Lock()  # held while one is opened
+        self.lock = threading.Lock()
 
 
 _open = _OpenFiles()

@@ -16,8 +16,8 @@ A restarted launcher knows no electors and is none. If all listed hosts are pres
 needed: no other leader can exist.
 
 Groups are numbered, and a settled group supersedes all lower ones. A lower group unknown to its
-leader was never settled, or the two would share a host. So the state that hosts keep and send does
-not grow with the number of changes.
+leader was never settled, or the two would share a host. So the state kept and sent does not grow
+with the number of changes.
 """
 
 import secrets

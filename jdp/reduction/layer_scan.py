@@ -539,7 +539,7 @@ class _LateScatter:
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
-            # XLA waits for a sum at its first use, so keep it behind the matmuls.
+            # As in the loop above.
             sums = self._shards.sums(slot, residuals[0])
             sums, gradient = lax.optimization_barrier((sums, gradient))
             return None, sums, gradient, nothing

@@ -3,6 +3,8 @@
 import io
 from collections.abc import Sequence
 
+# Between lines without a terminal.
+PLAIN_S = 30.0
 # Erase to the row's end; go up one row.
 _ERASE, _UP = b"\x1b[K", b"\x1b[A"
 

@@ -12,13 +12,11 @@ from typing import Any, Protocol
 
 from jdp.worker import process_status
 from jdp.worker.hang_detector import is_debugged
-from jdp.worker.live_line import LiveLine
+from jdp.worker.live_line import PLAIN_S, LiveLine
 from jdp.worker.progress import own
 from jdp.worker.progress_board import phase_name
 from jdp.worker.run_progress import RunProgress, RunSummary
 
-# As in `jdp run`.
-PLAIN_S = 30.0
 _TICK_S = 0.5
 # A script that writes often must not pay for redraws.
 _REDRAW_S = 0.05

@@ -151,7 +151,7 @@ class RunProgress:
         self._outage: float | None = None  # since when the run makes no new progress
         self._lost_s = 0.0
         self._recoveries: Counter[str] = Counter()  # by the first failure's code
-        self._cause = ""  # of the outage
+        self._cause = ""
         self._samples: deque[_Sample] = deque()
         self._logged = RunCounts()  # of the process that logged last
         self._activity: str | None = None

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_233,
-    "words of docstrings and comments in jdp": 65_164,
+    "lines of jdp": 57_219,
+    "words of docstrings and comments in jdp": 65_099,
     "lines of tests": 75_983,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,

@@ -1,7 +1,4 @@
-"""Connects GPUs of one host, and tests a first reduction.
-
-It ran between two processes that share a GPU, and never between GPUs.
-"""
+"""Connects GPUs of one host, and tests a first reduction; `runtime.py` says where it ran."""
 
 import base64
 import concurrent.futures

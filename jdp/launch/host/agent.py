@@ -126,8 +126,6 @@ async def save_commit(resources: HostResources) -> dict[str, Any]:
 
 
 class _CoordinatorPort:
-    """A reserved port."""
-
     def __init__(self) -> None:
         self._socket = _bound()
 

@@ -8,11 +8,8 @@ from typing import IO
 
 from jdp.launch.flags import STDERR, STDOUT
 from jdp.launch.options import Options
-from jdp.worker.live_line import LiveLine
+from jdp.worker.live_line import PLAIN_S, LiveLine
 from jdp.worker.run_progress import RunSummary
-
-# Between lines without a terminal.
-PLAIN_S = 30.0
 
 
 class Console:

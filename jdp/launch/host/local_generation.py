@@ -5,9 +5,7 @@ States, and what ends them:
   RUNNING   until a process fails or `end` (ENDING), or one has saved or `stop` (STOPPING)
   STOPPING  the processes were asked to end; until `end`, or `shutdown_timeout_s` after the last
             save in progress (ENDING)
-  ENDING    the processes were killed
-
-Processes may end in each state; the generation is over when the last one was waited for.
+  ENDING    the processes were killed; until the last one was waited for
 """
 
 import asyncio

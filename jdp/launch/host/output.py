@@ -113,7 +113,7 @@ class _WorkerOutput:
         self.local_rank = local_rank
         self.prefix = b""
         self.is_standby = waits
-        self._held: deque[tuple[int, bytes]] | None = None  # see `hold`
+        self._held: deque[tuple[int, bytes]] | None = None
         if waits:
             self._held = deque(maxlen=_HELD_LINES)
         self.is_revealed = False
@@ -207,7 +207,7 @@ class OutputMux:
         self.console, self._options = Console(options, out, err), options
         self.prefix = self.console.prefix
         self._has_named_filter = False
-        self._summary: RunSummary | None = None  # the latest
+        self._summary: RunSummary | None = None
         self._is_summary_due = False
         self._shown: deque[str] = deque(maxlen=_SHOWN_LINES)
         self._calls: deque[Callable[[], None]] = deque()

@@ -30,7 +30,7 @@ class Standbys:
         self._ready, self._say = ready, say
         self._processes: list[Process] = []
         self._dropped: list[Process] = []  # killed, not yet waited for
-        self._wanted = 0  # now
+        self._wanted = 0
         self._one_parked = False
         self._gave_up = False
 

@@ -7,7 +7,7 @@ States, and what ends them:
   STOPPING  its processes were asked to end; until a second signal (ENDING)
   ENDING    its processes are being killed
 
-Processes may end in each state; the generation is over when no host has any left.
+In any state it is over once no host has processes left.
 """
 
 import enum
