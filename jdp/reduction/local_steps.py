@@ -33,7 +33,8 @@ class BetweenSteps(NamedTuple):
     """The optimizer state of `local_sgd` and `diloco` between steps, beside outer parameters.
 
     Attributes:
-      num_local: `[]` int32, steps since the last outer update.
+      num_local: `[]` int32, 1 to `every`: steps of this round; 0 before the first round.
+      outer_state: with `streaming` of each fragment, `[every, ...]`.
       own_params: each rank's parameters, `[ranks, ...]`; not read at `num_local` 0.
       own_state: each rank's inner state, `[ranks, ...]`.
     """
@@ -100,7 +101,8 @@ def local_sgd(
     >>> state.params  # the mean of 1.5 and 4.5
     Array([3.], dtype=float32)
     """
-    return _local_steps("local_sgd", tx, optax.sgd(1.0), every, axis_name, all_reduce)
+    outer = optax.sgd(1.0)
+    return _local_steps("local_sgd", tx, outer, every, axis_name, all_reduce, streaming=False)
 
 
 def diloco(
@@ -108,6 +110,7 @@ def diloco(
     outer: optax.GradientTransformation | None = None,
     *,
     every: int,
+    streaming: bool = False,
     axis_name: AxisName = "data",
     all_reduce: AllReduce = collectives.auto,
 ) -> LocalSteps:
@@ -127,6 +130,8 @@ def diloco(
       inner: each rank's complete optimizer; its state is never averaged.
       outer: the outer optimizer. Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       every: steps from one outer update to the next, >= 1.
+      streaming: cut parameters into `every` fragments, and exchange one in each step, as it was
+        before the step, so that XLA for GPUs can hide the exchange behind the step.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm of the mean, from `jdp.collectives`.
 
@@ -139,7 +144,8 @@ def diloco(
       ValueError: `every` is below 1; from a step with reduced gradients (JDP219) or a `weight=`
         (JDP220).
 
-    Source: Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105.
+    Source: Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105, and 2025, Streaming
+    DiLoCo, https://arxiv.org/abs/2501.18512.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -155,11 +161,18 @@ def diloco(
     Array([1.5], dtype=float32)
     """
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    return _local_steps("diloco", inner, outer, every, axis_name, all_reduce)
+    return _local_steps("diloco", inner, outer, every, axis_name, all_reduce, streaming=streaming)
 
 
 def _local_steps(
-    name: str, inner: Any, outer: Any, every: int, axis_name: AxisName, all_reduce: AllReduce
+    name: str,
+    inner: Any,
+    outer: Any,
+    every: int,
+    axis_name: AxisName,
+    all_reduce: AllReduce,
+    *,
+    streaming: bool,
 ) -> LocalSteps:
     axes = axis.names(axis_name)
     every = int_at_least("every", every, least=1)
@@ -167,6 +180,13 @@ def _local_steps(
     for each in (inner, outer):
         _require_plain(each, name)
     optimizers = with_extra_args(inner), with_extra_args(outer)
+    mean_of = _packed_mean if streaming else _mean
+
+    def init_outer(params: Any) -> Any:
+        if not streaming:
+            return optimizers[1].init(params)
+        of_fragment = jax.vmap(lambda i: optimizers[1].init(_fragment(params, i, every)))
+        return of_fragment(jnp.arange(every))
 
     def init(params: Any, num: int | None = None) -> Any:
         """Return the state of `num` ranks, by default of those of `jdp.init`."""
@@ -176,7 +196,7 @@ def _local_steps(
             stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (num, *jnp.shape(x))), tree)
             return PerRank(stacked, _resized)
 
-        own_state, outer_state = (each.init(params) for each in optimizers)
+        own_state, outer_state = optimizers[0].init(params), init_outer(params)
         if nonfinite.fields((own_state, outer_state), "skips_left"):
             raise TypeError(
                 f"jdp.{name} got an optimizer in jdp.skip_nonfinite or jdp.dynamic_loss_scale, "
@@ -184,6 +204,31 @@ def _local_steps(
                 f"jdp.{name}(optax.apply_if_finite(tx, 10), every={every})."
             )
         return BetweenSteps(jnp.int32(0), outer_state, on_ranks(params), on_ranks(own_state))
+
+    def outer_update(own: Any, *old: Any) -> Any:
+        mean = mean_of(jax.tree.map(jnp.subtract, old[0], own), axes, all_reduce)
+        return jax.tree.map(in_dtype, applied(optimizers[1], mean, old[1], old[0]), old)
+
+    def streamed(own: Any, before: Any, state: WithinStep, i: jax.Array) -> tuple[Any, WithinStep]:
+        """Exchange fragment `i` of the parameters before a step."""
+        # Fused with the slices below, XLA would copy the inner state.
+        own, own_state = lax.optimization_barrier((own, state.own_state))
+        old = _fragment(before, i, every)
+        outer, outer_state = outer_update(
+            old,
+            _fragment(state.outer_params, i, every),
+            jax.tree.map(lambda x: x[i], state.outer_state),
+        )
+        moved = jax.tree.map(
+            lambda x, new, old: x + (new - old), _fragment(own, i, every), outer, old
+        )
+        return _with_fragment(own, moved, i, every), state._replace(
+            outer_params=_with_fragment(state.outer_params, outer, i, every),
+            outer_state=jax.tree.map(
+                lambda x, new: x.at[i].set(new), state.outer_state, outer_state
+            ),
+            own_state=own_state,
+        )
 
     def update(
         updates: Any,
@@ -209,22 +254,21 @@ def _local_steps(
         require_shapes(updates, params)
         grads = _marked(updates, LOCAL_UPDATE, axes)
         own, own_state = applied(optimizers[0], grads, state.own_state, params, **extra)
+        done = state.num_local % every
+        state = state._replace(num_local=done + 1, own_state=own_state)
+        if streaming:
+            return streamed(own, params, state, done)
 
-        def joined(own: Any, outer_params: Any, outer_state: Any) -> Any:
-            apart = jax.tree.map(jnp.subtract, outer_params, own)
-            mean = _mean(_marked(apart, OUTER, axes), axes, all_reduce)
-            found = applied(optimizers[1], mean, outer_state, outer_params)
-            old = outer_params, outer_state
-            new = jax.tree.map(in_dtype, found, old)
-            return new[0], *new
+        def joined(*given: Any) -> Any:
+            outer_params, outer_state = outer_update(*given)
+            return outer_params, outer_params, outer_state
 
         def alone(*given: Any) -> Any:
             return given
 
-        is_due = state.num_local + 1 >= every
-        own, *outer = lax.cond(is_due, joined, alone, own, state.outer_params, state.outer_state)
-        num_local = jnp.where(is_due, 0, state.num_local + 1)
-        return own, WithinStep(num_local, outer[1], outer[0], own_state)
+        given = own, state.outer_params, state.outer_state
+        own, outer_params, outer_state = lax.cond(done + 1 == every, joined, alone, *given)
+        return own, state._replace(outer_params=outer_params, outer_state=outer_state)
 
     options: dict[str, Any] = {"tx": inner, "axis_name": axis_name, "all_reduce": all_reduce}
     own = {"axis_name": axis_name, "reduce_dtype": None, "options": options}
@@ -257,16 +301,62 @@ def _marked(tree: Any, kind: str, axes: tuple[str, ...]) -> Any:
 
 
 def _mean(tree: Any, axes: tuple[str, ...], all_reduce: AllReduce) -> Any:
-    """Return the mean of a tree over the ranks."""
+    leaves, treedef = jax.tree.flatten(_marked(tree, OUTER, axes))
+    return treedef.unflatten(_means(leaves, axes, all_reduce))
+
+
+def _packed_mean(tree: Any, axes: tuple[str, ...], all_reduce: AllReduce) -> Any:
+    """Send small outer gradients as one array of each dtype."""
     leaves, treedef = jax.tree.flatten(tree)
+    dtypes: dict[Any, list[int]] = {leaf.dtype: [] for leaf in leaves}
+    for i, leaf in enumerate(leaves):
+        dtypes[leaf.dtype].append(i)
+    packed = [buckets.pack([leaves[i] for i in group]) for group in dtypes.values()]
+    sent = [mark(vector, kind=OUTER, path="", axes=axes) for vector in packed]
+    for group, mean in zip(dtypes.values(), _means(sent, axes, all_reduce), strict=True):
+        for i, part in zip(group, buckets.unpack(mean, [leaves[i] for i in group]), strict=True):
+            leaves[i] = part
+    return treedef.unflatten(leaves)
+
+
+def _means(
+    leaves: list[jax.Array], axes: tuple[str, ...], all_reduce: AllReduce
+) -> list[jax.Array]:
     order = axis.in_mesh_order(axes)
     if gradients.is_alone(order, all_reduce):
-        means = [mark(leaf, kind=ALL_REDUCED, path="", axes=order) for leaf in leaves]
-    else:
-        mesh = gradients.mesh_of_step(order)
-        reduce = functools.partial(all_reduce, scale=1.0 / axis.size(order), mesh=mesh)
-        means = buckets.summed(leaves, gradients.BUCKET_BYTES, reduce, order)
-    return treedef.unflatten(means)
+        return [mark(leaf, kind=ALL_REDUCED, path="", axes=order) for leaf in leaves]
+    mesh = gradients.mesh_of_step(order)
+    reduce = functools.partial(all_reduce, scale=1.0 / axis.size(order), mesh=mesh)
+    return buckets.summed(leaves, gradients.BUCKET_BYTES, reduce, order)
+
+
+def _fragment(params: Any, i: jax.Array, num: int) -> Any:
+    """Return fragment `i` of `num`, `[size]` of each parameter, with zeros for others' numbers."""
+
+    def piece(x: jax.Array) -> jax.Array:
+        begin, is_of = _place(x, i, num)
+        return jnp.where(is_of, lax.dynamic_slice_in_dim(jnp.ravel(x), begin, is_of.size), 0)
+
+    return jax.tree.map(piece, params)
+
+
+def _with_fragment(params: Any, fragment: Any, i: jax.Array, num: int) -> Any:
+    """Invert `_fragment`."""
+
+    def put(x: jax.Array, piece: jax.Array) -> jax.Array:
+        begin, is_of = _place(x, i, num)
+        old = lax.dynamic_slice_in_dim(jnp.ravel(x), begin, is_of.size)
+        new = jnp.where(is_of, piece, old)
+        return lax.dynamic_update_slice_in_dim(jnp.ravel(x), new, begin, 0).reshape(x.shape)
+
+    return jax.tree.map(put, params, fragment)
+
+
+def _place(x: jax.Array, i: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """Return the begin of a slice, and which of its numbers are the fragment's."""
+    size = -(-x.size // num)
+    begin = jnp.minimum(i * size, x.size - size)
+    return begin, begin + jnp.arange(size) >= i * size
 
 
 def entered(opt_state: BetweenSteps, outer_params: Any) -> tuple[Any, WithinStep]:

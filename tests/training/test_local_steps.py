@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState as FlaxState
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,6 +55,46 @@ def simulated(num_ranks, inner, outer, every, num_steps=NUM_STEPS):
     return fetched((shared, jax.tree.map(lambda *x: jnp.stack(x), *own), losses))
 
 
+def streamed(num_ranks, outer, every):
+    """Return what `simulated` does with "adamw", of fragments that are exchanged one in a step."""
+    inner, shared = INNER["adamw"], jax.tree.map(jnp.asarray, params())
+    own, states = [shared] * num_ranks, [inner.init(shared)] * num_ranks
+
+    def rows(x, i):
+        size = -(-x.size // every)
+        return slice(i * size, (i + 1) * size)
+
+    def part(tree, i):
+        return jax.tree.map(lambda x: jnp.ravel(x)[rows(x, i)], tree)
+
+    def put(tree, new, i):
+        return jax.tree.map(
+            lambda x, y: jnp.ravel(x).at[rows(x, i)].set(y).reshape(x.shape), tree, new
+        )
+
+    outer_states, losses = [outer.init(part(shared, i)) for i in range(every)], []
+    for step in range(NUM_STEPS):
+        i, found = step % every, []
+        before, old = [part(x, i) for x in own], part(shared, i)
+        for r in range(num_ranks):
+            mine = jax.tree.map(lambda x, r=r: np.split(x, num_ranks)[r], batch(step))
+            loss, grads = jax.value_and_grad(loss_fn)(own[r], mine)
+            updates, states[r] = inner.update(grads, states[r], own[r])
+            own[r] = optax.apply_updates(own[r], updates)
+            found.append(loss)
+        losses.append(np.mean(found))
+        grads = jax.tree.map(lambda x, *own: sum(x - y for y in own) / num_ranks, old, *before)
+        updates, outer_states[i] = outer.update(grads, outer_states[i], old)
+        new = optax.apply_updates(old, updates)
+        shared = put(shared, new, i)
+        moved = [
+            jax.tree.map(lambda n, b, x: x + n - b, new, b, part(x, i))
+            for x, b in zip(own, before, strict=True)
+        ]
+        own = [put(x, y, i) for x, y in zip(own, moved, strict=True)]
+    return fetched((shared, jax.tree.map(lambda *x: jnp.stack(x), *own), losses))
+
+
 def trained(num_ranks, tx, num_steps=NUM_STEPS, step=plain_step):
     state, metrics = training.train(
         num_ranks, jdp.train_step(step), lambda: training.state(tx), num_steps
@@ -71,6 +113,19 @@ def grad(state, batch):
 def test_steps_equal_those_of_each_rank_alone(num_ranks, name, every):
     tx = jdp.diloco(INNER[name], every=every)
     assert_close(trained(num_ranks, tx), simulated(num_ranks, INNER[name], OUTER, every))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("every", [1, 3, 4])  # 4 and 1 numbers, and 20 by 3, do not divide
+def test_fragments_equal_those_of_each_rank_alone(num_ranks, every):
+    tx = jdp.diloco(INNER["adamw"], every=every, streaming=True)
+    assert_close(trained(num_ranks, tx), streamed(num_ranks, OUTER, every))
+
+
+def test_each_fragment_has_an_outer_optimizer_without_numbers_of_others():
+    outer = optax.chain(optax.clip_by_global_norm(0.02), optax.adam(0.1, eps=1e-3))
+    tx = jdp.diloco(INNER["adamw"], outer, every=3, streaming=True)
+    assert_close(trained(3, tx), streamed(3, outer, 3))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
@@ -137,6 +192,29 @@ def test_quantized_outer_gradients_have_equal_bits_and_round_as_their_blocks():
     assert 0 < error <= 2 * moved / 127
 
 
+def test_leaves_of_a_fragment_are_quantized_as_one_array():
+    ranks(4)
+    start = {name: np.zeros(6000, np.float32) for name in "ab"}  # of 4096 numbers at least
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.tree.map(lambda w: w - batch["x"].mean() * np.arange(6000), state.params)
+        return state.apply_gradients(grads), {}
+
+    def run(**options):
+        tx = jdp.diloco(optax.sgd(0.1), optax.sgd(1.0), every=2, streaming=True, **options)
+        state = jdp.TrainState.create(start, tx)
+        plan = {each.dtype: each.num_bytes for each in step.communication_plan(state, batch())}
+        for i in range(4):
+            state, _ = step(state, batch(i))
+        jdp.check_replicas(state)
+        return plan, np.stack(list(state.params.values()))
+
+    (_, exact), (plan, rounded) = run(), run(all_reduce=jdp.collectives.quantized)
+    assert plan == {"u8": 6 * 1024 + 4 * 24}  # whole blocks for each rank, and their scales
+    assert 0 < np.abs(exact - rounded).max() <= 4 * np.abs(exact).max() / 127
+
+
 # Where ranks meet
 
 
@@ -153,6 +231,11 @@ def test_no_collective_of_parameters_is_outside_of_the_condition():
     for tx in (jdp.local_sgd(INNER["adamw"], every=4), jdp.diloco(INNER["adamw"], every=4)):
         assert sizes_of_collectives(4, tx) == [4, num_bytes]  # 4: the loss
     assert sizes_of_collectives(4, jdp.replicated(INNER["adamw"])) == [num_bytes + 4, 0]
+
+
+def test_each_step_sends_one_fragment_of_all_parameters():
+    tx = jdp.diloco(INNER["adamw"], every=3, streaming=True)
+    assert sizes_of_collectives(4, tx) == [4 * (1 + 7 + 2 + 1), 0]  # of 20, 4 and 1 numbers
 
 
 def test_the_compiled_program_sums_parameters_in_its_condition_alone():
@@ -206,20 +289,43 @@ def test_evaluation_and_copies_read_the_outer_parameters():
     assert_close(jdp.evaluate(measure, state, [batch(7)]), {"loss": loss_fn(right, batch(7))})
 
 
-def test_a_round_begins_anew_at_parameters_that_are_put_in_between_two_steps():
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_round_begins_anew_at_parameters_that_are_put_in_between_two_steps(streaming):
     ranks(2)
-    state, step = training.state(jdp.local_sgd(optax.sgd(0.1), every=3)), jdp.train_step(plain_step)
+    tx = jdp.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3, streaming=streaming)
+    state, step = training.state(tx), jdp.train_step(plain_step)
     for i in range(2):
         state, _ = step(state, batch(i))
     state = state.replace(params=jax.tree.map(jnp.zeros_like, state.params))
-    new = training.state(jdp.local_sgd(optax.sgd(0.1), every=3))
+    new = training.state(tx)
     new = new.replace(params=jax.tree.map(jnp.zeros_like, new.params))
     for i in range(4):
         (state, _), (new, _) = step(state, batch(i)), step(new, batch(i))
     assert_close(*(fetched((x.params, x.opt_state)) for x in (state, new)), tolerance=0)
 
 
-def test_the_first_state_is_made_in_parts_also_over_further_axes():
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parameters_put_in_within_a_step_are_those_of_this_rank(streaming):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        begun = state.params["b"][0]
+        state = state.apply_gradients(grad(state, batch))
+        mine = jax.tree.map(lambda x: x * 0 + batch["x"][0, 0], state.params)
+        return state.replace(params=mine), {"begun": begun}
+
+    tx = jdp.diloco(optax.sgd(0.1), optax.sgd(1.0), every=2, streaming=streaming)
+    state, put = training.state(tx), [0.0]
+    for i in range(5):
+        state, metrics = step(state, batch(i))
+        assert_close(metrics["begun"], np.mean(put), tolerance=1e-6)
+        put = [rows[0, 0] for rows in np.split(batch(i)["x"], 2)]
+        assert_close(state.opt_state.own_params.value["b"][:, 0], np.asarray(put), tolerance=0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_first_state_is_made_in_parts_also_over_further_axes(streaming):
     mesh = ranks(8, axes={"model": 2})
     whole = jax.device_put(params(), NamedSharding(mesh, P()))
     split = {**whole, "w": jax.device_put(whole["w"], NamedSharding(mesh, P(None, "model")))}
@@ -227,12 +333,13 @@ def test_the_first_state_is_made_in_parts_also_over_further_axes():
     for tree in (made.own_params.value, made.own_state.value[0].mu):
         assert tree["w"].sharding.spec == P("data", None, "model")
         assert tree["b"].sharding.spec == P("data")
-    state = jdp.TrainState.create(split, jdp.diloco(INNER["momentum"], every=4))
+    tx = jdp.diloco(INNER["adamw"], every=4, streaming=streaming)
+    state = jdp.TrainState.create(split, tx)
     step = jdp.train_step(plain_step)
     for i in range(NUM_STEPS):
         state, _ = step(state, batch(i))
-    right, own, _ = simulated(4, INNER["momentum"], OUTER, 4)
-    assert_close(fetched((state.params, state.opt_state.own_params.value)), (right, own))
+    right = streamed(4, OUTER, 4) if streaming else simulated(4, INNER["adamw"], OUTER, 4)
+    assert_close(fetched((state.params, state.opt_state.own_params.value)), right[:2])
 
 
 def test_frozen_parameters_are_equal_on_all_ranks_and_never_sent():
@@ -330,6 +437,30 @@ def test_a_step_that_has_reduced_or_weighted_is_refused(num_ranks, name):
         step(training.state(jdp.diloco(INNER["adamw"], every=4)), batch())
 
 
+def of_flax(tx):
+    state = FlaxState.create(apply_fn=None, params=params(), tx=tx)
+    return state, lambda state, batch: (state.apply_gradients(grads=grad(state, batch)), {})
+
+
+def of_nnx(tx):
+    model = nnx.Linear(5, 1, rngs=nnx.Rngs(0))
+
+    def step(pair, batch):
+        grads = nnx.grad(lambda model: model(batch["x"]).mean())(pair[0])
+        pair[1].update(pair[0], grads)
+        return pair, {}
+
+    return (model, nnx.Optimizer(model, tx, wrt=nnx.Param)), step
+
+
+@pytest.mark.parametrize("make", [of_flax, of_nnx])
+def test_states_of_flax_and_nnx_are_refused(make):
+    ranks(2)
+    state, step = make(jdp.diloco(optax.sgd(0.1), every=2))
+    with pytest.raises(TypeError, match=r"only a jdp\.TrainState .*jdp\.TrainState\.create\("):
+        jdp.train_step(step)(state, batch())
+
+
 def test_an_update_outside_of_a_step_is_refused():
     ranks(2)
     with pytest.raises(TypeError, match=r"decorated with jdp\.train_step"):
@@ -389,9 +520,9 @@ def test_each_rank_skips_its_own_bad_updates():
 # Checkpoints
 
 
-def saved_and_restored(tmp_path, num_steps, num_ranks, inner):
+def saved_and_restored(tmp_path, num_steps, num_ranks, inner, **options):
     """Train on 4 ranks, save, and return the saved state and the one restored on other ranks."""
-    tx, step = jdp.diloco(inner, every=3), jdp.train_step(plain_step)
+    tx, step = jdp.diloco(inner, every=3, **options), jdp.train_step(plain_step)
     ranks(4)
     with jdp.Checkpointer(tmp_path) as ckpt:
         state = ckpt.restore(training.state(tx))
@@ -404,14 +535,15 @@ def saved_and_restored(tmp_path, num_steps, num_ranks, inner):
         return saved, ckpt.restore(training.state(tx)), step
 
 
-def test_a_state_restored_on_as_many_ranks_continues_with_equal_bits(tmp_path):
-    saved, state, step = saved_and_restored(tmp_path, 4, 4, optax.adamw(0.01))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_state_restored_on_as_many_ranks_continues_with_equal_bits(tmp_path, streaming):
+    options = {"inner": optax.adamw(0.01), "streaming": streaming}
+    saved, state, step = saved_and_restored(tmp_path, 4, 4, **options)
     assert_close(fetched(state), saved, tolerance=0)
     for i in range(4, NUM_STEPS):
         state, _ = step(state, batch(i))
-    right = training.train(
-        4, step, lambda: training.state(jdp.diloco(optax.adamw(0.01), every=3)), NUM_STEPS
-    )
+    tx = jdp.diloco(**options, every=3)
+    right = training.train(4, step, lambda: training.state(tx), NUM_STEPS)
     assert_close(fetched(state), right[0], tolerance=0)
     assert_close(jdp.load(tmp_path, part="params"), saved.params, tolerance=0)
 

@@ -5,7 +5,7 @@ import optax
 import pytest
 from support import training
 from support.training import assert_close, fetched
-from training.test_local_steps import INNER, OUTER, simulated
+from training.test_local_steps import INNER, OUTER, simulated, streamed
 from training.test_sharded_processes import placed, ranks, whole
 
 import jdp
@@ -19,7 +19,8 @@ import jdp
 jdp.init()
 rows = np.random.default_rng(0).normal(size=(48, 5)).astype("f")
 batches = jdp.batches(rows, 4, num_steps=12, seed=0)
-tx = jdp.diloco(optax.chain(optax.add_noise(0.01, 0.5, 3), optax.adamw(0.05)), every=4)
+inner = optax.chain(optax.add_noise(0.01, 0.5, 3), optax.adamw(0.05))
+tx = jdp.diloco(inner, every=4, streaming=STREAMING)
 make = lambda: jdp.TrainState.create({"w": jnp.ones((5, 3))}, tx)
 kills = dict(KILLS)  # the step -> the process
 
@@ -46,10 +47,10 @@ print("end", jax.process_index(), hashlib.sha256(b"".join(parts)).hexdigest())
 """
 
 
-def trained():
+def trained(streaming):
     """Train four ranks of two processes, and return what `simulated` does."""
     ranks()
-    state = training.state(jdp.diloco(INNER["adamw"], every=4))
+    state = training.state(jdp.diloco(INNER["adamw"], every=4, streaming=streaming))
     step, losses = jdp.train_step(training.plain_step), []
     for i in range(9):
         state, metrics = step(state, placed(training.batch(i)))
@@ -75,9 +76,11 @@ def restored_state(path):
     return [jax.tree.leaves(fetched(replicate(x))) for x in (state, again)]
 
 
-def test_two_processes_train_as_each_rank_alone(processes):
-    for found in processes(2).run(trained):
-        assert_close(found, simulated(4, INNER["adamw"], OUTER, 4))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_processes_train_as_each_rank_alone(processes, streaming):
+    right = streamed(4, OUTER, 4) if streaming else simulated(4, INNER["adamw"], OUTER, 4)
+    for found in processes(2).run(trained, streaming):
+        assert_close(found, right)
 
 
 def test_two_processes_restore_equal_bits(processes, tmp_path):
@@ -86,8 +89,8 @@ def test_two_processes_restore_equal_bits(processes, tmp_path):
         assert_close(again, state, tolerance=0)
 
 
-def ends_of(jdp_run, kills):
-    script = SCRIPT.replace("KILLS", repr(kills))
+def ends_of(jdp_run, kills, *, streaming):
+    script = SCRIPT.replace("KILLS", repr(kills)).replace("STREAMING", repr(streaming))
     one = jdp_run("--nproc-per-node=2", "--standbys=0", "--max-restarts=3", script=script)
     one.deadline_s = 120.0
     assert one.wait() == 0, one.output
@@ -97,9 +100,11 @@ def ends_of(jdp_run, kills):
 
 @pytest.mark.processes
 @pytest.mark.xdist_group("processes")
-def test_a_run_with_kills_ends_with_the_bits_of_one_without(jdp_run, tmp_path):
-    whole_run = ends_of(jdp_run, {})
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_with_kills_ends_with_the_bits_of_one_without(jdp_run, tmp_path, streaming):
+    whole_run = ends_of(jdp_run, {}, streaming=streaming)
     for each in tmp_path.iterdir():
         each.rename(tmp_path.with_name(f"{tmp_path.name}-before-{each.name}"))
     assert len(whole_run) == 2
-    assert ends_of(jdp_run, {6: 1, 8: 0}) == whole_run  # within a round, and after an outer update
+    kills = {6: 1, 8: 0}  # within a round, and after an outer update
+    assert ends_of(jdp_run, kills, streaming=streaming) == whole_run
