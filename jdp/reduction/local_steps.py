@@ -219,9 +219,7 @@ def _local_steps(
             _fragment(state.outer_params, i, every),
             jax.tree.map(lambda x: x[i], state.outer_state),
         )
-        moved = jax.tree.map(
-            lambda x, new, old: x + (new - old), _fragment(own, i, every), outer, old
-        )
+        moved = jax.tree.map(lambda x, y, z: x + (y - z), _fragment(own, i, every), outer, old)
         return _with_fragment(own, moved, i, every), state._replace(
             outer_params=_with_fragment(state.outer_params, outer, i, every),
             outer_state=jax.tree.map(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.reduction.local_steps import LocalSteps
 from jdp.reduction.optimizer import MIN_SIZE, sharding_of
 from jdp.tools import hlo
 from jdp.tools.compiled import StepForDevices
@@ -246,7 +247,7 @@ def replicated_optimizer(facts: Facts) -> list[Finding]:
     """Find optimizer state whole on every rank."""
     saved = 0
     for node in _train_states(facts):
-        if sharding_of(node.tx) is not None:
+        if sharding_of(node.tx) is not None or isinstance(node.tx, LocalSteps):
             continue
         for leaf in jax.tree.leaves(node.opt_state):
             size, itemsize = leaf.size, leaf.dtype.itemsize  # also of random keys

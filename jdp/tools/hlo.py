@@ -10,7 +10,7 @@ from jdp.analysis import diagnostics
 
 _NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|called_computations|branch_computations)="
+    r"\b(?:calls|to_apply|body|condition|(?:called|branch)_computations|(?:true|false)_computation)="
     r"\{?%?([\w.\-]+(?:, ?%[\w.\-]+)*)"
 )
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_340,
+    "lines of jdp": 57_339,
     "words of docstrings and comments in jdp": 65_233,
-    "lines of tests": 76_150,
+    "lines of tests": 76_149,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

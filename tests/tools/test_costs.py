@@ -167,11 +167,14 @@ BRANCHES = """
 """
 
 
-@pytest.mark.parametrize("order", ["%long, %short", "%short, %long"])
-def test_of_two_branches_the_one_that_takes_longer_counts(order):
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%long, %short}", "true_computation=%short, false_computation=%long"],
+)
+def test_of_two_branches_the_one_that_takes_longer_counts(branches):
     found = program(
         "%i = s32[] parameter(0)", "%x = f32[4,4]{1,0} parameter(1)",
-        f"ROOT %root = f32[4,4]{{1,0}} conditional(%i, %x, %x), branch_computations={{{order}}}",
+        f"ROOT %root = f32[4,4]{{1,0}} conditional(%i, %x, %x), {branches}",
         others=BRANCHES,
     )  # fmt: skip
     simulated = timeline.simulate(found, Seconds())

@@ -121,6 +121,7 @@ def test_a_replicated_optimizer_state_and_the_bytes_that_sharding_saves():
     finding = found["replicated-optimizer-state"]
     assert finding.saved_bytes == 2 * 4 * DIM * DIM * 3 // 4
     assert not kinds(plain, tx=jdp.sharded(optax.adam(1e-3), stage=1), ranks=4)
+    assert not kinds(plain, tx=jdp.diloco(optax.adam(1e-3), every=2), ranks=4)
 
 
 def test_gradients_of_16_bits_in_float32_on_the_wire():

@@ -60,17 +60,14 @@ def streamed(num_ranks, outer, every):
     inner, shared = INNER["adamw"], jax.tree.map(jnp.asarray, params())
     own, states = [shared] * num_ranks, [inner.init(shared)] * num_ranks
 
-    def rows(x, i):
-        size = -(-x.size // every)
-        return slice(i * size, (i + 1) * size)
+    def at(x, i):
+        return slice(i * -(-x.size // every), (i + 1) * -(-x.size // every))
 
     def part(tree, i):
-        return jax.tree.map(lambda x: jnp.ravel(x)[rows(x, i)], tree)
+        return jax.tree.map(lambda x: x.ravel()[at(x, i)], tree)
 
     def put(tree, new, i):
-        return jax.tree.map(
-            lambda x, y: jnp.ravel(x).at[rows(x, i)].set(y).reshape(x.shape), tree, new
-        )
+        return jax.tree.map(lambda x, y: x.ravel().at[at(x, i)].set(y).reshape(x.shape), tree, new)
 
     outer_states, losses = [outer.init(part(shared, i)) for i in range(every)], []
     for step in range(NUM_STEPS):
@@ -87,11 +84,10 @@ def streamed(num_ranks, outer, every):
         updates, outer_states[i] = outer.update(grads, outer_states[i], old)
         new = optax.apply_updates(old, updates)
         shared = put(shared, new, i)
-        moved = [
-            jax.tree.map(lambda n, b, x: x + n - b, new, b, part(x, i))
+        own = [
+            put(x, jax.tree.map(lambda n, b, x: x + n - b, new, b, part(x, i)), i)
             for x, b in zip(own, before, strict=True)
         ]
-        own = [put(x, y, i) for x, y in zip(own, moved, strict=True)]
     return fetched((shared, jax.tree.map(lambda *x: jnp.stack(x), *own), losses))
 
 
@@ -333,9 +329,8 @@ def test_the_first_state_is_made_in_parts_also_over_further_axes(streaming):
     for tree in (made.own_params.value, made.own_state.value[0].mu):
         assert tree["w"].sharding.spec == P("data", None, "model")
         assert tree["b"].sharding.spec == P("data")
-    tx = jdp.diloco(INNER["adamw"], every=4, streaming=streaming)
+    tx, step = jdp.diloco(INNER["adamw"], every=4, streaming=streaming), jdp.train_step(plain_step)
     state = jdp.TrainState.create(split, tx)
-    step = jdp.train_step(plain_step)
     for i in range(NUM_STEPS):
         state, _ = step(state, batch(i))
     right = streamed(4, OUTER, 4) if streaming else simulated(4, INNER["adamw"], OUTER, 4)
