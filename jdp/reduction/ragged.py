@@ -37,9 +37,9 @@ def ragged_all_to_all(
     experts. They arrive sorted by block, and for one block by source, so `jax.lax.ragged_dot` can
     compute all experts of a rank.
 
-    Exchanges are linear, and their gradients are exact. On GPUs and TPUs they are
-    `jax.lax.ragged_all_to_all`. CPUs exchange rows in rounds, as `sharded_embedding` does: one
-    round if all ranks receive about equally many rows.
+    Exchanges are linear, with exact gradients. On GPUs and TPUs they are
+    `jax.lax.ragged_all_to_all`. CPUs exchange in rounds, one if ranks receive equally many:
+    natively over the ranks of `jdp.sharded(tx, stage=3)`, else by XLA.
 
     Args:
       rows: `[rows, ...]`, any dtype but typed keys. Rows after the last block are not sent.

@@ -13,6 +13,7 @@ from support import training
 from support.training import assert_close, step_of
 
 import jdp
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.distributed import in_flight, this_process
 
 NUM_ROWS, BLOCKS = 151, 3
@@ -71,12 +72,8 @@ def expected(rows, counts, max_rows):
 def test_rows_arrive_by_block_and_return(mesh, kind, check_vma):
     rows, counts = rows_of(mesh.size), counts_of(kind, mesh.size)
     max_rows = max(1, counts.sum((0, 2)).max())
-    for got, want in zip(
-        exchanged(mesh, rows, counts, max_rows, check_vma),
-        expected(rows, counts, max_rows),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(got, want)
+    got = exchanged(mesh, rows, counts, max_rows, check_vma)
+    jax.tree.map(np.testing.assert_array_equal, got, expected(rows, counts, max_rows))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -164,20 +161,27 @@ def expert_batch(i):
     return batch
 
 
-def trained(n, step):
+STAGE_3 = jdp.sharded(optax.sgd(0.1, momentum=0.9), stage=3, min_size=1)
+
+
+def expert_state(tx=None):
     params = training.params() | {"w": np.random.default_rng(0).normal(size=(6, 5, 4)).astype("f")}
-
-    def make_state():
-        return jdp.TrainState.create(params, training.sgd())
-
-    return training.train(n, step, make_state, make_batch=expert_batch)[0].params
+    return jdp.TrainState.create(params, tx or training.sgd())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_experts_on_other_ranks_train_as_on_one(accumulate):
-    want = trained(1, step_of(experts_loss))
+def trained(n, step, tx=None):
+    return training.train(n, step, lambda: expert_state(tx), make_batch=expert_batch)[0].params
+
+
+@pytest.mark.parametrize("accumulate, tx", [(1, None), (2, None), (1, STAGE_3)])
+def test_experts_on_other_ranks_train_as_on_one(accumulate, tx):
+    want, step = trained(1, step_of(experts_loss)), step_of(experts_loss, accumulate=accumulate)
     for n in (2, 3):
-        assert_close(trained(n, step_of(experts_loss, accumulate=accumulate)), want)
+        assert_close(trained(n, step, tx), want)
+    text = step.lower(expert_state(tx), expert_batch(0)).as_text()
+    is_native = tx is STAGE_3 and cpu_runtime.why_missing() is None
+    assert (cpu_runtime.ALL_TO_ALL in text) == is_native
+    assert ("stablehlo.all_to_all" in text) == (not is_native)
 
 
 def test_weighted_experts_train_as_on_one_by_the_formula_of_the_error():
@@ -195,9 +199,8 @@ def over_processes(kind):
     @jdp.eval_step
     def send(state, batch):
         rank = jax.lax.axis_index("data")
-        received, _, back = jdp.ragged_all_to_all(
-            all_rows[rank], all_counts[rank], max_rows=2 * NUM_ROWS
-        )
+        own = all_rows[rank], all_counts[rank]
+        received, _, back = jdp.ragged_all_to_all(*own, max_rows=2 * NUM_ROWS)
         return {"there": jdp.rows(received[None]), "back": jdp.rows(back(received)[None])}
 
     batches = jdp.batches(np.arange(4), 4, epochs=1, shuffle=False)
@@ -275,8 +278,7 @@ def test_beside_an_axis_that_is_left_to_the_compiler(before_init, max_rows):
 
     def on_device(x, w):
         counts = jnp.full((2, 1), len(x) // 2)
-        sent = dict(max_rows=max_rows, axis_name="expert")
-        received, _, back = jdp.ragged_all_to_all(x, counts, **sent)
+        received, _, back = jdp.ragged_all_to_all(x, counts, max_rows=max_rows, axis_name="expert")
         return back(received @ w)
 
     def loss_fn(params, x):
@@ -284,10 +286,8 @@ def test_beside_an_axis_that_is_left_to_the_compiler(before_init, max_rows):
         y = jax.shard_map(on_device, axis_names={"expert"}, **specs)(x, params["w"])
         return jnp.mean(y**2)
 
-    x, w = (
-        np.random.default_rng(i).normal(size=size).astype("f")
-        for i, size in enumerate([(32, 4), (4, 4)])
-    )
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(32, 4)).astype("f"), draw(size=(4, 4)).astype("f")
     params = {"w": jax.device_put(w, NamedSharding(mesh, P(None, "model")))}
     state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)))
     state, metrics = step_of(loss_fn)(state, x)
