@@ -183,8 +183,8 @@ def is_valid(p):
         and (is_step or (p.loop, p.feed, p.auto) == ("python", "arrays", 1))
         and (is_step or p.donate)
         # Virtual ranks lie on one axis, and processes have as many of them as devices.
-        and (not p.devices or (is_step and len(p.mesh) == 1 and (p.auto, p.stage) == (1, 0)))
-        and (p.state == "none" or p.ranks % (p.devices or 1) == 0)
+        and (not p.devices or (is_step and len(p.mesh) == 1 and p.auto == 1))
+        and ((p.state, p.stage) == ("none", 0) or p.ranks % (p.devices or 1) == 0)
         and (p.devices <= p.ranks and (not p.devices or p.processes == 1))
         # An evaluation sees all rows at once.
         and (p.loop != "evaluated" or p.split == "whole")
