@@ -22,46 +22,48 @@ from examples import elastic_language_model as model
 
 NUM_RANKS, LENGTH, DIM, DEPTH = 4, 64, 64, 4
 BATCH_ROWS, HELD_OUT, RATE = 32, 1024, 2e-3
-EVERY = 50
+STEPS, EVERY = 1000, 30
 
 
 def main() -> None:
     quick = report.parser(__doc__).parse_args().quick
     jdp.init(cpu_ranks=NUM_RANKS)
-    section = measure(num_steps=EVERY if quick else 20 * EVERY, num_seeds=1 if quick else 3)
+    section = measure(num_steps=60 if quick else STEPS, num_seeds=1 if quick else 3)
     report.publish("local_steps", [section], quick=quick)
 
 
 def measure(*, num_steps: int, num_seeds: int) -> Section:
     """Train with each optimizer and seed."""
     inner = optax.adam(optax.cosine_decay_schedule(RATE, num_steps))
+    wire = {"all_reduce": jdp.collectives.quantized}
     optimizers = {
-        "replicated": jdp.replicated(inner),
-        f"local_sgd, every={EVERY}": jdp.local_sgd(inner, every=EVERY),
-        f"diloco, every={EVERY}": jdp.diloco(inner, every=EVERY),
+        "replicated": (1, jdp.replicated(inner)),
+        f"diloco, every={EVERY}, 8 bits": (EVERY, jdp.diloco(inner, every=EVERY, **wire)),
+        "the same, streaming": (EVERY, jdp.diloco(inner, every=EVERY, streaming=True, **wire)),
     }
     found: dict[str, list[Result]] = {name: [] for name in optimizers}
     for seed in range(num_seeds):
         rng = np.random.default_rng(seed)
         params = jax.tree.map(rng.permutation, model.new_params(LENGTH, DIM, DEPTH))
         first = _trained(params, jdp.replicated(optax.adam(RATE)), num_steps, 2 * seed)
-        for name, tx in optimizers.items():
-            found[name].append(_trained(first.params, tx, num_steps, 2 * seed + 1))
+        for name, (every, tx) in optimizers.items():
+            found[name].append(_trained(first.params, tx, num_steps, 2 * seed + 1, every))
     return Section(
         "Local steps",
         f"A decoder ({DEPTH} layers of width {DIM}) on {BATCH_ROWS} rows of {LENGTH} bytes of "
         f"Python sources in each step, over {NUM_RANKS} ranks: {num_steps:,} synchronous steps of "
         f"Adam at {RATE:g}, then {num_steps:,} of each optimizer with a cosine from there to 0. "
         f"Bits for each of {HELD_OUT * LENGTH:,} bytes of other rows; the ratio is to `replicated` "
-        "with the same seed. Bytes of gradients, parameters and metrics are those of the plan, on "
-        "one rank, as a mean over steps.",
+        "with the same seed. Sent: what one rank sends in a step, as a mean and at most, if an "
+        "all-reduce sends each byte twice (by a ring), another collective once.",
         [_row(name, results, found["replicated"]) for name, results in found.items()],
         {
             "optimizer": "{optimizer}",
             "bits for each byte": "{bits:.4f}",
             "ratio": "{ratio:.4f}",
             "of single seeds": "{low:.4f} to {high:.4f}",
-            "KiB in a step": "{kib:,.1f}",
+            "sent, KiB": "{kib:,.1f}",
+            "at most": "{most_kib:,.1f}",
             "times fewer": "{fewer:.1f}",
             "seeds": "{seeds}",
         },
@@ -69,11 +71,12 @@ def measure(*, num_steps: int, num_seeds: int) -> Section:
 
 
 class Result(NamedTuple):
-    """The parameters, bits for each byte of other rows, and mean bytes of a step."""
+    """The parameters, bits for each byte of other rows, and sent bytes: mean and most of a step."""
 
     params: Any
     bits: float
     num_bytes: float
+    most_bytes: float
 
 
 def _row(name: str, results: list[Result], synchronous: list[Result]) -> dict[str, Any]:
@@ -87,6 +90,7 @@ def _row(name: str, results: list[Result], synchronous: list[Result]) -> dict[st
         "low": min(ratios),
         "high": max(ratios),
         "kib": results[0].num_bytes / 1024,
+        "most_kib": results[0].most_bytes / 1024,
         "fewer": synchronous[0].num_bytes / results[0].num_bytes,
         "seeds": len(results),
     }
@@ -105,16 +109,20 @@ def measure_bits(params: Any, text: Any) -> Any:
     return {"bits": model.bits(params, text).mean()}
 
 
-def _trained(params: Any, tx: Any, num_steps: int, seed: int) -> Result:
+def _trained(params: Any, tx: Any, num_steps: int, seed: int, every: int = 1) -> Result:
     text = model.read_rows(LENGTH)
     held_out, text = text[::37][:HELD_OUT], np.delete(text, np.s_[::37], axis=0)
     state = jdp.TrainState.create(params, tx)
     for batch in jdp.batches(text, BATCH_ROWS, num_steps=num_steps, seed=seed):
         state, _ = train(state, batch)
-    plan = train.communication_plan(state, batch)
-    num_bytes = sum(each.num_bytes / (EVERY if each.is_conditional else 1) for each in plan)
+    sent, mean_over = [], []
+    for each in train.communication_plan(state, batch):
+        times = (2 if each.kind == "all-reduce" else 1) * (NUM_RANKS - 1) / NUM_RANKS
+        sent.append(times * each.num_bytes)
+        mean_over.append(every if each.is_conditional else 1)
     found = jdp.evaluate(measure_bits, state.params, [jnp.asarray(held_out)])
-    return Result(jax.device_get(state.params), float(found["bits"]), num_bytes)
+    mean = sum(num_bytes / steps for num_bytes, steps in zip(sent, mean_over, strict=True))
+    return Result(jax.device_get(state.params), float(found["bits"]), mean, sum(sent))
 
 
 if __name__ == "__main__":

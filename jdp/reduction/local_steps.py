@@ -131,7 +131,7 @@ def diloco(
       outer: the outer optimizer. Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       every: steps from one outer update to the next, >= 1.
       streaming: cut parameters into `every` fragments, and exchange one in each step, as it was
-        before the step, so that XLA for GPUs can hide the exchange behind the step.
+        before the step, so that XLA can hide the exchange behind the step.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm of the mean, from `jdp.collectives`.
 
