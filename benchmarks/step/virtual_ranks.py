@@ -24,6 +24,7 @@ from jdp.tools.paired_timing import interval
 NUM_STEPS = 5
 # (ranks, virtual ranks)
 POINTS = ((1, 1), (2, 2), (4, 4), (2, 4), (1, 4), (2, 8), (1, 8))
+REPLICATED, SHARDED = "replicated", "sharded, stage 2"
 
 
 def problems() -> list[SmallModel]:
@@ -44,10 +45,11 @@ def main() -> None:
 def measure(*, num_rounds: int) -> Section:
     """Time steps in alternation with and without virtual ranks, `num_rounds` times each."""
     rows = []
-    for problem in problems():
+    contestants = [(problem, REPLICATED) for problem in problems()]
+    for problem, optimizer in [*contestants, (contestants[-1][0], SHARDED)]:
         bits: dict[int, set[str]] = {}
         for num_ranks, number in POINTS:
-            row, digest = _row(problem, num_ranks, number, num_rounds)
+            row, digest = _row(problem, optimizer, num_ranks, number, num_rounds)
             rows.append(row)
             bits.setdefault(number, set()).add(digest)
         if any(len(digests) > 1 for digests in bits.values()):
@@ -60,6 +62,7 @@ def measure(*, num_rounds: int) -> Section:
         rows,
         {
             "model": "{model}",
+            "optimizer": "{optimizer}",
             "ranks": "{ranks}",
             "virtual ranks": "{virtual}",
             "step without, ms": "{step_ms:.2f}",
@@ -71,10 +74,10 @@ def measure(*, num_rounds: int) -> Section:
 
 
 def _row(
-    problem: SmallModel, num_ranks: int, number: int, num_rounds: int
+    problem: SmallModel, optimizer: str, num_ranks: int, number: int, num_rounds: int
 ) -> tuple[dict[str, Any], str]:
     jdp.init(cpu_ranks=num_ranks)
-    loops = [_Loop(problem, None), _Loop(problem, number)]
+    loops = [_Loop(problem, optimizer, virtual) for virtual in (None, number)]
     times: list[list[float]] = [[], []]
     for i in range(num_rounds + 1):  # the first round compiles
         for j in (0, 1) if i % 2 else (1, 0):
@@ -84,6 +87,7 @@ def _row(
     row = {
         "section": "virtual_ranks",
         "model": problem.name,
+        "optimizer": optimizer,
         "ranks": num_ranks,
         "virtual": number,
         "step_ms": float(np.median(plain)) / NUM_STEPS * 1e3,
@@ -96,14 +100,16 @@ def _row(
 
 
 class _Loop:
-    def __init__(self, problem: SmallModel, number: int | None):
+    def __init__(self, problem: SmallModel, optimizer: str, number: int | None):
         @jdp.train_step(virtual_ranks=number)
         def step(state: Any, batch: Any) -> Any:
-            loss, grads = jax.value_and_grad(problem.loss_fn)(state.params, batch)
+            loss, grads = jdp.value_and_grad(problem.loss_fn)(state.params, batch)
             return state.apply_gradients(grads), {"loss": loss}
 
         self._step, self._batch = step, problem.batch
-        self._state = jdp.TrainState.create(problem.params, jdp.replicated(optax.adamw(1e-3)))
+        tx = optax.adamw(1e-3)
+        wrapped = jdp.sharded(tx, stage=2) if optimizer == SHARDED else jdp.replicated(tx)
+        self._state = jdp.TrainState.create(problem.params, wrapped)
 
     def run(self) -> float:
         """Return the seconds of some steps."""
