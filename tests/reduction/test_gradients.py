@@ -74,6 +74,13 @@ def test_is_the_mean_over_any_number_of_ranks(mesh, all_reduce):
     assert_every_rank_has(got, mean_of(x))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_the_mean_of_rank_r_contributing_r_is_exact(make_mesh, num_ranks):
+    rank = np.arange(num_ranks, dtype=np.float32)
+    got = per_rank(make_mesh(num_ranks), jdp.sync_gradients, rank)
+    np.testing.assert_array_equal(got, [sum(range(num_ranks)) / num_ranks] * num_ranks)
+
+
 def test_mean_false_gives_the_sum(mesh):
     x = grads(mesh.size)
     got = per_rank(mesh, lambda x: jdp.sync_gradients(x, mean=False), x)
@@ -104,6 +111,11 @@ def test_float64_keeps_its_digits(make_mesh):
     np.testing.assert_allclose(weighted[0], w @ x / w.sum(), rtol=1e-14)
 
 
+def test_a_float16_mean_is_finite_where_the_sum_is_not(make_mesh):
+    x = np.full((2, 3), 60_000, np.float16)
+    np.testing.assert_array_equal(per_rank(make_mesh(2), jdp.sync_gradients, x), x)
+
+
 def test_an_empty_tree_needs_no_reduction(make_mesh):
     empty = {"a": [], "b": None}
     assert per_rank(make_mesh(2), lambda x: jdp.sync_gradients(empty), np.ones(2)) == empty
@@ -127,6 +139,12 @@ def test_works_in_pmap(all_reduce):
     assert_every_rank_has(jax.device_get(mapped(x)), mean_of(x))
 
 
+def test_pmap_over_another_axis_is_refused():
+    mapped = jax.pmap(jdp.sync_gradients, axis_name="batch", devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="'data' .* axis_name='batch'"):
+        mapped(np.ones(2))
+
+
 def test_works_in_a_named_vmap_and_under_a_nameless_one(make_mesh):
     x = grads(3)
     mapped = jax.jit(jax.vmap(jdp.sync_gradients, axis_name="data"))
@@ -144,6 +162,18 @@ def test_where_nothing_is_bound_the_only_rank_keeps_its_gradients():
         jax.tree.map(np.testing.assert_array_equal, got, x)
     np.testing.assert_array_equal(jdp.sync_gradients(x["w"], weight=5), x["w"])
     np.testing.assert_array_equal(jdp.sync_gradients(x["w"], weight=3, mean=False), 3 * x["w"])
+
+
+@every_algorithm
+def test_two_axes_may_form_the_data_axis(all_reduce):
+    names = ("replica", "fsdp")
+    mesh = jax.make_mesh((2, 3), names, (AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    x = grads(6)
+
+    def fn(x):
+        return jdp.sync_gradients(x, axis_name=names, all_reduce=all_reduce)
+
+    assert_every_rank_has(per_rank(mesh, fn, x), mean_of(x))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -321,6 +351,16 @@ def test_a_complex_gradient_is_averaged_by_its_parts(make_mesh, algorithm):
     np.testing.assert_allclose(got, np.tile(x.mean(0), (3, 1)), rtol=3e-7)
 
 
+def test_the_gradient_of_an_integer_parameter_is_refused(make_mesh):
+    def fn(x):
+        loss_fn = lambda p: jnp.sum(p["w"] * x)  # noqa: E731
+        p = {"w": jnp.ones(2), "n": jnp.arange(2)}
+        return jdp.sync_gradients(jax.grad(loss_fn, allow_int=True)(p))
+
+    with pytest.raises(TypeError, match=r"`grads\['n'\]` is float0\[2\]"):
+        per_rank(make_mesh(2), fn, np.ones((2, 2), np.float32))
+
+
 @pytest.mark.parametrize("fn", [jdp.sync_gradients, jdp.mean_over_ranks])
 @pytest.mark.parametrize(
     "weight, found", [(np.ones(3, np.float32), r"float32\[3\]"), (1j, "complex")]
@@ -328,6 +368,21 @@ def test_a_complex_gradient_is_averaged_by_its_parts(make_mesh, algorithm):
 def test_a_weight_that_is_not_one_number_is_refused(make_mesh, fn, weight, found):
     with pytest.raises(ValueError, match=f"{found}.*JDP126"):
         per_rank(make_mesh(2), lambda x: fn(x, weight=weight), np.ones((2, 3), np.float32))
+
+
+def test_a_bucket_without_room_is_refused(make_mesh):
+    with pytest.raises(ValueError, match=r"bucket_bytes .*\b0\b"):
+        per_rank(make_mesh(2), lambda x: jdp.sync_gradients(x, bucket_bytes=0), np.ones(2))
+
+
+def test_a_ring_in_a_typed_shard_map_is_refused(make_mesh):
+    with pytest.raises(ValueError, match="check_vma=False .*all_reduce=jdp"):
+        per_rank(
+            make_mesh(2),
+            lambda x: jdp.sync_gradients(x, all_reduce=ring),
+            np.ones(2),
+            check_vma=True,
+        )
 
 
 # The gradient trap: whose gradient does JAX give in a shard_map of the user's? Rows 1 to 8 on

@@ -187,6 +187,12 @@ def test_the_axis_may_have_another_name_or_two():
     assert (row_means.tolist(), row_sums.tolist()) == ([1] * 3 + [4] * 3, [3] * 3 + [12] * 3)
 
 
+def test_pmap_over_another_axis_is_refused():
+    for fn in (jdp.mean_over_ranks, jdp.sum_over_ranks):
+        with pytest.raises(ValueError, match="'data' .* axis_name='batch'"):
+            jax.pmap(fn, axis_name="batch", devices=jax.devices()[:2])(np.ones(2, np.float32))
+
+
 @pytest.mark.parametrize("wrong", [3, np.ones(2, int), np.ones(2, np.uint8)])
 def test_a_mean_of_whole_numbers_is_refused(wrong):
     with pytest.raises(TypeError, match="mean_over_ranks .*int.* jdp.sum_over_ranks"):
@@ -308,6 +314,14 @@ def test_rows_of_a_scalar_are_refused_also_outside_of_a_step():
 
 
 # Weights
+
+
+def test_a_weight_that_is_not_one_number_is_refused():
+    batch = {"mask": np.ones(4)}
+    for weight, found in ((lambda b: b["mask"], r"float32\[4\]"), (lambda b: 1j, r"complex64\[\]")):
+        with pytest.raises(ValueError, match=f"{found}.*JDP126"):
+            with step_context.entered("data", batch, weight):
+                pass
 
 
 def test_the_weight_of_a_step_over_another_axis_does_not_count(make_mesh):

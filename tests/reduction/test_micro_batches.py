@@ -544,3 +544,13 @@ def test_rows_that_do_not_divide_are_refused_with_their_numbers():
         fn(training.params(), batch())
     with pytest.raises(ValueError, match=r"`batch\['n'\]`"):
         fn(training.params(), {"n": 3})
+
+
+def test_pmap_over_another_axis_is_refused():
+    for fn in (
+        jdp.value_and_grad(lambda w, x: w * x.sum()),
+        jax.grad(jdp.global_mean(lambda w, x: w * x.sum())),
+    ):
+        mapped = jax.pmap(fn, "batch", in_axes=(None, 0), devices=jax.devices()[:2])
+        with pytest.raises(ValueError, match="'data' .* axis_name='batch'"):
+            mapped(1.0, np.ones((2, 3)))

@@ -87,8 +87,7 @@ def test_a_gradient_that_is_a_constant_counts(given):
     assert_equals_replicated(3, loss_fn, **given)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_of_single_rows_are_not_averaged(stage):
+def test_gradients_of_single_rows_are_not_averaged():
     def clipped(p, row):
         grads = jdp.value_and_grad(dense)(p, jax.tree.map(lambda x: x[None], row))[1]
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
@@ -104,7 +103,23 @@ def test_gradients_of_single_rows_are_not_averaged(stage):
 
         return fetched(step(jdp.TrainState.create(params(), tx), batch(0))[0].params)
 
-    assert_close(trained(stage_3(stage=stage)), trained(jdp.replicated(sgd())), 2e-6)
+    assert_close(trained(stage_3()), trained(jdp.replicated(sgd())), 2e-6)
+
+
+@pytest.mark.parametrize("options", [{"weight": 2.0}, {"mean": False}], ids=str)
+def test_a_mean_is_not_weighed_or_summed_once_more(options):
+    ranks(2)
+    state = jdp.TrainState.create(params(), stage_3())
+
+    @jdp.train_step
+    def step(state, rows):
+        given = {name: jnp.float32(x) if name == "weight" else x for name, x in options.items()}
+        grads = jdp.value_and_grad(dense)(state.params, rows)[1]
+        grads = jdp.sync_gradients(grads, **given)
+        return state.apply_gradients(grads, synced=True), {}
+
+    with pytest.raises(ValueError, match="stage=3"):
+        step(state, batch(0))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +162,7 @@ def test_micro_batches_weighed_by_another_weight_than_the_steps_equal_replicated
 
 
 @pytest.mark.filterwarnings("ignore:the step reduces gradients, and returns")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_gradient_knows_its_shard_and_is_the_mean_on_every_rank(stage):
+def test_a_gradient_knows_its_shard_and_is_the_mean_on_every_rank():
     found = {}
 
     def step(state, rows):
@@ -158,7 +172,7 @@ def test_a_gradient_knows_its_shard_and_is_the_mean_on_every_rank(stage):
         new = {name: grads[name] for name in ("table", "layers")}
         return state.replace(params={**state.params, **new}), {}
 
-    state, _ = run(step, tx=stage_3(stage=stage))
+    state, _ = run(step)
     assert found["layer"].value.shape == (DIM // 2, DIM)
     assert found["odd"] is None  # it stays whole
     want = jax.grad(dense)(params(), batch())

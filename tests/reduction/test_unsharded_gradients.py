@@ -182,6 +182,24 @@ def test_a_mean_is_not_summed_once_more(stage):
         step(state_of(stage=stage), rows())
 
 
+def test_gradients_of_single_rows_stay_those_of_the_rank():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        def of_row(x):
+            def loss_fn(params, x):
+                return x * sum(leaf.sum() for leaf in jax.tree.leaves(params))
+
+            return jdp.value_and_grad(loss_fn)(state.params, x)[1]
+
+        grads = jax.tree.map(lambda x: x.mean(0), jax.vmap(of_row)(batch["x"]))
+        return state.apply_gradients(grads), {}
+
+    state, _ = step(state_of(stage=2), rows())
+    assert_trained(state.params, ROWS["x"].mean())
+
+
 NOTHING_IS_SPLIT = {
     "all are small": {"min_size": 4096},
     "those that are large do not train": {"trainable": {name: name in "bcd" for name in SIZES}},

@@ -67,6 +67,12 @@ def test_the_same_batches_serve_again():
     assert first["mean"] == second["mean"] and len(second["x"]) == 23
 
 
+def test_a_mean_of_batch_means_would_be_another_number():
+    ranks(2)
+    means = [ROWS["x"][i : i + 8].mean() for i in (0, 8, 16)]
+    assert np.mean(means) != ROWS["x"].mean()
+
+
 def test_without_a_weight_every_row_counts_the_same():
     ranks(2)
     step = jdp.eval_step(lambda scale, batch: batch["x"].mean() * scale)

@@ -368,14 +368,7 @@ def masked_by_own_rows(state, rows):
     return state.apply_gradients({**grads, "w": jnp.where(keep, grads["w"], 0)}, synced=True), {}
 
 
-def adds_what_differs(state, rows):
-    grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, rows)[1]
-    grads = jax.tree.map(lambda g: g + rows["x"].mean(), jdp.sync_gradients(grads))
-    return state.apply_gradients(grads, synced=True), {}
-
-
 WRONG = {
-    adds_what_differs: "JDP101",
     masked_by_own_rows: "JDP101|JDP114",
     unsynced: "JDP101",
     local_beside: "JDP101",

@@ -12,6 +12,7 @@ from support.training import assert_close, fetched, ranks, step_of
 
 import jdp
 from jdp.analysis import jaxprs
+from jdp.reduction import shard_registry
 
 LAYERS, DIM = 5, 24
 
@@ -141,6 +142,32 @@ def test_parts_over_one_of_two_axes_are_averaged_over_both(over):
     assert_close(got, run(jdp.replicated(model.clipped(), axis_name=axis_name)), 1e-6)
 
 
+def gradients_of(state, n, fn):
+    """`(gradients, their shards)` in a step, as far as they leave it: the mean over ranks."""
+    found = {}
+
+    def step(current, rows):
+        grads = fn(current.params, rows)[1]
+        found.update({name: shard_registry.known(leaf) for name, leaf in grads.items()})
+        return current.replace(params=grads), {}
+
+    ranks(n)
+    new, _ = jdp.train_step(step)(state, batch())
+    return new.params, found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_is_the_mean_on_every_rank_and_knows_its_part(accumulate):
+    ranks(3)
+    got, parts = gradients_of(make_state(2), 3, jdp.value_and_grad(loss_fn, accumulate=accumulate))
+    want = jax.grad(loss_fn)(model.params(), batch())
+    for name, leaf in want.items():
+        for shard in got[name].addressable_shards:
+            np.testing.assert_allclose(shard.data, leaf, rtol=1e-4, atol=1e-4)
+    assert parts["w"].value.shape == (24, 16) and parts["v"].value.shape == (16, 7)
+    assert parts["odd"] is None
+
+
 @pytest.mark.parametrize("n", [2, 8])
 def test_with_plain_value_and_grad_gradients_are_those_of_the_rank(n):
     ranks(n)
@@ -209,17 +236,52 @@ def test_the_whole_gradients_of_twelve_layers_are_never_there_at_once(loss_fn):
     assert at_2 < (3.5 if loss_fn is mlp else num_layers + 3)  # a stack is gathered all at once
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+def wrong(change):
+    """A step that adds up micro-batches, and then does something wrong."""
+
+    def program(state, rows):
+        loss, grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, rows)
+        return change(state, grads, rows), {"loss": loss}
+
+    program.__name__ = change.__name__
+    return program
+
+
+def adds_what_differs(state, grads, rows):
+    return state.apply_gradients(jax.tree.map(lambda g: g + rows["x"].mean(), grads), synced=True)
+
+
+def masks_by_own_rows(state, grads, rows):
+    keep = rows["x"].mean(0)[:, None] > 0
+    grads = {**grads, "w": jnp.where(keep, grads["w"], 0)}
+    return state.apply_gradients(grads, synced=True)
+
+
+def scales_by_own_rows(state, grads, rows):
+    new = jax.tree.map(lambda p: p * rows["x"].mean(), state.params)
+    return state.replace(params=new).apply_gradients(grads)
+
+
+WRONG = [adds_what_differs, masks_by_own_rows, scales_by_own_rows]
+
+
+@pytest.mark.parametrize("change", WRONG, ids=named)
+def test_refuses_steps_whose_ranks_would_drift_apart(change):
+    ranks(2)
+    with pytest.raises(ValueError, match="JDP1(01|14)"):
+        jdp.train_step(wrong(change))(make_state(2), batch())
+
+
 @pytest.mark.parametrize("given", [{"weight": 2.0}, {"mean": False}], ids=str)
-def test_a_mean_is_not_weighed_or_summed_once_more(given, stage):
+def test_a_mean_is_not_weighed_or_summed_once_more(given):
     def step(state, rows):
-        grads = jdp.value_and_grad(loss_fn, accumulate=4 - stage)(state.params, rows)[1]
+        grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, rows)[1]
         options = {name: jnp.float32(x) if name == "weight" else x for name, x in given.items()}
         return state.apply_gradients(jdp.sync_gradients(grads, **options), synced=True), {}
 
     ranks(2)
-    with pytest.raises(ValueError, match=f"stage={stage}"):
-        jdp.train_step(step)(make_state(stage), batch())
+    with pytest.raises(ValueError, match="stage=2"):
+        jdp.train_step(step)(make_state(2), batch())
 
 
 @pytest.mark.parametrize("stage", [2, 3])

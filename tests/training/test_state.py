@@ -353,6 +353,14 @@ def test_weighted_steps_equal_one_rank_on_the_rows_that_count(program, n):
     np.testing.assert_allclose(got[0].model_state, rows["x"].mean(0), rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_of_which_nothing_counts_changes_no_parameter():
+    ranks(2)
+    step = jdp.train_step(masked_step, weight=lambda batch: batch["mask"].sum())
+    s = state(jdp.replicated(optax.sgd(0.1)), model_state=np.zeros(5, np.float32))
+    s, _ = step(s, {**batch(), "mask": np.zeros(24, bool)})
+    assert_close(jax.device_get(s.params), training.params(), tolerance=0)
+
+
 def test_a_weight_for_each_row_is_refused():
     ranks(2)
     step = jdp.train_step(masked_step, weight=lambda batch: batch["mask"])
@@ -403,6 +411,13 @@ def test_other_metrics_that_differ_between_ranks_are_refused(metric, message):
     step = jdp.train_step(lambda s, b: (plain_step(s, b)[0], {"m": metric(b)}))
     with pytest.raises(ValueError, match=message):
         step(state(), batch())
+
+
+def test_rows_of_another_length_are_refused():
+    ranks(2)
+    step = jdp.eval_step(lambda s, b: jdp.rows(b["x"][:3]))
+    with pytest.raises(ValueError, match=r"float32\[3, 5\].*12 here"):
+        step(None, batch())
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])

@@ -235,6 +235,12 @@ def test_lower_gives_the_program():
     assert "all_reduce" in text and "jit_plain_step" in text
 
 
+def test_lower_takes_shapes():
+    ranks(2)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    assert "all_reduce" in jdp.train_step(plain_step).lower(state(), shapes).as_text()
+
+
 def test_one_rank_reduces_nothing():
     def num_reduced(num_ranks):
         ranks(num_ranks)
@@ -327,6 +333,12 @@ def test_refuses_a_batch_that_cannot_be_split(wrong, message):
     ranks(2)
     with pytest.raises(ValueError, match=message):
         jdp.train_step(plain_step)(state(), wrong)
+
+
+def test_refuses_columns_that_are_no_numbers():
+    ranks(2)
+    with pytest.raises(TypeError, match=r"`batch\['name'\]` <U1\[2\] "):
+        jdp.train_step(plain_step)(state(), {"name": np.array(["a", "b"])})
 
 
 def test_refuses_a_mask_that_the_step_never_reads():
@@ -712,6 +724,29 @@ def test_a_batch_may_be_overwritten_as_soon_as_the_step_returns():
     assert float(metrics["mean"]) == 1
 
 
+def test_a_state_that_another_step_donated_is_named():
+    ranks(2)
+    first, second = jdp.train_step(plain_step), jdp.train_step(ema)
+    s, _ = first(state(model_state=training.params()), batch())
+    second(s, batch())
+    with pytest.raises(ValueError, match=r"`state\.step`.*donate=False"):
+        first(s, batch())
+
+
+def test_a_further_argument_that_was_donated_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch, teacher):
+        return plain_step(state, {"x": batch["x"], "y": predict(teacher, batch["x"])})
+
+    s = state()
+    teacher = s.params
+    s, _ = step(s, batch(), teacher)
+    with pytest.raises(ValueError, match=r"`teacher\['b'\]`.*donate=False"):
+        step(s, batch(), teacher)
+
+
 @pytest.mark.parametrize("named", ["state", "teacher"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_the_caller_donated_is_named_also_where_a_view_keeps_shards(named, num_ranks):
@@ -772,6 +807,12 @@ def test_lower_takes_the_shapes_of_a_state():
         for tree in (state(), batch())
     )
     assert "all_reduce" in jdp.train_step(plain_step).lower(s, rows).as_text()
+
+
+def test_a_batch_without_rows_is_refused():
+    ranks(2)
+    with pytest.raises(ValueError, match=r"`batch\['x'\]` .*rows"):
+        jdp.train_step(plain_step)(state(), batch(num_rows=0))
 
 
 def test_init_says_how_to_ask_for_ranks():
