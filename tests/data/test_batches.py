@@ -147,6 +147,20 @@ def test_tail_drop_leaves_out_the_short_batch_only(make_mesh):
     assert loop.position == 20
 
 
+def test_steps_run_across_epochs_with_full_batches(one_rank):
+    loop = batches(DATA, 8, num_steps=4, mesh=one_rank)
+    rows = np.concatenate(rows_of(loop))
+    assert len(rows) == 32
+    for epoch in rows[:22].reshape(2, 11):
+        assert sorted(epoch) == list(range(11))
+    assert rows[:11].tolist() != rows[11:22].tolist()
+
+
+def test_seeds_have_different_orders_and_the_same_seed_the_same(one_rank):
+    orders = [rows_of(batches(DATA, 11, epochs=1, seed=s, mesh=one_rank)) for s in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+
+
 def test_a_row_is_read_once_however_many_devices_hold_it():
     read = []
 
@@ -347,6 +361,13 @@ def test_a_state_of_something_else_is_refused(state, one_rank):
     assert batches.position == 0
 
 
+def test_the_state_cannot_be_set_inside_a_loop(one_rank):
+    loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
+    for _ in loop:
+        with pytest.raises(RuntimeError, match=r"position .*close\(\)"):
+            loop.set_state({"position": 0})
+
+
 def test_a_finished_run_has_nothing_left_and_another_loop_is_refused(one_rank):
     finished = batches(DATA, 4, epochs=2, position=22, mesh=one_rank)
     assert list(finished) == []  # a job that starts again after its end
@@ -422,8 +443,7 @@ def test_leaving_a_loop_ends_the_thread(leave, one_rank):
     assert not running()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_exception_of_the_dataset_keeps_its_traceback(prefetch, one_rank):
+def test_an_exception_of_the_dataset_keeps_its_traceback(one_rank):
     class Rows(Watched):
         def __getitem__(self, i):
             return self.broken_disk() if i == 9 else np.float32(i)
@@ -431,8 +451,7 @@ def test_an_exception_of_the_dataset_keeps_its_traceback(prefetch, one_rank):
         def broken_disk(self):
             raise OSError("cannot read row 9")
 
-    options = dict(num_steps=10, shuffle=False, prefetch=prefetch, mesh=one_rank)
-    loop = batches(Rows(), 4, **options)
+    loop = batches(Rows(), 4, num_steps=10, shuffle=False, mesh=one_rank)
     with pytest.raises(OSError, match="cannot read row 9") as caught:
         for _ in loop:
             pass
@@ -677,6 +696,22 @@ def test_a_loader_is_asked_when_the_loop_begins_and_stopped_when_it_ends(one_ran
     assert len(asked) == len(running()) == 1
     loop.close()
     assert not running()
+
+
+def test_an_exception_of_the_loader_keeps_its_traceback(one_rank):
+    def loader():
+        yield X
+        broken_pipe()
+
+    def broken_pipe():
+        raise OSError("the loader's process died")
+
+    loop = shard_batches(loader(), mesh=one_rank)
+    next(loop)
+    with pytest.raises(OSError, match="process died") as caught:
+        next(loop)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "broken_pipe" in frames
 
 
 @pytest.mark.parametrize(("first", "then"), [(8, 4), (4, 8), (6, 4)])

@@ -27,6 +27,11 @@ def test_a_mask_beside_keys_that_are_not_strings_is_refused():
         with_mask({0: 1, "x": 2, 1: 2}, np.array([True]))
 
 
+def test_a_mask_of_the_datasets_own_is_not_overwritten():
+    with pytest.raises(ValueError, match='"mask"'):
+        with_mask({"x": 1, "mask": 2}, np.array([True]))
+
+
 def test_a_named_tuple_keeps_its_type_and_fields_with_a_mask():
     mask = np.array([True, False])
     batch = with_mask(Pair(X[:2], Y[:2]), mask)

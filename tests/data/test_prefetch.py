@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+import traceback
 
 import pytest
 from support.threads import running, wait_until, wait_until_none_runs
@@ -32,6 +33,12 @@ class Counter:
         return self.made - 1
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_gives_all_items_in_order(depth):
+    assert list(prefetch(range(7), depth)) == list(range(7))
+    assert list(prefetch([], depth)) == []
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_makes_depth_items_ahead_and_no_more(depth):
     items = Counter()
@@ -42,6 +49,74 @@ def test_makes_depth_items_ahead_and_no_more(depth):
         wait_until(lambda: items.made >= items.taken + depth)
     loop.close()
     assert items.most_ahead == depth
+
+
+def test_depth_0_makes_each_item_in_the_callers_thread_when_it_is_asked_for():
+    made_in = []
+    loop = prefetch((made_in.append(threading.current_thread()) for _ in range(3)), 0)
+    next(loop)
+    assert made_in == [threading.current_thread()]
+    assert not running()
+
+
+def test_the_thread_starts_with_the_loop():
+    loop = prefetch(Counter(), 1)
+    assert not running()
+    next(loop)
+    assert len(running()) == 1
+    loop.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_exception_comes_after_the_items_before_it_with_its_own_traceback(depth):
+    def items():
+        yield 0
+        yield 1
+        broken_disk()
+
+    def broken_disk():
+        raise OSError("row 7 cannot be read")
+
+    got = []
+    with pytest.raises(OSError, match="row 7") as caught:
+        for item in prefetch(items(), depth):
+            got.append(item)
+    assert got == [0, 1]
+    assert "broken_disk" in [
+        frame.name for frame in traceback.extract_tb(caught.value.__traceback__)
+    ]
+
+
+def test_leaving_the_loop_ends_the_thread():
+    for item in prefetch(Counter(), 2):
+        if item == 3:
+            break
+    assert not running()
+
+
+def test_an_exception_in_the_loop_ends_the_thread():
+    def loop():
+        for _ in prefetch(Counter(), 2):
+            raise KeyError("in the step")
+
+    with pytest.raises(KeyError):
+        loop()
+    assert not running()
+
+
+def test_close_ends_the_thread_and_the_loop():
+    loop = prefetch(Counter(), 2)
+    next(loop)
+    loop.close()
+    assert not running()
+    assert list(loop) == []
+
+
+def test_dropping_the_loop_ends_the_thread():
+    loop = prefetch(Counter(), 2)
+    next(loop)
+    del loop
+    assert not running()
 
 
 def test_garbage_collection_ends_the_thread():

@@ -86,6 +86,10 @@ def test_epochs_and_seeds_have_different_orders():
     assert tuple(range(20)) not in orders
 
 
+def test_the_same_seed_has_the_same_order():
+    assert stream(Sampler(20, 4, seed=3), 0, 60) == stream(Sampler(20, 5, seed=3), 0, 60)
+
+
 # A run that resumes under another NumPy must not see rows twice. If this fails after an update,
 # NumPy has changed Generator.shuffle, which it may: then the shuffle must become jdp's own.
 def test_the_order_does_not_change_with_the_version_of_numpy():
@@ -238,6 +242,34 @@ def test_batches_have_a_mask_where_rows_may_pad_or_where_it_is_asked_for(
         assert [run.padded_size(n) for n in (1, 2, 4)] == [4, 4, 4]
         with pytest.raises(ValueError, match="batch_size 4 .* 3 .*mask=True.* 6 "):
             run.padded_size(3)
+
+
+def test_rows_that_pad_are_never_without_a_mask():
+    with pytest.raises(ValueError, match='mask=False .*tail="pad"'):
+        EpochPlan.planned(10, 4, None, 1, "pad", False)
+
+
+@quick
+@given(num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3))
+def test_a_padded_run_counts_every_row_in_each_epoch(num_rows, batch_size, epochs):
+    run = EpochPlan.planned(num_rows, batch_size, None, epochs, "pad")
+    found = counts(run)
+    assert sum(found) == epochs * num_rows
+    assert set(found[:-1]) <= {batch_size}
+    assert len(found) == run.num_batches
+
+
+@quick
+@given(num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3))
+def test_tail_drop_leaves_out_the_short_batch_only(num_rows, batch_size, epochs):
+    full = epochs * num_rows // batch_size
+    if full == 0:
+        with pytest.raises(ValueError, match='tail="drop"'):
+            EpochPlan.planned(num_rows, batch_size, None, epochs, "drop")
+    else:
+        run = EpochPlan.planned(num_rows, batch_size, None, epochs, "drop")
+        assert counts(run) == [batch_size] * full
+        assert run.num_batches == full
 
 
 @quick
