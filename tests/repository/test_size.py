@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 258,
     "lines of jdp": 57_339,
     "words of docstrings and comments in jdp": 65_231,
-    "lines of tests": 76_537,
+    "lines of tests": 76_541,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
