@@ -70,6 +70,12 @@ def quick_compilation(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(autouse=True)
+def nothing_logged_yet():
+    """What is logged once in a process is logged once in each test."""
+    this_process.log_once.cache_clear()
+
+
 @pytest.fixture
 def before_init(monkeypatch):
     """This process has learned nothing by `jdp.init` yet; afterwards it knows what it knew."""

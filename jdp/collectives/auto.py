@@ -11,9 +11,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.native import native, why_not
 from jdp.collectives.xla import Scale, xla
-
-_log = logging.getLogger("jdp")
-_logged: set[str] = set()
+from jdp.distributed.this_process import log_once
 
 
 def auto(
@@ -44,9 +42,7 @@ def auto(
         if reason
         else "gradients are summed by jdp (collectives.native)."
     )
-    if message not in _logged:
-        _logged.add(message)
-        _log.info(message)
+    log_once(logging.INFO, message)
     return chosen(buckets, axis_name, scale=scale, mesh=mesh)
 
 

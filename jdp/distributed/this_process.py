@@ -1,6 +1,8 @@
 """This process's state in a run, and which processes share its host."""
 
 import contextlib
+import functools
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +55,12 @@ class ThisProcess:
 
 
 current = ThisProcess()
+
+
+@functools.cache
+def log_once(level: int, message: str) -> None:
+    """Log a message to "jdp", in the first call with it."""
+    logging.getLogger("jdp").log(level, message, stacklevel=2)
 
 
 def own_host() -> str:

@@ -10,6 +10,7 @@ import optax
 from jdp import axis, collectives, pytrees
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
+from jdp.distributed.this_process import log_once
 from jdp.reduction import gradients, mixed_precision, shard_registry, step_context
 from jdp.reduction.optimizer import (
     MIN_SIZE,
@@ -22,8 +23,6 @@ from jdp.reduction.optimizer import (
 from jdp.reduction.sharded_update import Update, shard_axes
 from jdp.validation import int_at_least, integer
 
-_log = logging.getLogger("jdp")
-_logged: set[str] = set()
 # The file with the updates of a `TrainState`.
 UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
@@ -46,9 +45,7 @@ def _log_unsplit(sharding: Any, axis_name: AxisName, caller: str, state: Any, pa
         "TrainState, and an nnx.Optimizer with its model. Write state = "
         "jdp.TrainState.create(params, tx) and, in the step, state.apply_gradients(grads)."
     )
-    if message not in _logged:
-        _logged.add(message)
-        _log.warning(message)
+    log_once(logging.WARNING, message)
 
 
 def _split_elsewhere(sharding: Any, tree: Any, num_ranks: int) -> list[jax.Array]:

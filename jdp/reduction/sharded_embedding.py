@@ -12,13 +12,11 @@ from jdp import axis
 from jdp.analysis.marks import MEAN, SHARD, WEIGHTED_SUM, mark
 from jdp.collectives import split_rows
 from jdp.collectives.xla import scaled, split_scale
+from jdp.distributed.this_process import log_once
 from jdp.reduction import global_mean, mixed_precision, shard_registry, step_context, weighted_sum
 from jdp.reduction.shard_registry import Shard
 from jdp.reduction.step_context import Scope
 from jdp.reduction.weighted_sum import Weighting
-
-_log = logging.getLogger("jdp")
-_logged: set[str] = set()
 
 OutOfRange = Literal["nan", "zero", "clip"]
 _CHOICES = ("nan", "zero", "clip")
@@ -156,10 +154,7 @@ class _TableMeans(NamedTuple):
 def _log_whole(table: Any, scope: Scope) -> None:
     shape, dtype, n = jnp.shape(table), jnp.result_type(table), lax.axis_size(scope.axis_name)
     name = f"{dtype}{list(shape)}"
-    if name in _logged:
-        return
-    _logged.add(name)
-    _log.log(
+    log_once(
         # Without any shard the author asked for no split table.
         logging.WARNING if scope.shards else logging.INFO,
         f"jdp.sharded_embedding looks up the whole table {name}, so each of {n} ranks holds all "

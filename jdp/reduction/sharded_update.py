@@ -13,6 +13,7 @@ from jdp import axis, jax_compat
 from jdp.analysis.marks import SYNCED, mark
 from jdp.axis import FurtherSpec
 from jdp.collectives import call_order, shards
+from jdp.distributed.this_process import log_once
 from jdp.reduction import (
     gradients,
     mixed_precision,
@@ -58,10 +59,6 @@ class TreeArrays:
         return self._structure.unflatten(leaves)
 
 
-_log = logging.getLogger("jdp")
-_logged: set[str] = set()
-
-
 def _log_whole_gradients(leaves: Sequence[Any]) -> None:
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, leaves))
     if not num_bytes:
@@ -76,9 +73,7 @@ def _log_whole_gradients(leaves: Sequence[Any]) -> None:
         "With a model of nnx, differentiate with respect to weights: graph, weights = "
         "nnx.split(model), and in the loss nnx.merge(graph, weights, copy=True)."
     )
-    if message not in _logged:
-        _logged.add(message)
-        _log.warning(message)
+    log_once(logging.WARNING, message)
 
 
 class _GradientPieces:

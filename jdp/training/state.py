@@ -21,6 +21,7 @@ from jdp.axis import AxisName
 from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
+from jdp.distributed.this_process import log_once
 from jdp.reduction import (
     declared_reductions,
     local_steps,
@@ -110,10 +111,6 @@ def _without_effect(name: str, fields: list[str]) -> str:
     )
 
 
-_log = logging.getLogger("jdp")
-_logged: set[str] = set()
-
-
 def _of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     shared = [leaf for leaf in arrays if not leaf.is_fully_addressable]
@@ -169,9 +166,7 @@ def _log_whole(tx: Replicated, error: Exception) -> None:
         f"{(str(error).splitlines() or [''])[0]}), so {cost}. Write it with jax.numpy, without "
         "reading values of the parameters."
     )
-    if text not in _logged:
-        _logged.add(text)
-        _log.log(logging.WARNING if is_split else logging.INFO, text)
+    log_once(logging.WARNING if is_split else logging.INFO, text)
 
 
 def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
@@ -199,9 +194,7 @@ def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
         f"{largest.dtype}{list(largest.shape)}. Pad a dim in the model, or use another number of "
         "ranks."
     )
-    if text not in _logged:
-        _logged.add(text)
-        _log.warning(text)
+    log_once(logging.WARNING, text)
 
 
 def _shardings(tx: Replicated, like: Any, params: Any, mesh: Mesh) -> Any:

@@ -3,7 +3,6 @@
 import functools
 import logging
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -202,8 +201,7 @@ def test_nothing_of_a_run_is_in_the_program():
     assert text() == first
 
 
-def test_auto_takes_it_and_says_so_once(caplog, monkeypatch):
-    monkeypatch.setattr(sys.modules["jdp.collectives.auto"], "_logged", set())
+def test_auto_takes_it_and_says_so_once(caplog):
     ranks(2)
     step = jdp.train_step(plain_step)
     with caplog.at_level(logging.INFO, "jdp"):
@@ -260,8 +258,7 @@ def test_training_is_the_same_with_every_algorithm():
 update = jax.jit(lambda s, grads: s.apply_gradients(grads))
 
 
-def test_two_calls_of_one_jitted_update_are_left_to_xla(caplog, monkeypatch):
-    monkeypatch.setattr(sys.modules["jdp.collectives.auto"], "_logged", set())
+def test_two_calls_of_one_jitted_update_are_left_to_xla(caplog):
 
     def run(num_ranks):
         ranks(num_ranks)

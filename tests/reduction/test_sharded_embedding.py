@@ -17,7 +17,7 @@ from support.training import assert_close, fetched, step_of
 import jdp
 from jdp.collectives import split_rows
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.reduction import shard_registry, sharded_embedding
+from jdp.reduction import shard_registry
 
 NUM_ROWS = 24  # of a batch; divides by 1, 2, 3 and 8
 BY_ROWS, BY_COLUMNS, WHOLE = (48, 6), (47, 24), (47, 5)
@@ -473,10 +473,7 @@ def test_a_lookup_that_some_ranks_skip_is_refused():
         (BY_COLUMNS, split_sgd(), None, None),
     ],
 )
-def test_a_table_that_is_looked_up_as_a_whole_is_logged_once(
-    monkeypatch, caplog, shape, tx, level, words
-):
-    monkeypatch.setattr(sharded_embedding, "_logged", set())
+def test_a_table_that_is_looked_up_as_a_whole_is_logged_once(caplog, shape, tx, level, words):
     training.ranks(3)
 
     @jdp.eval_step

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from support.training import ranks
 
 import jdp
-from jdp.reduction import sharded
 
 PARAMS = {"w": np.ones((8, 6), "f"), "odd": np.ones(5, "f")}
 
@@ -22,8 +21,7 @@ def loss_fn(params, x):
 
 
 @pytest.fixture
-def logged(caplog, monkeypatch):
-    monkeypatch.setattr(sharded, "_logged", set())
+def logged(caplog):
     caplog.set_level(logging.WARNING, "jdp")
     # Not the leaves that stay whole in a `TrainState`, which another line names.
     return lambda: [text for text in caplog.messages if "jdp.TrainState.create(params, tx)" in text]

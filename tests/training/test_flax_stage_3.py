@@ -13,7 +13,7 @@ from support.sharded_training import batch, clipped, loss_fn, optimizer, params
 from support.training import assert_close, fetched, ranks
 
 import jdp
-from jdp.reduction import sharded_update
+from jdp.distributed import this_process
 
 NUM_STEPS = 3
 LAYER = 4 * 256 * 256  # bytes of a matrix; a group of parameters holds one
@@ -186,7 +186,7 @@ def test_a_rank_needs_and_sends_as_much_as_with_a_state_of_jdp(value_and_grad):
 
 def logged(caplog, program):
     ranks(2)
-    sharded_update._logged.clear()
+    this_process.log_once.cache_clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "jdp"):
         trained(program, optimizer(3), jdp.train_step)

@@ -11,7 +11,7 @@ from support.sharded_training import optimizer, params
 from support.training import ranks
 
 import jdp
-from jdp.training import shard_layout, state
+from jdp.training import shard_layout
 
 
 def with_init(init):
@@ -42,10 +42,7 @@ def reads_a_placement(tree):
 
 @pytest.mark.parametrize("stage, level", [(0, logging.INFO), (1, logging.WARNING)])
 @pytest.mark.parametrize("init", [reads_a_value, returns_text, reads_a_placement])
-def test_an_init_that_cannot_be_traced_is_run_and_logged_once(
-    stage, level, init, caplog, monkeypatch
-):
-    monkeypatch.setattr(state, "_logged", set())
+def test_an_init_that_cannot_be_traced_is_run_and_logged_once(stage, level, init, caplog):
     created(stage, init, caplog)
     made, (record,) = created(stage, init, caplog)
     want = init(jax.tree.map(jnp.asarray, params()))
