@@ -98,7 +98,8 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
       resize: `resize(saved, like) -> array`, from a saved NumPy array to one of shape and dtype
         `like`. It is called for each array whose shape in a checkpoint differs, as for another
         number of ranks. Without it such a checkpoint is refused. Hidden states of rows keep their
-        shape and need no rule.
+        shape and need no rule. With a rule, a host alone keeps the commits of its rows: if the host
+        is lost, the rule gets the rows of the others.
 
     Returns:
       A node of the state. `.value` is the tree.

@@ -70,7 +70,7 @@ def fill(
             missing.append(f"{_shown(new.name)} {new}")
             continue
         old, value = left[new.name].pop(0)
-        if (owner := owners[i]) is not None:
+        if (owner := owners[i]) is not None and old.shape != new.shape:
             value = rank_state.resized(owner, leaves[i], value[...], new.name, where)
             old = old._replace(shape=value.shape)
         if not _fits(old, new):

@@ -110,14 +110,16 @@ def restored(
     if found.is_split:
         facts = _facts(group, found, sources)
         readable = sources.readable(found.key, facts, sees_directory=everything.sees_directory)
-        values = split_values(facts, readable, state, group)
+        values = split_values(facts, readable, state, group, found.lost)
     else:
         facts, values = _loaded(group, found, sources)
+    pairs = zip(leaves_of(facts), values, strict=True)
+    leaves = [leaf._replace(shape=value.shape) for leaf, value in pairs]  # without lost rows
     with agree.propagating_errors(group, f"while it restored {found.where}"):
         edits.continue_from(facts)
         new, taken = fill(
             state,
-            leaves_of(facts),
+            leaves,
             values,
             found.where,
             keeps_missing=keeps_missing,

@@ -4,7 +4,7 @@ import functools
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +148,7 @@ class Latest(NamedTuple):
     lacking: list[int]
     where: str
     is_split: bool = False  # written in shards, or to be restored in shards
+    lost: Sequence[int] = ()  # indices of shards of `per_rank` state that no process has
 
     @property
     def tier(self) -> str:
@@ -236,8 +237,11 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     (40, 1, [0], 'the commit of step 40')
     """
     keys = {process: [Key(*key) for key in each["keys"]] for process, each in offers.items()}
-    num_missing = _num_missing(offers)
-    split = {key for key, num in num_missing.items() if not num}
+    missing = _missing(offers)
+    split = {key for key, each in missing.items() if each == (0, [])}
+    whole = split.union(*keys.values())
+    if not any(key.is_commit for key in whole):  # a host is lost
+        split |= {key for key, each in missing.items() if not each.num}
     for process, each in offers.items():
         keys[process] += split.intersection(Key(*key) for key, _ in each.get("split", ()))
     key = max((key for each in keys.values() for key in each), default=None)
@@ -255,7 +259,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
             "run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To start over: "
             f"another directory, or empty this one{_metrics_too()}."
         )
-    _warn_of_lost(num_missing, key)
+    _warn_of_lost(missing, key)
     having = [process for process, each in keys.items() if key in each]
     lacking = [process for process in keys if process not in having]
     where = f"step {key.step} of {directory}"
@@ -263,7 +267,8 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
         where = f"the commit of step {key.step}"
     is_split = key in split or any(each.get("splits") for each in offers.values())
     is_split |= not key.is_commit and offers[0].get("is_split", False)
-    return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
+    lost = missing[key].spare if key in split else ()
+    return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split, lost)
 
 
 # `jdp.log` refuses such a file, too, but after the first step.
@@ -296,22 +301,31 @@ def _require_own(directory: str, offer: dict[str, Any]) -> None:
 
 
 # Shards of each commit missing on all hosts.
-def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
+def _missing(offers: dict[int, dict[str, Any]]) -> dict[Key, split_state.Missing]:
     found: dict[Key, list[split_state.Coverage]] = defaultdict(list)
     for offer in offers.values():
         for key, coverage in offer.get("split", ()):
             found[Key(*key)].append(split_state.Coverage(*coverage))
-    return {key: split_state.num_missing(each) for key, each in found.items()}
+    return {key: split_state.missing(each) for key, each in found.items()}
 
 
-# Log a commit that a lost host made unusable.
-def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
-    lost = max((each for each, num in num_missing.items() if num), default=key)
-    if lost > key and not key.is_commit and jax.process_index() == 0:
+# Log what a lost host had alone.
+def _warn_of_lost(missing: dict[Key, split_state.Missing], key: Key) -> None:
+    if jax.process_index() != 0:
+        return
+    if key in missing and missing[key].spare:
+        _log.warning(
+            "jdp: the commit of step %d lacks %d parts of jdp.per_rank state, which were on lost "
+            "hosts. Its resize= makes that of all ranks from the ranks that remain.",
+            key.step,
+            len(missing[key].spare),
+        )
+    lost = max((each for each in missing if missing[each].num), default=key)
+    if lost > key and not key.is_commit:
         _log.warning(
             "jdp: the commit of step %d lacks %d of its parts, which were on lost hosts or not "
             "written in time. This run continues from step %d on the disk.",
             lost.step,
-            num_missing[lost],
+            missing[lost].num,
             key.step,
         )

@@ -61,16 +61,44 @@ def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+def has_whole_rows(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a shard is cut in the first dim alone."""
+    return all(bounds == (0, size) for bounds, size in zip(box[1:], shape[1:], strict=True))
+
+
+def without(
+    leaves: Sequence[SavedLeaf], parts: Mapping[int, LeafPart], lost: Sequence[int]
+) -> tuple[list[SavedLeaf], dict[int, LeafPart]]:
+    """Return leaves without the rows of lost shards, and the other shards.
+
+    >>> leaf = SavedLeaf("", (6, 2), "float32", None)
+    >>> parts = {n: LeafPart(0, ((2 * n, 2 * n + 2), (0, 2)), n) for n in range(3)}
+    >>> [leaf], parts = without([leaf], parts, [1])
+    >>> leaf.shape, [part.box for part in parts.values()]
+    ((4, 2), [((0, 2), (0, 2)), ((2, 4), (0, 2))])
+    """
+    found, cut = [*leaves], {n: part for n, part in parts.items() if n not in {*lost}}
+    for i in {parts[n].leaf for n in lost}:
+        rest = sorted((part.box, n) for n, part in cut.items() if part.leaf == i)
+        end = 0
+        for ((start, stop), *others), n in rest:
+            begin, end = end, end + stop - start
+            cut[n] = cut[n]._replace(box=((begin, end), *others))
+        found[i] = found[i]._replace(shape=(end, *found[i].shape[1:]))
+    return found, cut
+
+
 def split_facts(
-    parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool
+    parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool, spare: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return the facts to write beside shards."""
-    return {"parts": list(parts), "held": list(held), "has_whole": has_whole}
+    """Return the facts to write beside shards; a commit may lose the `spare` ones."""
+    facts = {"parts": list(parts), "held": list(held), "has_whole": has_whole}
+    return {**facts, "spare": ranges(spare)} if spare else facts
 
 
 def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return facts without those about their writer."""
-    return {key: value for key, value in facts.items() if key not in ("held", "has_whole")}
+    return {key: facts[key] for key in facts if key not in ("held", "has_whole", "spare")}
 
 
 def folder_name(writer: int) -> str:
@@ -91,6 +119,8 @@ def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
 
 def names(facts: Mapping[str, Any]) -> list[str]:
     """Return each piece's name on disk."""
+    if "names" in facts:
+        return facts["names"]
     whole, num_split = [*disk_names(leaves_of(facts))], len(facts.get("parts", ()))
     found = []
     for n, (leaf, box, _) in enumerate(pieces(facts)):

@@ -267,7 +267,7 @@ class Snapshots:
     """Takes snapshots of a run's states."""
 
     def __init__(self) -> None:
-        self._finder, self._copies = Finder(), DeviceCopies(reuse=False)
+        self._finder, self._copies = Finder(gathers=True), DeviceCopies(reuse=False)
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> Snapshot | None:
         """Start copying a state, so the next step may donate it."""

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +42,7 @@ class Coverage(NamedTuple):
     held: list[tuple[int, int]]  # ranges of shard indices
     num_parts: int  # of the commit
     has_whole: bool  # holds the unsplit leaves
+    spare: list[tuple[int, int]] = []  # ranges of shard indices that may be lost
 
 
 def commit_parts(memory: CommitMemory) -> list[CommitPart]:
@@ -56,22 +57,37 @@ def coverage(found: Sequence[CommitPart]) -> Coverage:
     facts = [record.facts for record in found]
     held = {n for each in facts for n in each["held"]}
     has_whole = any(each["has_whole"] for each in facts)
-    return Coverage(shards.ranges([*held]), len(facts[0]["parts"]), has_whole)
+    num_parts, spare = len(facts[0]["parts"]), facts[0].get("spare", [])
+    return Coverage(shards.ranges([*held]), num_parts, has_whole, spare)
 
 
-def num_missing(coverages: Sequence[Coverage]) -> int:
-    """Count a commit's shards missing on all hosts; the unsplit leaves count as one.
+class Missing(NamedTuple):
+    """A commit's shards missing on all hosts."""
 
-    >>> num_missing([Coverage([(0, 2)], 6, True), Coverage([(3, 6)], 6, True)])
-    1
+    num: int  # shards that no rule replaces; the unsplit leaves count as one
+    spare: list[int]  # indices of the others
+
+
+def missing(coverages: Sequence[Coverage]) -> Missing:
+    """Return a commit's shards missing on all hosts.
+
+    >>> missing([Coverage([(0, 2)], 7, True, [(5, 7)]), Coverage([(3, 6)], 7, True, [(5, 7)])])
+    Missing(num=1, spare=[6])
     """
-    held = {n for each in coverages for start, stop in each.held for n in range(start, stop)}
-    return coverages[0].num_parts - len(held) + (not any(each.has_whole for each in coverages))
+    held = _numbers(bounds for each in coverages for bounds in each.held)
+    lost = {*range(coverages[0].num_parts)} - held
+    spare = lost & _numbers(coverages[0].spare)
+    num = len(lost - spare) + (not any(each.has_whole for each in coverages))
+    return Missing(num, sorted(spare))
+
+
+def _numbers(bounds: Iterable[Sequence[int]]) -> set[int]:
+    return {n for start, stop in bounds for n in range(start, stop)}
 
 
 def is_whole_commit(found: Sequence[CommitPart]) -> bool:
     """Whether a host's records are a complete commit."""
-    return not num_missing([coverage(found)])
+    return missing([coverage(found)]) == (0, [])
 
 
 def wait_for_all(facts: Mapping[str, Any]) -> None:
@@ -275,10 +291,15 @@ class Readable(Protocol):
 
 
 def split_values(
-    facts: dict[str, Any], readable: Readable, state: Any = None, group: tuple[int, ...] = ()
+    facts: dict[str, Any],
+    readable: Readable,
+    state: Any = None,
+    group: tuple[int, ...] = (),
+    lost: Sequence[int] = (),
 ) -> list[shards.SplitValue]:
-    """Return the leaves saved beside `facts`, to be fetched when placed."""
+    """Return the leaves saved beside `facts`, to be fetched when placed, without `lost` rows."""
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
+    leaves, pieces = shards.without(leaves, pieces, lost)
     needed = {*pieces} if state is None else _needed(state, leaves, pieces)
     sources = _sources(group, state, needed, readable) if len(group) > 1 else {}
     transfer = _Transfer(shards.described(facts), readable, needed, sources, group)
@@ -321,18 +342,20 @@ class _Transfer:
         return {n: value for n, value in values.items() if n in self._needed}
 
 
-# The pieces that overlap this process's shards; all of `per_rank` state, which may be resized, and
-# of other leaves than jax.Arrays.
+# The pieces that overlap this process's shards; all of `per_rank` state to be resized, and of other
+# leaves than jax.Arrays.
 def _needed(
     state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart]
 ) -> set[int]:
     boxes: dict[str, set[shards.Box] | None] = {}
     pairs = zip(jax.tree.leaves(state), rank_state.owners(state), strict=True)
     found = [(x, owner) for x, owner in pairs if pytrees.is_array(x)]
+    shapes = {leaf.name: leaf.shape for leaf in leaves}
     for new, (x, owner) in zip(describe(state), found, strict=True):
         x = pytrees.without_key(x)
         known = boxes.setdefault(new.name, set())
-        if owner is not None or getattr(x, "sharding", None) is None:
+        is_resized = owner is not None and shapes.get(new.name) != new.shape
+        if is_resized or getattr(x, "sharding", None) is None:
             boxes[new.name] = None
         elif known is not None:
             indices = x.sharding.addressable_devices_indices_map(x.shape).values()

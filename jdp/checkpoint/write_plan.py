@@ -88,7 +88,7 @@ Rounds = tuple[tuple[tuple[int, int], ...], ...]  # positions in a mesh
 
 
 def buddy_copies(
-    arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
+    arrays: Sequence[jax.Array], parts: Mapping[int, shards.LeafPart], hosts: tuple[int, ...]
 ) -> dict[int, jax.Array]:
     """Return the previous host's shards kept by this process; a collective call."""
     found: dict[int, jax.Array] = {}
@@ -105,7 +105,7 @@ def buddy_copies(
 
 
 def kept(
-    arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
+    arrays: Sequence[jax.Array], parts: Mapping[int, shards.LeafPart], hosts: tuple[int, ...]
 ) -> list[int]:
     """Return the indices from `buddy_copies`, without communication."""
     found = set()
@@ -121,10 +121,10 @@ def kept(
 
 # Yields a mesh, a round, its leaves and the indices of their shards.
 def _exchanges(
-    arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
+    arrays: Sequence[jax.Array], parts: Mapping[int, shards.LeafPart], hosts: tuple[int, ...]
 ) -> Iterator[tuple[Mesh, tuple[tuple[int, int], ...], dict[int, list[int]]]]:
     meshes: dict[Mesh, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for n, part in enumerate(parts):
+    for n, part in parts.items():
         sharding = arrays[part.leaf].sharding
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             meshes[sharding.mesh][part.leaf].append(n)
@@ -206,13 +206,14 @@ class WrittenPieces(NamedTuple):
 class Finder:
     """Finds the pieces of a run's successive states.
 
-    Each process writes shards of a leaf incomplete on all processes; a `per_rank` leaf is gathered.
-    Other leaves are read once, from one device. Without shards, a host's processes may each write a
-    share of leaves that all hold.
+    Each process writes shards of a leaf incomplete on all processes. Other leaves are read once,
+    from one device. Without shards, a host's processes may each write a share of leaves that all
+    hold.
     """
 
-    def __init__(self, share: Share | None = None) -> None:
+    def __init__(self, share: Share | None = None, *, gathers: bool = False) -> None:
         self.hosts: tuple[int, ...] = ()  # of each process, if the next host also keeps shards
+        self._gathers = gathers  # `per_rank` leaves
         self._share = share
         self._rows: list[Rows] = []  # of each leaf, in the share
         # Checksum of the last state's layout, equal on processes that write together.
@@ -222,6 +223,7 @@ class Finder:
         self._apart: list[int] = []  # of gathered leaves
         self._elsewhere: list[int] = []  # of leaves without a local shard
         self._parts: list[shards.LeafPart] = []  # of the split leaves
+        self._spare: list[int] = []  # indices of `per_rank` parts without copies on other hosts
 
     def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
         """Return the pieces; None with `here=False`, unless leaves are split or shared.
@@ -238,11 +240,11 @@ class Finder:
         pieces = self._of_share(arrays, here=here)
         split = {}
         if self._parts:
-            if self._keeps_for_others():
-                copies = buddy_copies(arrays, self._parts, self.hosts)
+            if copied := self._copied():
+                copies = buddy_copies(arrays, copied, self.hosts)
                 pieces += [StatePiece(-1, None, x, n) for n, x in copies.items()]
             held = [piece.part for piece in pieces if piece.part is not None]
-            split = shards.split_facts(self._parts, held, has_whole=here)
+            split = shards.split_facts(self._parts, held, has_whole=here, spare=self._spare)
         return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
@@ -258,8 +260,8 @@ class Finder:
         here = here or self.form is not None
         whole = [leaf for i, leaf in enumerate(self._leaves) if i not in split] if here else []
         numbers = [n for n, part in enumerate(self._parts) if part.writer == jax.process_index()]
-        if self._parts and self._keeps_for_others():
-            numbers += kept(arrays, self._parts, self.hosts)
+        if copied := self._copied():
+            numbers += kept(arrays, copied, self.hosts)
         mine = [shards.described_part(self._leaves, self._parts[n]) for n in numbers]
         return sum(map(padded_bytes, [*whole, *mine]))
 
@@ -269,7 +271,8 @@ class Finder:
         kind = treedef, [_kind(x) for x in arrays]
         if kind != self._kind:
             self._leaves = describe(state)
-            self._apart, self._parts = _placement(state, arrays)
+            self._apart, self._parts, spare = _placement(state, arrays, gathers=self._gathers)
+            self._spare = [n for n, part in enumerate(self._parts) if part.leaf in spare]
             self._elsewhere = [
                 i
                 for i, x in enumerate(arrays)
@@ -295,8 +298,12 @@ class Finder:
         pieces = _all_pieces(arrays, self._parts, here=here, without=without)
         return [_cut(piece, rows[piece.leaf]) for piece in pieces] if rows else pieces
 
-    def _keeps_for_others(self) -> bool:
-        return len({*self.hosts}) > 1
+    # The shards that the next host also keeps.
+    def _copied(self) -> dict[int, shards.LeafPart]:
+        if len({*self.hosts}) <= 1:
+            return {}
+        spare = {*self._spare}
+        return {n: part for n, part in enumerate(self._parts) if n not in spare}
 
 
 def require_alive(state: Any) -> None:
@@ -309,8 +316,9 @@ def require_alive(state: Any) -> None:
 
 
 def is_split(state: Any) -> bool:
-    """Whether several processes write leaves in shards."""
-    return bool(_placement(state, [x for x in jax.tree.leaves(state) if is_array(x)])[1])
+    """Whether several processes write leaves of a checkpoint in shards."""
+    arrays = [x for x in jax.tree.leaves(state) if is_array(x)]
+    return bool(_placement(state, arrays, gathers=True)[1])
 
 
 def on_devices(pieces: Sequence[StatePiece]) -> Mapping[jax.Device, list[int]]:
@@ -328,18 +336,33 @@ def _kind(x: Any) -> Any:
     return type(x), getattr(x, "shape", ()), getattr(x, "dtype", None)
 
 
-# Indices of gathered leaves, and the shards of split leaves.
-def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.LeafPart]]:
+# Indices of gathered leaves, the shards of split leaves, and the leaves that may lose shards.
+def _placement(
+    state: Any, arrays: list[Any], *, gathers: bool
+) -> tuple[list[int], list[shards.LeafPart], set[int]]:
     apart = [i for i, x in enumerate(arrays) if not _is_on_each_process(x)]
     if not apart:
-        return [], []
+        return [], [], set()
     pairs = zip(jax.tree.leaves(state), rank_state.owners(state), strict=True)
-    is_own = [owner is not None for x, owner in pairs if is_array(x)]
-    split = [i for i in apart if not is_own[i]]
-    parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
+    owners = [owner for x, owner in pairs if is_array(x)]
+    gathered = [i for i in apart if gathers and owners[i] is not None]
+    of = {
+        i: shards.parts_of(i, without_key(arrays[i])) for i in sorted({*apart}.difference(gathered))
+    }
     # Adjacent by process, so they form few ranges.
-    parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
-    return [i for i in apart if is_own[i]], parts
+    parts = sorted(
+        (part for found in of.values() for part in found),
+        key=lambda part: (part.writer, part.leaf, part.box),
+    )
+    spare = {
+        i
+        for i, found in of.items()
+        if (owner := owners[i]) is not None
+        and owner.resize is not None
+        and len(found) == len(arrays[i].sharding.device_set)
+        and all(shards.has_whole_rows(part.box, without_key(arrays[i]).shape) for part in found)
+    }
+    return gathered, parts, spare
 
 
 # Whether each process can assemble it from its own devices; equal on all processes, because a

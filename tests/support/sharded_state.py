@@ -27,15 +27,22 @@ def values_at(step, rows=5):
 
 
 def state_at(step, mesh, stage, rows=5):
-    """The state after `step` steps, placed as `stage` says; `own` belongs to the ranks."""
+    """The state after `step` steps, placed as `stage` says; the last two belong to the ranks."""
     state = {}
     for name, value in values_at(step, rows).items():
         spec = SPECS[name] if name in STAGES[stage] else ()
         state[name] = on(mesh, value, *spec)
     key = jax.random.key_data(jax.random.key(step))
     state["key"] = jax.random.wrap_key_data(on(mesh, np.asarray(key)))
-    state["own"] = jdp.per_rank(on(mesh, np.arange(24, dtype=np.float32) + step, "data"))
+    own = on(mesh, np.arange(24, dtype=np.float32) + step, "data")
+    state["own"] = jdp.per_rank(own)
+    state["spare"] = jdp.per_rank(own, resize=total)
     return state
+
+
+def total(saved, like):
+    """The rule for rows of lost hosts."""
+    return np.full(like.shape, saved.sum(), like.dtype)
 
 
 def on(mesh, value, *spec):
