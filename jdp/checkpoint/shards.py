@@ -183,13 +183,16 @@ class SplitValue:
     def _assemble(self, box: Box) -> np.ndarray:
         self.fetch()
         assert self._values is not None
-        found = np.empty(_sizes(box), self.dtype)
+        found, size = np.empty(_sizes(box), self.dtype), 0
         for n, values in self._values.items():
             source = self._parts[n].box
             if source == box:
                 return values
             if (shared := common(source, box)) is not None:
-                found[_inside(shared, box)] = values[_inside(shared, source)]
+                inside = _inside(shared, box)
+                found[inside] = values[_inside(shared, source)]
+                size += found[inside].size
+        assert size == found.size, "shards of a leaf were not fetched"
         return found
 
 
