@@ -73,7 +73,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     """Return the program that runs: the probe's, or a better one."""
     built = _built(rank_program, probed)
     spec, mesh = rank_program.spec, rank_program.mesh
-    if spec.virtual_ranks is None:
+    if spec.virtual_ranks in (None, 1):
         return built
     traced = built.program.trace(*built.inputs.args)
     why_xla = call_order.PART_OF_ANOTHER if rank_program.series else None

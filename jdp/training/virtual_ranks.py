@@ -30,6 +30,9 @@ from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.analysis.marks import LOCAL, mark
 from jdp.collectives import call_order, shards
+from jdp.collectives.cpu.primitives import SUMMED_DTYPES
+from jdp.collectives.native import native
+from jdp.collectives.native_shards import COPIED_DTYPES
 from jdp.error_codes import with_code
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
 from jdp.reduction.local_steps import LocalSteps
@@ -168,7 +171,7 @@ class _RankContext(NamedTuple):
 
 def traced_mesh(spec: StepSpec, mesh: Mesh) -> Any:
     """Return the mesh for which a step is traced."""
-    if spec.virtual_ranks is None:
+    if spec.virtual_ranks in (None, 1):  # one virtual rank is a rank
         return mesh
     return AbstractMesh((spec.virtual_ranks,), spec.axis_name, axis_types=(AxisType.Auto,))
 
@@ -185,8 +188,8 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Call
     for eqn in jaxprs.equations(traced.jaxpr):
         if axis_name in jaxprs.named_axes(eqn) and eqn.primitive.name not in _NAMING:
             _refuse(eqn, f"calls `{eqn.primitive.name}`, which has no form for virtual ranks")
-    if not names.isdisjoint(_COLLECTIVES - _SUMS) or _has_sums_in_loops(traced.jaxpr):
-        why_xla = why_xla or "the step has other collectives than sums, or sums in loops."
+    if _needs_xla(traced.jaxpr):
+        why_xla = why_xla or "the step has collectives in loops, or sends types of JAX's own."
 
     def run(*args: Any) -> Any:
         with call_order.entered(why_not=why_xla):
@@ -206,9 +209,13 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Call
     return run
 
 
-def _has_sums_in_loops(jaxpr: Any) -> bool:
-    loops = [eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name in _LOOPS]
-    return any(_has_collective(body) for eqn in loops for body in jaxprs.bodies(eqn))
+def _needs_xla(jaxpr: Any) -> bool:
+    eqns = [*jaxprs.equations(jaxpr)]
+    sent = [x.aval for eqn in eqns if eqn.primitive.name in _COLLECTIVES for x in eqn.invars]
+    loops = [eqn for eqn in eqns if eqn.primitive.name in _LOOPS]
+    return any(x.dtype.name not in COPIED_DTYPES for x in sent) or any(
+        _has_collective(body) for eqn in loops for body in jaxprs.bodies(eqn)
+    )
 
 
 def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> list[Any]:
@@ -281,10 +288,7 @@ def _leaving(x: jax.Array, is_varying: bool, dim: int | None, ranks: _RankContex
     blocks = ranks.blocks
     x = x if is_varying else _repeated(x, ranks)
     if not blocks.is_even:
-        (x,) = ranks.after([x])
-        x = lax.all_gather(x, ranks.axis_name, tiled=True)
-        ranks.follow([x])
-        x = x[blocks.slots()]
+        (x,) = _gathered([x], ranks)
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
@@ -498,25 +502,30 @@ class _Regions:
         read = dict.fromkeys(each for operation in operations for each in operation.ins)
         self._compute([self._constant[x] for x in read if x in self._constant], env, ranks)
         sums = [each for each in operations if each.eqn.primitive.name in _SUMS]
-        for operation in sums:
+        scatters = [each for each in operations if each.eqn.primitive.name == "reduce_scatter"]
+        loops = [each for each in operations if each.eqn.primitive.name in _LOOPS]
+        of_known_form = {id(each) for each in (*sums, *scatters, *loops)}
+        others = [each for each in operations if id(each) not in of_known_form]
+        for operation in (*sums, *scatters, *others):
             _require_all_ranks(operation.eqn, ranks)
         summed = [x for operation in sums for x in operation.ins]
         paths = [self._paths.get(x, "") for x in summed]
         totals = _totals([self._stack(env, x, ranks) for x in summed], ranks, paths)
         env.update(zip([x for each in sums for x in each.outs], totals, strict=True))
-        for operation in operations:
-            if operation.eqn.primitive.name in _SUMS:
-                continue
+        stacks = [self._stack(env, each.ins[0], ranks) for each in scatters]
+        results = _scattered([each.eqn for each in scatters], stacks, ranks)
+        env.update(zip([x for each in scatters for x in each.outs], results, strict=True))
+        read = [x for each in others for x in each.ins]
+        gathered = iter(_gathered([self._stack(env, x, ranks) for x in read], ranks))
+        for operation in others:
+            results = _exchanged(operation, [next(gathered) for _ in operation.ins], ranks)
+            env.update(zip(operation.outs, results, strict=True))
+        for operation in loops:
             operands = [env[x] if x.constant is None else x.constant for x in operation.ins]
             flags = [x in self.varying for x in operation.ins]
-            if operation.eqn.primitive.name in _LOOPS:
-                loop = _CollectiveLoop(operation.eqn, flags)
-                results = loop.run(ranks.after(operands), flags, ranks)
-                ranks.follow(results)
-            else:
-                _require_all_ranks(operation.eqn, ranks)
-                stacks = [self._stack(env, x, ranks) for x in operation.ins]
-                results = _exchanged(operation, stacks, ranks)
+            loop = _CollectiveLoop(operation.eqn, flags)
+            results = loop.run(ranks.after(operands), flags, ranks)
+            ranks.follow(results)
             env.update(zip(operation.outs, results, strict=True))
 
     def _stack(self, env: dict[FlatValue, Any], x: FlatValue, ranks: _RankContext) -> jax.Array:
@@ -809,20 +818,32 @@ def _require_all_ranks(eqn: Any, ranks: _RankContext) -> None:
         _refuse(eqn, f"reduces over {axes} or groups of ranks")
 
 
+def _gathered(stacks: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
+    """Return the stacks `[virtual, ...]` of all virtual ranks."""
+    blocks, found = ranks.blocks, [*stacks]
+    if blocks.num_ranks > 1:
+        found = ranks.after(found)
+        for dtype in dict.fromkeys(x.dtype for x in found):
+            places = [i for i, x in enumerate(found) if x.dtype == dtype]
+            of_ranks = _all_gather([found[i] for i in places], ranks)
+            for i, x in zip(places, of_ranks, strict=True):
+                found[i] = x
+    return found if blocks.is_even else [x[blocks.slots()] for x in found]
+
+
+def _all_gather(stacks: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Array]:
+    """Concatenate the stacks of one dtype of all ranks."""
+    names = (ranks.axis_name,)
+    (found,) = shards.all_gather([stacks], [[0] * len(stacks)], names, mesh=ranks.mesh)
+    ranks.follow(found)
+    return found
+
+
 def _exchanged(
     operation: FlatOperation, stacks: Sequence[jax.Array], ranks: _RankContext
 ) -> list[jax.Array]:
     """Run a collective other than a sum on the values of all virtual ranks."""
-    blocks, name = ranks.blocks, operation.eqn.primitive.name
-    if name == "reduce_scatter":
-        return [_scattered(operation.eqn, x, ranks) for x in stacks]
-    slots = blocks.slots()
-    if blocks.num_ranks > 1:
-        stacks = [lax.all_gather(x, ranks.axis_name, tiled=True) for x in ranks.after(stacks)]
-        ranks.follow(stacks)
-    if not blocks.is_even:
-        stacks = [x[slots] for x in stacks]
-    size = blocks.num_virtual
+    blocks, name, size = ranks.blocks, operation.eqn.primitive.name, ranks.blocks.num_virtual
     run = jax.vmap(
         lambda *operands: operation.run(operands), axis_name=ranks.axis_name, axis_size=size
     )
@@ -870,17 +891,24 @@ def _totals_of_ranks(
 ) -> list[jax.Array]:
     """Sum nodes `[nodes, ...]` of each rank: each rank sums a part of each leaf, in order."""
     blocks, found = ranks.blocks, [x[0] for x in nodes]  # of empty leaves these are the sums
-    is_native = shards.is_native((ranks.axis_name,), ranks.mesh)
+    names = (ranks.axis_name,)
+    is_native = shards.is_native(names, ranks.mesh)
+    # A native sum adds the nodes of ranks as this tree does.
+    has_one_each = is_native and blocks.is_even and all(len(x) == 1 for x in nodes)
     for dtype in dict.fromkeys(x.dtype for x in nodes if x.size):
         places = [i for i, x in enumerate(nodes) if x.dtype == dtype and x.size]
+        if has_one_each and dtype.name in SUMMED_DTYPES:
+            own = _marked([found[i] for i in places], names, [paths[i] for i in places])
+            (totals,) = native([own], names, mesh=ranks.mesh)
+            for i, total in zip(places, totals, strict=True):
+                found[i] = total
+            continue
         rows = [nodes[i].reshape(len(nodes[i]), -1) for i in places]
         sizes = [x.shape[1] for x in rows]
         rows = rows if is_native else [jnp.concatenate(rows, axis=1)]
         padded = [_padded(x, blocks.num_ranks) for x in rows]
         sums = _sums_of_parts(padded, ranks, [paths[i] for i in places] if is_native else [])
-        names = (ranks.axis_name,)
-        (totals,) = shards.all_gather([sums], [[0] * len(rows)], names, mesh=ranks.mesh)
-        ranks.follow(totals)
+        totals = _all_gather(sums, ranks)
         if not is_native:
             totals = jnp.split(totals[0][: sum(sizes)], np.cumsum(sizes)[:-1])
         for i, size, total in zip(places, sizes, totals, strict=True):
@@ -892,28 +920,70 @@ def _sums_of_parts(
     rows: Sequence[jax.Array], ranks: _RankContext, paths: Sequence[str] = ()
 ) -> list[jax.Array]:
     """Sum this rank's part of rows `[nodes, size]`, whose size divides by the ranks."""
-    rows, names = ranks.after(rows), (ranks.axis_name,)
-    for i, path in enumerate(paths):
-        if path:
-            rows[i] = mark(rows[i], kind=LOCAL, path=path, axes=names)
+    names = (ranks.axis_name,)
+    rows = _marked(ranks.after(rows), names, paths)
     (mine,) = shards.all_to_all([rows], [[(1, 0)] * len(rows)], names, mesh=ranks.mesh)
     return [_tree([x[i] for i in ranks.blocks.slots_of(len(x))]) for x in mine]
 
 
-def _scattered(eqn: Any, stack: jax.Array, ranks: _RankContext) -> jax.Array:
-    """Sum a stack `[width, ...]` over all virtual ranks; return each one's block of a dim."""
-    blocks, dim = ranks.blocks, eqn.params["scatter_dimension"]
+def _marked(
+    values: Sequence[jax.Array], names: tuple[str, ...], paths: Sequence[str]
+) -> list[jax.Array]:
+    """Mark gradients for the plan of communication."""
+    marked = [
+        mark(x, kind=LOCAL, path=path, axes=names) if path else x
+        for x, path in zip(values, paths, strict=False)
+    ]
+    return [*marked, *values[len(marked) :]]
+
+
+def _scattered(
+    eqns: Sequence[Any], stacks: Sequence[jax.Array], ranks: _RankContext
+) -> list[jax.Array]:
+    """Sum stacks `[width, ...]` over all virtual ranks; return each one's block of a dim."""
+    blocks = ranks.blocks
+    dims = [eqn.params["scatter_dimension"] for eqn in eqns]
     if blocks.num_ranks > 1 and blocks.is_even:
-        nodes = _of_subtrees(_wide(stack), blocks.width & -blocks.width)
-        cut = jnp.moveaxis(_cut(nodes, 1 + dim, blocks.num_virtual), 0, 1)
-        (total,) = _sums_of_parts([cut.reshape(len(cut), cut[0].size)], ranks)
-        ranks.follow([total])
-        mine = total.reshape(blocks.width, *cut.shape[2:]).astype(stack.dtype)
+        nodes = [_of_subtrees(_wide(x), blocks.width & -blocks.width) for x in stacks]
+        found = _scattered_nodes(nodes, dims, ranks)
     else:
-        (total,) = _totals([stack], ranks)
         mine = jnp.minimum(ranks.start + jnp.arange(blocks.width), blocks.num_virtual - 1)
-        mine = jnp.take(_cut(total, dim, blocks.num_virtual), mine, axis=0)
-    return mine if eqn.params["tiled"] else jnp.squeeze(mine, dim + 1)
+        totals = _totals(stacks, ranks)
+        found = [
+            jnp.take(_cut(x, dim, blocks.num_virtual), mine, axis=0)
+            for x, dim in zip(totals, dims, strict=True)
+        ]
+    results = zip(eqns, stacks, dims, found, strict=True)
+    return [
+        (x if eqn.params["tiled"] else jnp.squeeze(x, dim + 1)).astype(stack.dtype)
+        for eqn, stack, dim, x in results
+    ]
+
+
+def _scattered_nodes(
+    nodes: Sequence[jax.Array], dims: Sequence[int], ranks: _RankContext
+) -> list[jax.Array]:
+    """Return this rank's blocks `[width, ...]` of the sums of nodes `[nodes, ...]`."""
+    blocks, names, found = ranks.blocks, (ranks.axis_name,), [*nodes]
+    is_native = shards.is_native(names, ranks.mesh)
+    for dtype in dict.fromkeys(x.dtype for x in nodes):
+        places = [i for i, x in enumerate(nodes) if x.dtype == dtype]
+        if is_native and dtype.name in SUMMED_DTYPES and all(len(nodes[i]) == 1 for i in places):
+            own, cut = [nodes[i][0] for i in places], [dims[i] for i in places]
+            (sums,) = shards.reduce_scatter([own], [cut], names, mesh=ranks.mesh)
+            for i, total in zip(places, sums, strict=True):
+                found[i] = _cut(total, dims[i], blocks.width)
+            continue
+        cuts = [jnp.moveaxis(_cut(nodes[i], 1 + dims[i], blocks.num_virtual), 0, 1) for i in places]
+        rows = [x.reshape(len(x), blocks.num_ranks, -1) for x in cuts]
+        sizes = [x.shape[2] for x in rows]
+        joined = jnp.concatenate(rows, axis=2)
+        (total,) = _sums_of_parts([joined.reshape(len(joined), -1)], ranks)
+        ranks.follow([total])
+        parts = jnp.split(total, np.cumsum(sizes)[:-1])
+        for i, part, x in zip(places, parts, cuts, strict=True):
+            found[i] = part.reshape(blocks.width, *x.shape[2:])
+    return found
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:

@@ -159,10 +159,10 @@ def test_reduces_over_either_axis_of_a_mesh(name, algorithm):
 def test_short_floats_are_added_up_in_float32_and_rounded_once(make_mesh, dtype):
     x = np.random.default_rng(0).normal(size=(8, 999)).astype(jnp.dtype(dtype))
     got = per_rank(make_mesh(8), functools.partial(total, scale=1 / 8), x)
-    want = np.float32(0)
-    for mine in x:  # in the order of the ranks
-        want = want + mine.astype(np.float32)
-    np.testing.assert_array_equal(got[0], (want / 8).astype(jnp.dtype(dtype)))
+    want = x.astype(np.float32)
+    while len(want) > 1:  # pairs of ranks, pairs of pairs, and so on
+        want = want[::2] + want[1::2]
+    np.testing.assert_array_equal(got[0], (want[0] / 8).astype(jnp.dtype(dtype)))
     assert_equal_bits(got)
 
 

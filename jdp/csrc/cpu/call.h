@@ -36,9 +36,8 @@ struct Call {
   Operation operation = Operation::kAllReduce;
 };
 
-// Runs `call.operation` with the ranks that make the same call. A sum adds the ranks in order, is
-// scaled, and is rounded once, so a reduce-scatter returns the bits of a direct all-reduce. Returns
-// when the other ranks no longer access this rank's memory.
+// Runs `call.operation` with the ranks that make the same call. A sum is that of `reduce`, also in a
+// reduce-scatter. Returns when the other ranks no longer access this rank's memory.
 Status collective(const Call& call, const Bucket& bucket);
 
 // `nth` counts the calls of this bucket from 1.

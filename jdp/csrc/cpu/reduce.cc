@@ -8,9 +8,9 @@
 namespace jdp {
 namespace {
 
-// Stays in the L1 cache for any number of ranks. Local arrays alias nothing, so compilers vectorize
-// the loops.
+// Some blocks stay in the L1 cache. Local arrays alias nothing, so compilers vectorize the loops.
 constexpr int64_t kBlockBytes = 4096;
+constexpr int kLevels = 16;  // more than the logarithm of any number of ranks
 
 // Calls store(begin, results, size) for each block.
 template <typename T, typename Store>
@@ -21,7 +21,7 @@ inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs,
   using E = Element<T>;
   using Sum = typename E::Sum;
   constexpr int64_t kBlock = kBlockBytes / sizeof(Sum);
-  alignas(64) Sum sums[kBlock];
+  alignas(64) Sum sums[kLevels][kBlock];  // of 2^k inputs each, the most first
   alignas(64) T results[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t size = std::min(kBlock, count - begin);
@@ -34,16 +34,24 @@ inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs,
         results[i] = E::round(static_cast<Sum>(E::widen(first[i]) + E::widen(last[i])), scale);
       }
     } else {
-      const T* second = inputs[1] + begin;
-      for (int64_t i = 0; i < size; ++i) sums[i] = E::widen(first[i]) + E::widen(second[i]);
-      for (int rank = 2; rank < num_inputs - 1; ++rank) {
-        const T* next = inputs[rank] + begin;
-        for (int64_t i = 0; i < size; ++i) sums[i] += E::widen(next[i]);
+      int num_sums = 0;
+      const auto add_last_two = [&] {
+        --num_sums;
+        for (int64_t i = 0; i < size; ++i) sums[num_sums - 1][i] += sums[num_sums][i];
+      };
+      for (int rank = 0; rank + 1 < num_inputs; rank += 2) {
+        const T *left = inputs[rank] + begin, *right = inputs[rank + 1] + begin;
+        Sum* const pair = sums[num_sums++];
+        for (int64_t i = 0; i < size; ++i) pair[i] = E::widen(left[i]) + E::widen(right[i]);
+        for (int pairs = rank / 2 + 1; pairs % 2 == 0; pairs /= 2) add_last_two();
       }
-      const T* last = inputs[num_inputs - 1] + begin;
-      for (int64_t i = 0; i < size; ++i) {
-        results[i] = E::round(static_cast<Sum>(sums[i] + E::widen(last[i])), scale);
+      if (num_inputs % 2 == 1) {
+        const T* last = inputs[num_inputs - 1] + begin;
+        Sum* const alone = sums[num_sums++];
+        for (int64_t i = 0; i < size; ++i) alone[i] = E::widen(last[i]);
       }
+      while (num_sums > 1) add_last_two();
+      for (int64_t i = 0; i < size; ++i) results[i] = E::round(sums[0][i], scale);
     }
     store(begin, results, size);
   }

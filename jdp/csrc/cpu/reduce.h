@@ -8,8 +8,9 @@
 
 namespace jdp {
 
-// Writes the sum of `num_inputs` (>= 1) vectors, added in order, scaled and rounded once, to each
-// of `num_outputs` vectors. An output may be an input, but must not partly overlap one.
+// Writes the sum of `num_inputs` (>= 1) vectors, scaled and rounded once, to each of `num_outputs`
+// vectors. Neighbours are added in pairs, then the pairs in pairs, and so on; a last one without a
+// partner waits. An output may be an input, but must not partly overlap one.
 template <typename T>
 void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
             int64_t count, typename Element<T>::Scale scale);
