@@ -51,10 +51,10 @@ class Method(NamedTuple):
 def methods() -> list[Method]:
     sgd = optax.sgd(1.0)
     return [
-        Method("replicated", jdp.replicated(sgd), 1, 2),
+        Method("replicated, commit_every=1", jdp.replicated(sgd), 1, 1),
         *(
-            Method(f"diloco, every=20, commit_every={n}", jdp.diloco(sgd, sgd, every=20), 20, n)
-            for n in (2, 20)
+            Method(f"diloco, every={h}, commit_every=1", jdp.diloco(sgd, sgd, every=h), h, 1)
+            for h in (20, 100)
         ),
     ]
 
