@@ -8,6 +8,7 @@ As in the DiLoCo paper, all begin at parameters from synchronous steps.
 Prints its table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +36,14 @@ def main() -> None:
 def measure(*, num_steps: int, num_seeds: int) -> Section:
     """Train with each optimizer and seed."""
     inner = optax.adam(optax.cosine_decay_schedule(RATE, num_steps))
-    wire = {"all_reduce": jdp.collectives.quantized}
+    eight, four = (functools.partial(jdp.collectives.quantized, dtype=x) for x in ("int8", "int4"))
+    diloco = functools.partial(jdp.diloco, inner, every=EVERY)
     optimizers = {
         "replicated": (1, jdp.replicated(inner)),
-        f"diloco, every={EVERY}, 8 bits": (EVERY, jdp.diloco(inner, every=EVERY, **wire)),
-        "the same, streaming": (EVERY, jdp.diloco(inner, every=EVERY, streaming=True, **wire)),
+        f"diloco, every={EVERY}, 8 bits": (EVERY, diloco(all_reduce=eight)),
+        "4 bits": (EVERY, diloco(all_reduce=four)),
+        "8 bits, streaming": (EVERY, diloco(streaming=True, all_reduce=eight)),
+        "4 bits, streaming": (EVERY, diloco(streaming=True, all_reduce=four)),
     }
     found: dict[str, list[Result]] = {name: [] for name in optimizers}
     for seed in range(num_seeds):

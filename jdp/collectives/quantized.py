@@ -1,4 +1,4 @@
-"""An all-reduce that sends 8 bits for each number."""
+"""An all-reduce that sends 8 or 4 bits for each number."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from jdp.collectives.xla_shards import Further
 from jdp.validation import int_at_least
 
 # Of each dtype on the wire, the largest magnitude.
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _QUANTIZED = ("float32", "bfloat16", "float16")
 # Smaller leaves, such as biases and norms, would save few bytes.
 _MIN_SIZE = 4096
@@ -40,12 +40,13 @@ def quantized(
     dtype: Any = jnp.int8,
     block: int = 256,
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name`, with 8 bits for each number on the wire.
+    """Sum every leaf over `axis_name`, with 8 or 4 bits for each number on the wire.
 
-    For slow links: a rank sends a quarter of the bytes of float32 and half of bfloat16, but rounds
-    each number twice, by at most 1/254 of the largest in its block (int8). Each rank quantizes its
-    leaves and sends each other rank a chunk. That rank sums its chunk in float32, quantizes the
-    sum, and sends it to all, as Wang et al. 2023, https://arxiv.org/abs/2306.10209, between hosts.
+    For slow links: int8 sends a quarter of the bytes of float32 and half of bfloat16, but rounds
+    each number twice, by at most 1/254 of the largest in its block (int4: 1/14). Each rank
+    quantizes its leaves and sends each other rank a chunk. That rank sums its chunk in float32,
+    quantizes the sum, and sends it to all, as Wang et al. 2023, https://arxiv.org/abs/2306.10209,
+    between hosts.
     Arrays of fewer than 4,096 numbers or one block for each rank, and wider or integer ones, are
     summed by `collectives.xla`.
 
@@ -54,15 +55,16 @@ def quantized(
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, equal on all ranks.
       mesh: the ranks' mesh; None: JAX's default devices.
-      dtype: on the wire: int8, float8_e4m3fn or float8_e5m2.
-      block: numbers that share a float32 scale, >= 16. A block with NaN or infinity becomes NaN,
-        one with a subnormal scale becomes 0.
+      dtype: on the wire: int8, int4, float8_e4m3fn or float8_e5m2.
+      block: numbers that share a float32 scale, >= 16, even with int4. A block with NaN or
+        infinity becomes NaN, one with a subnormal scale becomes 0.
 
     Returns:
       The same lists, summed and scaled, in each leaf's dtype; equal bits on every rank.
 
     Raises:
-      ValueError: another `dtype`, `block` below 16, or inside `shard_map(check_vma=True)`.
+      ValueError: another `dtype`, `block` below 16 or odd with int4, or inside
+        `shard_map(check_vma=True)`.
 
     >>> import functools, jax, jax.numpy as jnp, jdp
     >>> int8 = functools.partial(jdp.collectives.quantized, block=128)
@@ -90,10 +92,16 @@ def _checked(dtype: Any = jnp.int8, block: int = 256) -> dict[str, Any]:
     name = np.dtype(dtype).name
     if name not in _LARGEST:
         raise ValueError(
-            f"dtype={name} cannot be sent by collectives.quantized, whose numbers have 8 bits. "
-            f"Write one of {', '.join(_LARGEST)}, or reduce_dtype=jnp.bfloat16 for 16 bits."
+            f"dtype={name} cannot be sent by collectives.quantized. Write one of "
+            f"{', '.join(_LARGEST)}, or reduce_dtype=jnp.bfloat16 for 16 bits."
         )
-    return {"name": name, "block": int_at_least("block", block, least=16)}
+    block = int_at_least("block", block, least=16)
+    if name == "int4" and block % 2:
+        raise ValueError(
+            f"block must be even with dtype=int4, two numbers in a byte, got {block}. Write "
+            f"block={block + 1}."
+        )
+    return {"name": name, "block": block}
 
 
 def summed_shards(
@@ -215,22 +223,32 @@ def _shard(blocks: jax.Array, leaf: jax.Array, dim: int, num_ranks: int) -> jax.
 
 
 def _packed(blocks: jax.Array, name: str) -> jax.Array:
-    """Quantize `[..., blocks, block]` float32; return `[..., blocks * (block + 4)]` uint8."""
+    """Quantize `[..., blocks, block]` float32; return uint8 numbers, then scales, of all blocks."""
     blocks = lax.optimization_barrier(blocks)  # else each pass over them computes them again
     # The sum is 0 or NaN: XLA:CPU's maximum drops a NaN.
     largest = jnp.abs(blocks).max(-1, keepdims=True) + (blocks * 0).sum(-1, keepdims=True)
     scale = largest / _LARGEST[name]
     # 1 / scale would overflow if it is subnormal.
     divided = blocks * jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, 1 / scale)
-    numbers = jnp.round(divided) if name == "int8" else divided
-    sent = [lax.bitcast_convert_type(x, jnp.uint8) for x in (numbers.astype(name), scale)]
+    if name == "int4":
+        low, high = jnp.split(jnp.round(divided).astype(jnp.int8), 2, -1)
+        numbers = (low & 15) | (high << 4)
+    else:
+        numbers = (jnp.round(divided) if name == "int8" else divided).astype(name)
+    sent = [lax.bitcast_convert_type(x, jnp.uint8) for x in (numbers, scale)]
     sent = lax.optimization_barrier(sent)  # XLA:CPU would choose for each byte where it is from
     return jnp.concatenate([x.reshape(*blocks.shape[:-2], -1) for x in sent], -1)
 
 
 def _unpacked(sent: jax.Array, name: str, block: int) -> jax.Array:
-    shape = (*sent.shape[:-1], sent.shape[-1] // (block + 4))
-    end = shape[-1] * block
-    numbers = lax.bitcast_convert_type(sent[..., :end].reshape(*shape, block), jnp.dtype(name))
+    size = block // 2 if name == "int4" else block
+    shape = (*sent.shape[:-1], sent.shape[-1] // (size + 4))
+    end = shape[-1] * size
+    numbers = sent[..., :end].reshape(*shape, size)
+    if name == "int4":
+        pairs = lax.bitcast_convert_type(numbers, jnp.int8)
+        numbers = jnp.concatenate([pairs << 4 >> 4, pairs >> 4], -1)
+    else:
+        numbers = lax.bitcast_convert_type(numbers, jnp.dtype(name))
     scale = lax.bitcast_convert_type(sent[..., end:].reshape(*shape, 1, 4), jnp.float32)
     return numbers.astype(jnp.float32) * scale
