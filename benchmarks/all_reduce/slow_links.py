@@ -1,15 +1,17 @@
-"""Measures what gradients in 8 bits save between two hosts, and what they cost in the loss.
+"""Measures what gradients in 8 bits save between two hosts: time of a sum, time to a fixed loss.
 
 The hosts are network namespaces of this machine, so it needs root. Linux's `tbf` limits the rate.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +37,7 @@ CONTESTANTS = {
     "float8_e4m3fn": functools.partial(quantized, dtype=jnp.float8_e4m3fn),
 }
 _DEADLINE_S = 900
+_EVERY, _BITS = 20, 3.4  # steps between evaluations
 _LENGTH = 64
 SEEDS = (0, 1, 2)
 
@@ -90,15 +93,9 @@ def _reduced(mesh: Mesh, all_reduce: Any) -> Any:
 def measure(num_rounds: int) -> list[dict[str, Any]]:
     """Measure at each rate; the rows are those of the slower host."""
     found: list[dict[str, Any]] = []
-    with two_hosts() as hosts:
-        for rate, limit in RATES.items():
-            for i, host in enumerate(hosts):
-                limited = ["tc", "qdisc", "replace", "dev", f"wire{i}", "root", "tbf"]
-                limited += ["rate", limit, "burst", "256kb", "latency", "50ms"]
-                subprocess.run([*host, *limited], check=True)
-            answers = _answers(hosts, num_rounds)
-            for one, other in zip(*answers, strict=True):
-                found.append({"gbit_per_s": rate, **max(one, other, key=lambda row: row["ms"])})
+    for rate, answers in _at_each_rate(f"--rounds={num_rounds}"):
+        for one, other in zip(*answers, strict=True):
+            found.append({"gbit_per_s": rate, **max(one, other, key=lambda row: row["ms"])})
     for row in found:
         same = [it for it in found if (it["gbit_per_s"], it["bytes"]) == _setting(row)]
         wire = next(it["ms"] for it in same if it["contestant"] == "bytes of bfloat16")
@@ -110,8 +107,19 @@ def _setting(row: dict[str, Any]) -> tuple[str, int]:
     return row["gbit_per_s"], row["bytes"]
 
 
-def _answers(hosts: Any, num_rounds: int) -> list[list[dict[str, Any]]]:
-    command = [sys.executable, "-m", "benchmarks.all_reduce.slow_links", f"--rounds={num_rounds}"]
+def _at_each_rate(*options: str) -> Iterator[tuple[str, list[Any]]]:
+    """Run this program on both hosts at each rate; yield the rate and their answers."""
+    with two_hosts() as hosts:
+        for rate, limit in RATES.items():
+            for i, host in enumerate(hosts):
+                limited = ["tc", "qdisc", "replace", "dev", f"wire{i}", "root", "tbf"]
+                limited += ["rate", limit, "burst", "256kb", "latency", "50ms"]
+                subprocess.run([*host, *limited], check=True)
+            yield rate, _answers(hosts, options)
+
+
+def _answers(hosts: Any, options: Sequence[str]) -> list[Any]:
+    command = [sys.executable, "-m", "benchmarks.all_reduce.slow_links", *options]
     started = [
         subprocess.Popen(
             [*host, *command],
@@ -129,27 +137,47 @@ def _answers(hosts: Any, num_rounds: int) -> list[list[dict[str, Any]]]:
     return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
-def losses(num_steps: int) -> list[dict[str, Any]]:
-    """Train the model of `examples/language_model.py`, smaller, on 4 virtual ranks."""
-    text, held_out = language_model.read_sources()
-    rows = language_model.windows(text, _LENGTH)["text"]
-    unseen = language_model.windows(held_out[: 512 * _LENGTH], _LENGTH)["text"].astype(int)
-    ways: dict[str, dict[str, Any]] = {name: {"all_reduce": f} for name, f in CONTESTANTS.items()}
-    ways["bfloat16"] = {"reduce_dtype": jnp.bfloat16}
-    found: list[dict[str, Any]] = []
-    for name, options in ways.items():
-        bits = [_trained(rows, unseen, seed, num_steps, options) for seed in SEEDS]
-        found.append({"contestant": name, "bits": float(np.mean(bits)), "seeds": bits})
-    for row in found:
-        pairs = zip(row["seeds"], found[0]["seeds"], strict=True)
-        differences = [one - exact for one, exact in pairs]
-        row["difference"] = float(np.mean(differences))
-        row["low"], row["high"] = min(differences), max(differences)
+def in_bfloat16(
+    buckets: Any, axis_name: Any, *, scale: float = 1.0, mesh: Any = None
+) -> list[list[jax.Array]]:
+    """Sum in float32 what is sent in 16 bits: XLA:CPU widens bfloat16 before it sends."""
+    del mesh
+    num_ranks, found = jax.lax.axis_size(axis_name), []
+    for bucket in buckets:
+        flat = jnp.concatenate([leaf.ravel() for leaf in bucket])
+        rows = jnp.pad(flat, (0, -flat.size % num_ranks)).reshape(num_ranks, -1)
+        arrived = jax.lax.all_to_all(_as_words(rows), axis_name, 0, 0)
+        total = _as_floats(arrived).sum(0) * scale
+        whole = _as_floats(jax.lax.all_gather(_as_words(total), axis_name)).ravel()[: flat.size]
+        parts = jnp.split(whole, np.cumsum([leaf.size for leaf in bucket])[:-1])
+        found.append([x.reshape(leaf.shape) for x, leaf in zip(parts, bucket, strict=True)])
     return found
 
 
-def _trained(rows: Any, unseen: Any, seed: int, num_steps: int, options: Any) -> float:
-    """Return the bits per unseen byte."""
+def _as_words(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _as_floats(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(jnp.float32)
+
+
+TRAININGS = {**CONTESTANTS, "bfloat16": in_bfloat16}
+
+
+def trainings(num_steps: int) -> list[list[dict[str, Any]]]:
+    """Train each way, `[ways][seeds]`; return times and bits per unseen byte, and whether equal."""
+    text, held_out = language_model.read_sources()
+    rows = language_model.windows(text, _LENGTH)["text"]
+    unseen = language_model.windows(held_out[: 512 * _LENGTH], _LENGTH)["text"].astype(int)
+    return [
+        [_trained(rows, unseen, seed, num_steps, all_reduce) for seed in SEEDS]
+        for all_reduce in TRAININGS.values()
+    ]
+
+
+def _trained(rows: Any, unseen: Any, seed: int, num_steps: int, all_reduce: Any) -> dict[str, Any]:
+    """Train the model of `examples/language_model.py`, smaller; time steps, not evaluations."""
     decoder = language_model.Decoder(_LENGTH, 64, 2, nnx.Rngs(seed))
     graphdef, params = nnx.split(decoder)
 
@@ -163,12 +191,61 @@ def _trained(rows: Any, unseen: Any, seed: int, num_steps: int, options: Any) ->
         loss, grads = jdp.value_and_grad(loss_fn)(state.params, text)
         return state.apply_gradients(grads), {"loss": loss}
 
+    def bits(state: Any) -> float:
+        own = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+        return float(measure(own, unseen)) / np.log(2)
+
+    measure = jax.jit(loss_fn)
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, num_steps // 10, num_steps)
-    state = jdp.TrainState.create(params, jdp.replicated(optax.adamw(schedule), **options))
-    for batch in jdp.batches(rows, 32, num_steps=num_steps, seed=seed):
+    tx = jdp.replicated(optax.adamw(schedule), all_reduce=all_reduce)
+    state = jdp.TrainState.create(params, tx)
+    spent, begin, found = 0.0, 0.0, []
+    for n, batch in enumerate(jdp.batches(rows, 32, num_steps=num_steps, seed=seed)):
+        if n == 1:  # the first step compiles
+            begin = time.perf_counter()
         state, _ = step(state, batch)
+        if n and n % _EVERY == 0 or n == num_steps - 1:
+            jax.block_until_ready(state)
+            spent += time.perf_counter() - begin
+            found.append((spent, bits(state)))
+            begin = time.perf_counter()
     jdp.check_replicas(state)
-    return float(jax.jit(loss_fn)(state.params, unseen)) / np.log(2)
+    return {"curve": found}
+
+
+def times_to_loss(num_steps: int) -> list[dict[str, Any]]:
+    """Train between the hosts at each rate; return seconds until the bits reach a fixed number."""
+    found: list[dict[str, Any]] = []
+    for rate, answers in _at_each_rate(f"--steps={num_steps}", "--train"):
+        for name, own, other in zip(TRAININGS, *answers, strict=True):
+            pairs = [[run["curve"] for run in runs] for runs in zip(own, other, strict=True)]
+            seconds = [max(_until(_BITS, curve) for curve in curves) for curves in pairs]
+            found.append(
+                {
+                    "gbit_per_s": rate,
+                    "contestant": name,
+                    "s": float(np.median(seconds)),
+                    "seconds": seconds,
+                    "bits": float(np.mean([run["curve"][-1][1] for run in own])),
+                }
+            )
+    for row in found:
+        (peer,) = (
+            it
+            for it in found
+            if it["gbit_per_s"] == row["gbit_per_s"] and it["contestant"] == "bfloat16"
+        )
+        ratios = np.array(peer["seconds"]) / np.array(row["seconds"])
+        row["faster"], row["low"], row["high"] = np.median(ratios), ratios.min(), ratios.max()
+    return found
+
+
+def _until(bits: float, curve: Any) -> float:
+    """Return the seconds until a curve of (seconds, bits) falls to `bits`, between its points."""
+    for (begin, before), (end, after) in itertools.pairwise(curve):
+        if after <= bits:
+            return begin + (end - begin) * (before - bits) / (before - after)
+    raise RuntimeError(f"a training ends with {curve[-1][1]:.4f} bits, not {bits}.")
 
 
 def main() -> None:
@@ -176,11 +253,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=400, help="of each training")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rank = os.environ.get("JDP_SLOW_LINK_RANK")
     if rank is not None:
         jax.distributed.initialize("10.83.0.1:8499", num_processes=2, process_id=int(rank))
-        print(json.dumps(rows_of_host(jdp.init(), options.rounds)))
+        mesh = jdp.init()
+        answer = trainings(options.steps) if options.train else rows_of_host(mesh, options.rounds)
+        print(json.dumps(answer))
         return
     section = report.Section(
         "All-reduce between two hosts with a slow link",
@@ -196,22 +276,24 @@ def main() -> None:
             "error": "{error:.1e}",
         },
     )
-    jdp.init(cpu_ranks=4)
-    report.publish("slow_links", [section, _section_of_losses(options.steps)])
+    report.publish("slow_links", [section, _section_of_trainings(options.steps)])
 
 
-def _section_of_losses(num_steps: int) -> report.Section:
+def _section_of_trainings(num_steps: int) -> report.Section:
     return report.Section(
-        "Bits per unseen byte of a language model",
-        f"Means of {len(SEEDS)} seeds after {num_steps} steps of AdamW on 4 ranks, 200,000 "
-        "parameters. `difference`: from float32 with the same seed, mean, least and largest.",
-        losses(num_steps),
+        "Time to a fixed loss",
+        f"A language model of 200,000 parameters, {num_steps} steps of AdamW on both hosts, "
+        f"{len(SEEDS)} seeds: seconds until it needs {_BITS} bits for each of 32,768 unseen bytes, "
+        "without evaluations, the median; how much faster than bfloat16, with the least and the "
+        "largest of the seeds; and bits after the last step, the mean.",
+        times_to_loss(num_steps),
         {
+            "Gbit/s": "{gbit_per_s}",
             "sent as": "{contestant}",
-            "bits": "{bits:.4f}",
-            "difference": "{difference:+.4f}",
-            "least": "{low:+.4f}",
-            "largest": "{high:+.4f}",
+            "s": "{s:.2f}",
+            "faster": "{faster:.2f}",
+            "of single seeds": "{low:.2f} to {high:.2f}",
+            "bits at the end": "{bits:.4f}",
         },
     )
 
