@@ -31,10 +31,11 @@ PART_OF_ANOTHER = "the step is part of a larger program, and jdp sees only the s
 
 
 class _Order:
-    def __init__(self, why_not: str | None, series: str, beside_xla: bool) -> None:
+    def __init__(self, why_not: str | None, series: str, beside_xla: bool, as_xla: bool) -> None:
         self.why_not = why_not
         self.series = series
         self.beside_xla = beside_xla
+        self.as_xla = as_xla
         self.numbers = itertools.count()
         self.token: jax.Array | None = None
         self.trace: Any = None  # that made the token; no other may use it
@@ -60,10 +61,13 @@ _num_steps: Counter[str] = Counter()
 
 @contextlib.contextmanager
 def entered(
-    *, why_not: str | None = None, series: str = "", beside_xla: bool = False
+    *, why_not: str | None = None, series: str = "", beside_xla: bool = False, as_xla: bool = False
 ) -> Iterator[None]:
-    """Order the native calls traced in the body, all of one program."""
-    token = _order.set(_Order(why_not, series, beside_xla))
+    """Order the native calls traced in the body, all of one program.
+
+    `as_xla`: they treat subnormal numbers as XLA does, as 0.
+    """
+    token = _order.set(_Order(why_not, series, beside_xla, as_xla))
     where = "step beside XLA" if beside_xla else "step"
     try:
         with _traced_where(where if why_not is None else "unordered step"):
@@ -93,6 +97,12 @@ def is_beside_xla() -> bool:
     """Whether XLA's collectives may run beside the program's native calls."""
     order = _order.get()
     return order is not None and order.beside_xla
+
+
+def is_as_xla() -> bool:
+    """Whether the program's native calls treat subnormal numbers as XLA does."""
+    order = _order.get()
+    return order is not None and order.as_xla
 
 
 def is_in_step() -> bool:

@@ -361,16 +361,17 @@ class _NativeCalls(NamedTuple):
 
 def _run_native(
     exchange: Callable, rank: Any, group: Any, scale: Any, token: Any, x: Any, ids: Any,
-    *, axes: Any, num_ranks: int, number: int, communicator: int, beside_xla: bool, **params: Any,
+    *, axes: Any, num_ranks: int, number: int, communicator: int, beside_xla: bool, as_xla: bool,
+    **params: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    options = dict(axes=axes, communicator=communicator, beside_xla=beside_xla)
+    options = dict(axes=axes, communicator=communicator, beside_xla=beside_xla, as_xla=as_xla)
     calls = _NativeCalls(rank, group, number, num_ranks, options)
     return exchange(calls, token, x, ids, **params)
 
 
 def _typed(
     type_of: Callable, rank: Any, group: Any, scale: Any, token: Any, x: Any, ids: Any,
-    *, number: int, communicator: int, beside_xla: bool, **params: Any,
+    *, number: int, communicator: int, beside_xla: bool, as_xla: bool, **params: Any,
 ) -> list[Any]:  # fmt: skip
     return [jax.core.ShapedArray(token.shape, token.dtype), type_of(x, ids, **params)]
 

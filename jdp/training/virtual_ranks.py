@@ -192,7 +192,7 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Call
         why_xla = why_xla or "the step has collectives in loops, or sends types of JAX's own."
 
     def run(*args: Any) -> Any:
-        with call_order.entered(why_not=why_xla):
+        with call_order.entered(why_not=why_xla, as_xla=True):
             return evaluated(*args)
 
     def evaluated(*args: Any) -> Any:
@@ -844,6 +844,8 @@ def _exchanged(
 ) -> list[jax.Array]:
     """Run a collective other than a sum on the values of all virtual ranks."""
     blocks, name, size = ranks.blocks, operation.eqn.primitive.name, ranks.blocks.num_virtual
+    if name == "ppermute":
+        return [_permuted(x, operation.eqn.params["perm"], ranks) for x in stacks]
     run = jax.vmap(
         lambda *operands: operation.run(operands), axis_name=ranks.axis_name, axis_size=size
     )
@@ -852,6 +854,19 @@ def _exchanged(
         return [x[0] for x in results]
     mine = jnp.minimum(ranks.start + jnp.arange(blocks.width), size - 1)
     return [jnp.take(x, mine, axis=0) for x in results]
+
+
+def _permuted(x: jax.Array, pairs: Sequence[tuple[int, int]], ranks: _RankContext) -> jax.Array:
+    """Return what this rank's virtual ranks get of `[virtual, ...]`; 0 where nothing is sent."""
+    sources = np.full(ranks.blocks.num_virtual, -1)
+    for source, target in pairs:
+        sources[target] = source
+    mine = jnp.minimum(ranks.start + jnp.arange(ranks.blocks.width), len(sources) - 1)
+    wanted = jnp.asarray(sources)[mine]
+    sent = jnp.take(x, jnp.maximum(wanted, 0), axis=0)
+    if len(pairs) == len(sources):
+        return sent
+    return jnp.where(wanted.reshape(-1, *[1] * (x.ndim - 1)) >= 0, sent, jnp.zeros((), x.dtype))
 
 
 def _gradient_paths(operations: Sequence[FlatOperation]) -> dict[FlatValue, str]:

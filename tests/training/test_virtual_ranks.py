@@ -342,6 +342,17 @@ def loss_of_all(w, x):
     return jnp.log(jdp.global_mean(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w))
 
 
+def tiny_sums(w, x):
+    """Sums of normal numbers that cancel to subnormal ones, which XLA's threads take as 0."""
+    x = jnp.tanh(jnp.tile(x[0], 100)) * 3e-38
+    parts = lax.psum_scatter(x[: 8 * V], "data", tiled=True)
+    return lax.psum(x, "data"), lax.all_gather(parts, "data")
+
+
+def sent_to_some(w, x):
+    return jdp.rows(lax.ppermute(x, "data", [(i, i + 1) for i in range(V - 1)]))
+
+
 def branches(w, x):
     def doubled(x):
         return 2 * lax.psum(x, "data")
@@ -381,6 +392,8 @@ STEPS = {
     "Equinox": of_equinox,
     "float16": measured(ratios),
     "loss of all ranks": measured(loss_of_all),
+    "subnormal sums": measured(tiny_sums),
+    "sent to some": measured(sent_to_some),
     "evaluation": evaluation,
 }
 

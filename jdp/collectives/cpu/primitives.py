@@ -73,6 +73,7 @@ def _lowered_call(
     num_ranks: int,
     communicator: int,
     beside_xla: bool,
+    as_xla: bool,
     **attributes: Any,
 ) -> Any:
     rule = jax.ffi.ffi_lowering(
@@ -85,6 +86,7 @@ def _lowered_call(
         num_ranks=np.int32(num_ranks),
         bucket=np.int32(number),
         communicator=np.int64(communicator),
+        as_xla=as_xla,
         **attributes,
     )
 
@@ -178,7 +180,7 @@ mlir.register_lowering(all_reduce_p, _lower_sum, platform="cpu", cacheable=False
 #     the pair of split and concatenated dims,
 #   overwrites: of an all-gather, for each leaf whether its result reuses the memory of an operand
 #     after the leaves, whose value is ignored,
-#   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
+#   axes, num_ranks, number, communicator, beside_xla, as_xla: as for the all-reduce.
 # In a typed shard_map the results vary, except whole sums. Reduce-scatter and all-gather are mutual
 # transposes; an all-to-all's transpose swaps its dims.
 reduce_scatter_p = jax.extend.core.Primitive(cpu_runtime.REDUCE_SCATTER)
@@ -397,6 +399,7 @@ class Calls:
             num_ranks=axis.size(axes),
             communicator=shared_memory.communicator(mesh, axes),
             beside_xla=call_order.is_beside_xla(),
+            as_xla=call_order.is_as_xla(),
         )
         token = call_order.token()
         self._token: Any = np.zeros(1, np.float32) if token is None else token

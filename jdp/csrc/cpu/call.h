@@ -34,10 +34,11 @@ struct Call {
   Algorithm algorithm;
   double scale;  // of a sum of floats; a float32 scale is represented exactly
   Operation operation = Operation::kAllReduce;
+  bool as_xla = false;  // sums in the float mode of the caller, a thread of XLA
 };
 
-// Runs `call.operation` with the ranks that make the same call. A sum is that of `reduce`, also in a
-// reduce-scatter. Returns when the other ranks no longer access this rank's memory.
+// Runs `call.operation` with the ranks that make the same call. A sum is that of `reduce`, also in
+// a reduce-scatter. Returns when the other ranks no longer access this rank's memory.
 Status collective(const Call& call, const Bucket& bucket);
 
 // `nth` counts the calls of this bucket from 1.

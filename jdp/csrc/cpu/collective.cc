@@ -1,3 +1,5 @@
+#include <optional>
+
 #include "call.h"
 #include "communicator.h"
 #include "float_mode.h"
@@ -13,7 +15,8 @@ Status collective(const Call& call, const Bucket& bucket) {
                 " is not one of the ranks 0 to " + std::to_string(call.num_ranks - 1)};
   }
   const ProgressScope progress(call.bucket);
-  const DefaultFloatMode float_mode;
+  std::optional<DefaultFloatMode> float_mode;
+  if (!call.as_xla) float_mode.emplace();
   return call.communicator == 0 ? collective_in_process(call, bucket)
                                 : collective_in_segment(call, bucket);
 }

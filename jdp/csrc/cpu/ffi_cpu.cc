@@ -112,7 +112,7 @@ ffi::ErrorOr<Task> unpacked(ffi::RunId run, ffi::BufferR0<ffi::S32> rank,
                             ffi::BufferR0<ffi::S32> group, ffi::AnyBuffer scale,
                             ffi::BufferR1<ffi::F32> token, ffi::RemainingArgs& leaves,
                             ffi::ResultBufferR1<ffi::F32> token_out, ffi::RemainingRets& results,
-                            int32_t num_ranks, int32_t bucket, int64_t communicator,
+                            int32_t num_ranks, int32_t bucket, int64_t communicator, bool as_xla,
                             Own<operation> own) {
   const auto wrong = [&](const char* what) {
     return ffi::Unexpected(
@@ -132,8 +132,8 @@ ffi::ErrorOr<Task> unpacked(ffi::RunId run, ffi::BufferR0<ffi::S32> rank,
   } else {
     algorithm = static_cast<Algorithm>(own);
   }
-  const Call call{run.run_id, communicator, *group.typed_data(), bucket,   *rank.typed_data(),
-                  num_ranks,  algorithm,    scale_of(scale),     operation};
+  const Call call{run.run_id, communicator, *group.typed_data(), bucket,    *rank.typed_data(),
+                  num_ranks,  algorithm,    scale_of(scale),     operation, as_xla};
   const ffi::DataType dtype = leaves.get<ffi::AnyBuffer>(0)->element_type();
   const std::optional<Type> type = is_copied(operation) ? Type::kU8 : type_of(dtype);
   if (!type) return wrong("this dtype is not supported");
@@ -167,9 +167,10 @@ template <Operation operation>
 ffi::Error handle(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
                   ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> token, ffi::RemainingArgs leaves,
                   ffi::ResultBufferR1<ffi::F32> token_out, ffi::RemainingRets results,
-                  int32_t num_ranks, int32_t bucket, int64_t communicator, Own<operation> own) {
+                  int32_t num_ranks, int32_t bucket, int64_t communicator, bool as_xla,
+                  Own<operation> own) {
   const auto task = unpacked<operation>(run, rank, group, scale, token, leaves, token_out, results,
-                                        num_ranks, bucket, communicator, own);
+                                        num_ranks, bucket, communicator, as_xla, own);
   return task.has_error() ? task.error() : task->run();
 }
 
@@ -178,11 +179,12 @@ template <Operation operation>
 ffi::Future start(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
                   ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> token, ffi::RemainingArgs leaves,
                   ffi::ResultBufferR1<ffi::F32> token_out, ffi::RemainingRets results,
-                  int32_t num_ranks, int32_t bucket, int64_t communicator, Own<operation> own) {
+                  int32_t num_ranks, int32_t bucket, int64_t communicator, bool as_xla,
+                  Own<operation> own) {
   ffi::Promise promise;
   ffi::Future future(promise);
   auto task = unpacked<operation>(run, rank, group, scale, token, leaves, token_out, results,
-                                  num_ranks, bucket, communicator, own);
+                                  num_ranks, bucket, communicator, as_xla, own);
   if (task.has_error()) {
     promise.SetError(task.error());
     return future;
@@ -226,6 +228,7 @@ int jdp_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;
                                     .Attr<int32_t>("num_ranks")        \
                                     .Attr<int32_t>("bucket")           \
                                     .Attr<int64_t>("communicator")     \
+                                    .Attr<bool>("as_xla")              \
                                     .Attr<type>(own))
 
 JDP_HANDLER(jdp_all_reduce, jdp::all_reduce, int32_t, "algorithm");
