@@ -47,11 +47,7 @@ def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Whether the traced code runs on every rank of `axis_name`; unbound axes mean one rank.
-
-    Raises:
-      ValueError: another axis is bound, so every rank would silently train alone.
-    """
+    """Whether the traced code runs on every rank of `axis_name`; unbound axes mean one rank."""
     wanted = names(axis_name)
     unbound = [name for name in wanted if not _has_size(name)]
     if not unbound:

@@ -88,10 +88,7 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
 
 
 def is_deleted(array: Any) -> bool:
-    """Whether an array or any of its shards was donated.
-
-    JAX asks the first shard alone, which stays if NumPy views it.
-    """
+    """Whether any shard was donated: JAX asks the first alone, which stays if NumPy views it."""
     if array.is_deleted():
         return True
     devices = array.sharding.device_set
@@ -122,10 +119,7 @@ def any_deleted(arrays: Sequence[Any]) -> bool:
 
 
 def start_copy_to_host(array: jax.Array) -> None:
-    """Start copying an array to the host, except from a CPU.
-
-    JAX 0.11.2 never donates a CPU array after such a copy.
-    """
+    """Start a copy to the host, except from CPUs: JAX 0.11.2 would never donate the array."""
     if any(device.platform != "cpu" for device in array.devices()):
         array.copy_to_host_async()
 

@@ -95,10 +95,7 @@ def exchange_and_add(
 
 
 def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
-    """Return how many rows a rank requests from each rank in one round.
-
-    A little more than an equal share, at most `num_ids` and `rows_per_rank`.
-    """
+    """Return the rows to request from each rank in a round: a little more than an equal share."""
     equal = -(-num_ids // num_ranks)
     return min(num_ids, rows_per_rank, equal + equal // 4 + 32)
 
@@ -123,10 +120,7 @@ class _Route(NamedTuple):
     size: int
 
     def asked(self, round_number: Any, rows_per_rank: int) -> tuple[jax.Array, jax.Array]:
-        """Return indices in `wanted` and the row ids at their owners, each `[n, size]`.
-
-        After a rank's last wanted row, indices are out of range and ids arbitrary.
-        """
+        """Return indices in `wanted`, out of range after its end, and ids, each `[n, size]`."""
         index = self.start[:-1, None] + round_number * self.size + jnp.arange(self.size)
         rank = jnp.arange(len(self.start) - 1)[:, None]
         rows = self.wanted.at[index].get(mode="clip") - rank * rows_per_rank
@@ -310,11 +304,7 @@ _ONE = np.float32(1)
 def exchanged(
     eqn: Any, operands: Sequence[Any], around: Sequence[Any], mesh: Mesh | None
 ) -> list[jax.Array] | None:
-    """Return the results of a `take_p` or `add_p` equation by native calls.
-
-    None for other equations, where `shards` uses XLA, and in loops or functions, where no token
-    orders the calls.
-    """
+    """Run `take_p` or `add_p` by native calls; None for others, or without a token's order."""
     if eqn.primitive not in _NATIVE or operands[0].dtype.name not in COPIED_DTYPES:
         return None
     params = dict(eqn.params)

@@ -77,11 +77,7 @@ def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
 
 
 def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
-    """Return the factors (`[]` float) before and after the sum.
-
-    A factor after the sum rounds once, but a sum of float16 may exceed 65504 when its mean does
-    not.
-    """
+    """Return `[]` factors before and after the sum: before, if a float16 sum could overflow."""
     return (scale, 1.0) if dtype == jnp.float16 else (1.0, scale)
 
 

@@ -80,10 +80,7 @@ def _is_of_arrays(dataset: Any) -> bool:
 
 
 def with_mask(batch: Any, mask: np.ndarray) -> Any:
-    """Add a mask, [rows] bool: as key "mask" of a dict, last in a tuple, else `(batch, mask)`.
-
-    A named tuple keeps its type, with a further field `mask`.
-    """
+    """Add a `[rows]` bool mask: a dict's key "mask", a tuple's last element, else of a pair."""
     if isinstance(batch, dict):
         if others := [key for key in batch if not isinstance(key, str)]:
             raise TypeError(
@@ -121,11 +118,7 @@ def record_mask(batch: Any) -> None:
 
 
 def find_mask(batch: Any) -> Any | None:
-    """Find a batch's padding mask.
-
-    The last element of a tuple counts only if `jdp.batches` made it: it could be the user's bool
-    labels. In a dict, a bool `[rows]` leaf "mask" counts.
-    """
+    """Find the padding mask; a tuple's last only if `jdp.batches` made it: it may be labels."""
     mask = None
     if isinstance(batch, dict):
         mask = batch.get("mask")

@@ -105,11 +105,7 @@ _NUM_FRAMES = 4
 
 
 def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """Iterate over `items`, computing at most `depth` of them ahead.
-
-    An exception in `items` reaches the consumer in order. The thread ends with the items, the
-    generator or the program.
-    """
+    """Iterate over `items`, of which a thread computes at most `depth` ahead."""
     if depth == 0:
         yield from items
         return

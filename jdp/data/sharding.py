@@ -34,10 +34,7 @@ _MOST_CHECKED = 100
 def batch_sharding(
     mesh: Mesh, axis_name: AxisName, virtual_ranks: int | None = None
 ) -> NamedSharding:
-    """Return a sharding of the first dim: rank r has the r-th block of rows.
-
-    With `virtual_ranks` that the ranks do not divide, every rank has all rows.
-    """
+    """Shard rows in rank order; undivided `virtual_ranks` give every rank all rows."""
     names = axis.names(axis_name)
     require_axes(mesh, names)
     is_whole = virtual_ranks is not None and virtual_ranks % num_ranks(mesh, names)
@@ -52,13 +49,7 @@ def num_blocks(sharding: NamedSharding) -> int:
 def process_rows(
     sharding: NamedSharding, num_rows: int, devices: Collection[jax.Device] | None = None
 ) -> np.ndarray:
-    """Return the rows of a global batch on a process's devices, by default this one.
-
-    The sharding determines them, not the order of processes in a mesh or of device ids.
-
-    Returns:
-      [rows] int, ascending and unique (ranks along further mesh axes share rows).
-    """
+    """Return a process's rows by the sharding: `[rows]` int, ascending and unique."""
     devices = sharding.addressable_devices if devices is None else devices
     if len(devices) == 0:
         raise ValueError(

@@ -50,10 +50,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
-    """Return the problem of a loop ended by `first`, for the process with the end `mine`.
-
-    None if both got equally many batches, or `mine` may still.
-    """
+    """Return the problem of a loop ended by `first` for the end `mine`, if any yet."""
     for end in (mine, first):
         if end.how == "error":
             text = f"{end}, so no process can continue: {end.text}"
@@ -83,10 +80,7 @@ _UNCAUGHT_S = 0.3
 def hand_out_equally(
     batches: Generator[Any, None, None], sharding: NamedSharding
 ) -> Generator[Any, None, None]:
-    """Yield this process's batches, and find a process that gets more or fewer.
-
-    All processes call this in the same order, and communicate only when one ends its loop.
-    """
+    """Yield batches, and find unequal numbers; all processes call this in the same order."""
     assert isinstance(sharding.mesh, Mesh)
     peers = agree.peers(sharding.mesh)
     if len(peers) == 1:

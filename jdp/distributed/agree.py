@@ -103,10 +103,7 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 
 @contextlib.contextmanager
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
-    """Report an error in the body to the other processes, so they stop waiting.
-
-    The body may call `all_gather` and nest this context; an error is reported once.
-    """
+    """Report an error in the body to the other processes once, so they stop waiting."""
     before = _num_failures[group]
     try:
         yield
@@ -199,10 +196,7 @@ _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 64 << 20, 1 << 12
 
 
 def broadcast_bytes(data: np.ndarray | None, num_bytes: int, group: Sequence[int]) -> np.ndarray:
-    """Broadcast one process's bytes in a group; a collective call.
-
-    `data` is `[num_bytes]` uint8 on that process, which gets it back; None on others.
-    """
+    """Broadcast one process's `data`, `[num_bytes]` uint8, in a group; None on the others."""
     received = np.empty(num_bytes, np.uint8) if data is None else data
     if len(group) == 1:
         return received

@@ -171,10 +171,7 @@ def uncaught(
 
 
 def end_process(error: Exception) -> None:
-    """End this process for an error found in a thread, while the main thread waits.
-
-    An interactive session continues, since its state would be lost.
-    """
+    """End this process for a thread's error, unless interactive: its state would be lost."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place = "".join(traceback.format_stack(frame))
     text = f"Traceback (most recent call last):\n{place}{type(error).__name__}: {error}\n"

@@ -253,10 +253,7 @@ def add(call: StepCall) -> None:
 
 
 def make_room() -> None:
-    """Wait until one more call may be in flight, and raise finished calls' errors.
-
-    Call it before the dispatch, which donates the state.
-    """
+    """Before a dispatch, wait for room in flight, and raise errors of finished calls."""
     if len(_calls) >= _MAX:  # rarely, and then for several calls: each wait costs
         since_ns = time.monotonic_ns()
         _drain(_MAX // 2)

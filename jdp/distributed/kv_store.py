@@ -87,10 +87,7 @@ def delete(key: str) -> None:
 
 
 def keep_programs_of_all() -> None:
-    """Make every process write its programs to JAX's persistent compilation cache, on CPUs.
-
-    JAX lets only process 0 write, but on CPUs a program's key differs between processes.
-    """
+    """Let all processes write JAX's compilation cache on CPUs, where their keys differ."""
     # Once the backend runs, JAX reads this value only for the cache.
     with contextlib.suppress(AttributeError):
         jax_compat.joined_processes().process_id = 0

@@ -46,12 +46,7 @@ _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
 def join() -> None:
-    """Find the other processes, if any, and connect JAX with them.
-
-    Under `jdp run`, wait for the launcher's assignment. Otherwise read the environment
-    (`cluster_env`). Without effect after another call, or the user's own
-    `jax.distributed.initialize`.
-    """
+    """Connect JAX with processes of the launcher or of `cluster_env`, unless it is connected."""
     source_files.record()
     launched = current()
     if launched is not None:

@@ -138,14 +138,7 @@ class MetricsFile:
         self._thread.start()
 
     def put(self, step: int, scalars: dict[str, Any], trackers: Sequence[Tracker] = ()) -> None:
-        """Queue a line for the thread, unless the file has it; raise an earlier line's error.
-
-        A line refused by the disk is kept and retried; after `_PATIENCE_S` calls raise, too.
-
-        Args:
-          scalars: numbers by name, or `[]` arrays, perhaps not yet computed.
-          trackers: get the values in their own thread, after the file.
-        """
+        """Queue a line that the file lacks; raise the error of an earlier one, which is retried."""
         self.raise_error()
         names = frozenset(scalars)
         if step <= self._last.get(names, -1):

@@ -21,10 +21,7 @@ LARGE_BYTES = 1 << 20
 
 
 def copied_from_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Return an array on devices that shares no memory with `value`.
-
-    JAX aliases aligned host memory despite `may_alias`, and aliased memory cannot be donated.
-    """
+    """Copy to devices: JAX aliases host memory despite `may_alias`, and never donates it."""
     if value.dtype.kind in "iufc":  # JAX would narrow int64 too, and warn of it
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
     if value.nbytes >= LARGE_BYTES:

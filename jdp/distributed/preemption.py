@@ -86,10 +86,7 @@ def _is_taken(number: int) -> bool:
 
 @functools.cache
 def let_children_end() -> None:
-    """Let SIGTERM end children forked from now on, such as data loaders.
-
-    They would inherit jdp's or JAX's handler. A user's handler stays.
-    """
+    """Let SIGTERM end later forks, which would inherit jdp's or JAX's handler; a user's stays."""
     os.register_at_fork(after_in_child=_restore_handler)
 
 

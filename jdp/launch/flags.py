@@ -239,10 +239,7 @@ class Parser(argparse.ArgumentParser):
         return [spelling for flag in listed for spelling in flag.option_strings]
 
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
-        """Add a flag, and hidden its spelling with underscores, as in torchrun.
-
-        The last of `names` names its value. Without `text` the flag is hidden.
-        """
+        """Add a flag, hidden without `text`, and hidden its spelling with underscores."""
         spellings = names.split()
         dest = dest_of(spellings[-1])
         keywords |= {"dest": dest, "default": None}

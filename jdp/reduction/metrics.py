@@ -117,11 +117,7 @@ _MOST_PACKED = 1024  # elements
 
 
 def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[jax.Array]:
-    """Sum small leaves as one vector.
-
-    XLA would merge one of two simultaneous means with the gradients; metrics that depend on it
-    would need another call.
-    """
+    """Sum small leaves as one vector: XLA would merge one of two means with the gradients."""
     kinds = [_kind(x) if _is_small(x) else i for i, x in enumerate(leaves)]
     groups = _grouped(kinds)
     sums = sum_all([_joined([leaves[i] for i in group]) for group in groups])

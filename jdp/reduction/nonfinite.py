@@ -128,12 +128,7 @@ def report(step: Scope) -> jax.Array | None:
 
 
 def why_skipped(reported: jax.Array, names: Sequence[tuple[str, ...]]) -> str | None:
-    """Return which gradients led to too many skips in a row.
-
-    Args:
-      reported: `[ranks, k]`, of `report`; only this process's are read.
-      names: the paths of each update's gradients.
-    """
+    """Return which gradients led to too many skips in a row; `reported`: `[ranks, k]`."""
     rows = {x.index[0].start or 0: np.asarray(x.data)[0] for x in reported.addressable_shards}
     values, start, found = next(iter(rows.values())), 0, []
     for paths in names:

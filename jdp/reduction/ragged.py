@@ -192,14 +192,7 @@ def _require_counts(rows: jax.Array, counts: jax.Array, max_rows: int, num_ranks
 
 
 def _misfit(given: jax.Array, sizes: tuple[int, int], axes: tuple[str, ...]) -> jax.Array:
-    """Return 0, or NaN on all ranks of the mesh after reporting misfits.
-
-    The program continues, because other ranks would wait for those that stop.
-
-    Args:
-      given: `[n, n, k]`, the counts by source and destination.
-      sizes: rows at each source and at each destination.
-    """
+    """Return 0, or NaN on all ranks for misfits in `[n, n, k]` counts: a stop would block ranks."""
     # A negative count must not look like none.
     by_rank = jnp.where((given < 0).any(2), -1, given.sum(2))
     most = (2**31 - 1) // len(given)  # so that sums over ranks do not wrap around

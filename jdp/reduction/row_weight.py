@@ -63,12 +63,7 @@ def divisor(total: jax.Array) -> jax.Array:
 
 
 def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
-    """Return which ranks have an invalid weight.
-
-    Args:
-      total: `[]`, the sum over ranks of `valid`.
-      given: `[ranks]`, the arguments of `valid`; only this process's are read.
-    """
+    """Return which ranks have an invalid weight: `given` is `[ranks]`, `total` sums `valid`."""
     sum_of_all = np.asarray(total.addressable_data(0))
     if np.isfinite(sum_of_all):
         return None

@@ -164,11 +164,7 @@ def remember_further_like(tree: Any, like: Any, axis_name: AxisName) -> None:
 
 
 def dim_of(owner: Any, array: Any, num_shards: int) -> int | None:
-    """Return the dim along which an optimizer splits an array, None if it stays whole.
-
-    A dim split over further axes by the compiler stays so: its shards on this axis would not be
-    slices of the array.
-    """
+    """Return an array's split dim; shards of a dim split over further axes would be no slices."""
     spec = further_spec(array, owner.axis_name)
     return owner.sharding.dim(array, num_shards, [i for i, part in enumerate(spec) if part])
 

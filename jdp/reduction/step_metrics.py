@@ -153,11 +153,7 @@ def _is_float_scalar(leaf: Any) -> bool:
 def averaged(
     tree: Any, axis_name: AxisName, summed: jax.Array | None = None
 ) -> tuple[Any, jax.Array | None]:
-    """Average float scalars over ranks and sum a vector, in one collective.
-
-    Args:
-      summed: `[k]` float32, whole numbers with an exact float32 sum, or None.
-    """
+    """Average float scalars, and sum whole numbers, `[k]` float32, in one collective."""
     given, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in given]
     step = step_context.current(axis_name)

@@ -71,11 +71,7 @@ _AFTER = 1
 
 
 def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Update parameters of a bucket before waiting for the ring of the next one.
-
-    Each wait depends on the parameters updated after the wait before. If every update needs all
-    gradients, the order stays.
-    """
+    """Update a bucket's parameters before the next ring's wait, unless each needs all gradients."""
 
     def run(*args: Any) -> Any:
         closed, shapes = rank_trace.traced(fn, args)

@@ -159,10 +159,7 @@ class ParameterFlow:
         begin: int | None,
         least: int,
     ) -> tuple[list[str], list[str]]:
-        """Return an operation's other operands beside an array, and its results.
-
-        Values of fewer than `least` elements, such as the norm of all gradients, end the search.
-        """
+        """Return other operands and results; below `least` elements, as of a norm, it ends."""
         if user.op in _APART or user.op.removesuffix("-start") in hlo.COLLECTIVES:
             return [], []
         inner = self._inside(user)

@@ -23,10 +23,7 @@ _ON_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 def replica_groups(one: Instruction) -> list[tuple[int, ...]]:
-    """Return each group's ranks, ascending; empty if the text has no groups.
-
-    A group of a `collective-permute` is a pair: sender, receiver.
-    """
+    """Return each group's ascending ranks, or (sender, receiver); empty without groups."""
     if found := one.target() and _NUM_RANKS.search(one.rest):
         return [tuple(range(int(found[1])))]  # which ones is not in the program
     text = one.attributes()

@@ -243,10 +243,7 @@ class CompiledStep:
             progress.compiling_ends()
 
     def _build_first(self, args: tuple) -> None:
-        """Build the first program, for the trace of `on_mesh` that follows.
-
-        JAX records the Python stack of each operation; here it is without the frames of that trace.
-        """
+        """Build a program before the trace of `on_mesh`, whose frames JAX would record."""
         self._begin_compiling()
         probed = passes.probe(self._rank_program, self._choices, args, self._call.args)
         self._call.built = self._build(probed)

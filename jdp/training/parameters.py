@@ -16,10 +16,7 @@ from jdp.step_spec import StepSpec
 
 
 def require_unshared(name: str, tree: Any) -> None:
-    """Refuse a tree with one nnx variable at two places.
-
-    A step would see two variables. Modules share random streams, used only at initialization.
-    """
+    """Refuse an nnx variable at two places, except random streams: it would become two."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return

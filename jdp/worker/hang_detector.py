@@ -149,10 +149,7 @@ class HangDetector:
         self._stopped_s: dict[int, float] = {}  # since when
 
     def poll(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
-        """Return the stall to report at monotonic `now`.
-
-        Call it a few times a second; a gap is no stall.
-        """
+        """Return the stall to report at monotonic `now`; a gap between calls is no stall."""
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
         if all(it.phase in (BEFORE, STARTING) for it in begun.values()):
             begun = {}

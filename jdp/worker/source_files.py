@@ -60,11 +60,7 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def find_executed(pattern: re.Pattern[bytes]) -> tuple[str, str] | None:
-    """Return the first match as ("file:line", first group).
-
-    It searches uninstalled modules, and the script up to the running statement, without comment
-    lines.
-    """
+    """Search executed code of uninstalled modules: ("file:line", first group) or None."""
     last = _last_lines()
     for path in {*last, *_authors_files()}:
         with suppress(OSError):

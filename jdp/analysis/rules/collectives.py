@@ -25,10 +25,7 @@ def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: 
 def undivided(
     interp: Interpreter, eqn: Any, total: int, value: int, position: int, axes: int
 ) -> int:
-    """Add the bits "undivided" and "duplicated" to a sum.
-
-    Sums of integers (counts) and JAX's own sums of equal cotangents do not get them.
-    """
+    """Mark a sum as "undivided" and "duplicated", unless of integers or of equal cotangents."""
     lattice = interp.lattice
     is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)
     if not is_inexact or not lattice.is_data(value):
@@ -179,10 +176,7 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
-    """Return a collective's axes, and record it if a needed rank may skip it.
-
-    Groups need the ranks along their axes; a transfer from rank to rank needs all devices.
-    """
+    """Return a collective's axes; record it if a needed rank (a transfer: a device) may skip it."""
     axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where
     if absent and axes:

@@ -229,10 +229,7 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
-    """Whether a factor 1 is the first cotangent of a backward pass.
-
-    On one rank a 1 may also be the number of ranks; then the other factor comes from that pass.
-    """
+    """Whether a 1 is the first cotangent, and not (on one rank) the number of ranks."""
     lattice = interp.lattice
     if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
         return False

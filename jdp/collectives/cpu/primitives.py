@@ -231,10 +231,7 @@ def _lower(
 def _put_into_wholes(
     context: Any, args: Sequence[Any], dims: tuple[int, ...], overwrites: tuple[bool, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return operands in which some leaves are slices of the arrays overwritten by them.
-
-    The barrier keeps XLA's copy of the array apart from the write that XLA fuses.
-    """
+    """Make leaves slices of arrays they overwrite; a barrier parts XLA's copy from the write."""
 
     def operands(*args: jax.Array) -> list[jax.Array]:
         rank, leaves, wholes = args[0], args[_NUM_BEFORE:][: len(dims)], args[_NUM_BEFORE:]

@@ -98,10 +98,7 @@ def reset() -> None:
 
 
 def check() -> None:
-    """Raise a RuntimeError that names the missing rank after a failed all-reduce between GPUs.
-
-    Gradients since then are NaN. On CPUs, the call itself fails.
-    """
+    """Raise a RuntimeError naming the missing rank if a GPU all-reduce failed, which makes NaN."""
     gpu_runtime.check()
 
 
@@ -114,10 +111,7 @@ class Segment(NamedTuple):
 
 
 def create_segment(num_ranks: int) -> Segment:
-    """Create memory through which `num_ranks` ranks of this host's processes reduce.
-
-    It is anonymous, and freed with its last process. Every process must `attach` it.
-    """
+    """Create anonymous memory for this host's ranks; every process must `attach` it."""
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))
     if file < 0:

@@ -16,10 +16,7 @@ from jdp.worker import progress
 
 
 def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
-    """Return why the ranks along `axes` share no memory.
-
-    The first call for a mesh attaches the memory; all its processes must make it.
-    """
+    """Return why ranks share no memory; all processes attach it in a mesh's first call."""
     if jax.process_count() == 1:
         return None
     if mesh is None:

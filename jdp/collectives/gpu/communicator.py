@@ -49,11 +49,7 @@ def self_test_difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
 
 
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
-    """Return the self-test's jitted program.
-
-    For each bucket, and for the matmul, it returns `[ranks, 2]` float32: the number of wrong
-    values, also NaN, and the largest difference.
-    """
+    """Jit the self-test: `[ranks, 2]` float32, wrong values and largest error, of each bucket."""
 
     def on_rank() -> list[jax.Array]:
         place = lax.axis_index(mesh.axis_names)
@@ -109,10 +105,7 @@ class UnavailableError(Exception):
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
-    """Return the communicator of the ranks along `axes` of a GPU mesh.
-
-    All processes make the first call, which opens it. Programs for described GPUs only compile.
-    """
+    """Return a GPU mesh's communicator along `axes`; all processes make the first call."""
     made = Communicator(mesh, axes)
     made.open()
     return made

@@ -20,11 +20,7 @@ _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0
 def folded(
     where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Hash every device's shard of every leaf, and combine a device's hashes.
-
-    It uses no collective, and does not wait. `numbers` are ints >= 0, so equal leaves contribute
-    differently.
-    """
+    """Hash each device's shards; `numbers` (>= 0) let equal leaves contribute differently."""
     hashed, total = [], zero(where)
     for leaf, number in zip(leaves, numbers, strict=True):
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
@@ -159,9 +155,5 @@ def checksum_pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.
 
 
 def checksums_differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
-    """Whether checksum pieces differ between ranks: `[1]` bool.
-
-    Of only two different values, the ranks of both return True. `mine` are this rank's pieces,
-    `sums` those over the ranks, `[4]` float32.
-    """
+    """Whether this rank's checksum pieces, `[4]` float32, differ from the others': `[1]` bool."""
     return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)

@@ -83,10 +83,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
 
 
 def require_equal_copies(state: Any) -> None:
-    """Raise an error unless all devices with the same shard of an array hold the same bits.
-
-    As `check_replicas`, for any sharding; leaves on one device are ignored.
-    """
+    """Raise an error unless all devices with the same shard of an array hold the same bits."""
     in_flight.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

@@ -143,11 +143,7 @@ def _first_difference(group: tuple[int, ...], pair: tuple[int, int], shapes: lis
 
 
 def digests(values: Sequence[np.ndarray]) -> list[str]:
-    """Return a digest of each array's elements, as text.
-
-    Digests of large arrays come from a CRC-32 of each MiB: a difference in one MiB is missed once
-    in 2**32 times.
-    """
+    """Return text digests; a large array's miss a difference in one MiB once in 2**32 times."""
     with ThreadPoolExecutor(num_cpus()) as pool:
         return [_digest(_to_hash(value, pool)) for value in values]
 

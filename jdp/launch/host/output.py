@@ -224,10 +224,7 @@ class OutputMux:
     def add(
         self, process: Started, local_rank: int, *, standby: bool = False, waits: bool = False
     ) -> _WorkerOutput:
-        """Read a process's pipes until they close.
-
-        A standby is hidden until its assignment; then, if it `waits`, its lines are shown.
-        """
+        """Read a process's pipes until they close; a standby is hidden until its assignment."""
         output = _WorkerOutput(self, process, local_rank, waits)
         output.is_standby = standby or waits
         output.prefix = self.prefix(f"local process {local_rank}", local_rank)

@@ -79,10 +79,7 @@ class _Orphans:
         self.adopts = False
 
     def start_adopting(self) -> None:
-        """Adopt orphans from now on, if possible.
-
-        A launcher with other children, such as a sidecar, adopts none.
-        """
+        """Adopt orphans from now on, unless the launcher has children, such as a sidecar."""
         found = children()
         if found is not None and found <= self.own:
             self.adopts = _set_subreaper(True) == 0

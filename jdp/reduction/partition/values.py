@@ -23,10 +23,7 @@ _AGREEING = frozenset(
 
 
 def bound_to_whole(program: FlatProgram, axes: Sequence[str]) -> set[FlatValue]:
-    """Return the results of operations bound to whole arrays.
-
-    Slices of one rank's data, as in a line search that evaluates the loss, do not match.
-    """
+    """Return results bound to whole arrays: slices of a rank's data, as a loss's, do not match."""
     whole: set[FlatValue] = set()
     naming = [operation for operation in program.operations if names_axes(operation.eqn, axes)]
     if not naming:

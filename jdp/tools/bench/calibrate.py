@@ -166,10 +166,7 @@ def require_own_gpus(
 def _computation(
     mesh: Mesh, earlier: Calibration | None, num_cores: int
 ) -> tuple[ComputeRates, ...]:
-    """Return measured computation rates, on the first process.
-
-    Several processes measure only without a file of one process.
-    """
+    """Measure computation on the first process; several only without a file of one."""
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]
 

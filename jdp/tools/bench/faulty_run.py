@@ -73,10 +73,7 @@ def first_state(plan: TrainingPlan) -> TrainState:
 
 
 def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
-    """Return the exact parameters after some steps.
-
-    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters.
-    """
+    """Return exact parameters: a step subtracts factor_i * (mean of batch's rows) from row i."""
     x = data()
     epochs, rest = divmod(num_steps * BATCH_SIZE, NUM_ROWS)
     total = epochs * x.sum(0, dtype=np.float64)

@@ -176,10 +176,7 @@ def _tolerance(right: np.ndarray) -> float:
 
 
 def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
-    """Keep every rank's own gradients; the false mark makes jdp accept the step.
-
-    A barrier replaces the call, or XLA would fuse gradients with updates.
-    """
+    """Keep own gradients, marked as reduced; a barrier keeps XLA from fusing updates."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]
     return [jax.lax.optimization_barrier(bucket) for bucket in marked]

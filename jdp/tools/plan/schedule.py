@@ -245,11 +245,7 @@ class _Builder:
         self._update_s = workload.update_s / deployment.sharded_over.size
 
     def whole_parameters(self) -> None:
-        """Add a step of whole parameters: `replicated`, stages 1 and 2.
-
-        Buckets are sent when complete, at stage 2 in each micro-batch. Stages 1 and 2 gather new
-        parameters at the end, in float32.
-        """
+        """Add a step of whole parameters: `replicated`, stages 1 and 2."""
         method, count = self._deployment.method, self._workload.micro_batches
         buckets, sent = self._buckets(self._workload.reduce_bytes), []
         for number in range(count):
@@ -264,11 +260,7 @@ class _Builder:
                 self._gather(bucket, STATE_BYTES, [update])
 
     def parameters_in_time(self) -> None:
-        """Add a step that gathers parameters where they are read: stage 3 and HSDP.
-
-        The next group is gathered while one computes. The backward pass gathers them again, and
-        scatters complete gradients of each group. HSDP then averages the shards between hosts.
-        """
+        """Add a step that gathers parameters where they are read: stage 3 and HSDP."""
         groups, count = (
             self._buckets(self._workload.gather_bytes)[::-1],
             self._workload.micro_batches,
