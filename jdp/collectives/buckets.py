@@ -1,7 +1,10 @@
 """Buckets: gradient leaves reduced together."""
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +66,13 @@ def summed(
     sent = list(map(parts, given))
     buckets = plan_with(sent[: len(leaves)], bucket_bytes, sent[len(leaves) :])
     sums = all_reduce([[sent[i] for i in bucket] for bucket in buckets], axes)
-    found = {}
-    for bucket, values in zip(buckets, sums, strict=True):
-        found.update(zip(bucket, values, strict=True))
-    return [joined(found[i], like=leaf) for i, leaf in enumerate(given)]
+    return list(map(joined, in_order(sums, buckets), given))
+
+
+def in_order(planned: Sequence[Sequence[Any]], plan: Sequence[Sequence[int]]) -> list[Any]:
+    """Return the leaves of planned buckets in the order of their positions."""
+    found = zip(itertools.chain(*plan), itertools.chain(*planned), strict=True)
+    return [leaf for _, leaf in sorted(found, key=operator.itemgetter(0))]
 
 
 def parts(leaf: jax.Array) -> jax.Array:

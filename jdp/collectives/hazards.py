@@ -1,6 +1,8 @@
 """What makes native calls unsafe: order, XLA beside them, overwritten arrays."""
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -301,7 +303,7 @@ class _Waits:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _outs(self, eqn: Any, ins: list[int]) -> list[int]:
-        name, before = eqn.primitive.name, _union(ins)
+        name, before = eqn.primitive.name, functools.reduce(operator.or_, ins, 0)
         if name in call_order.NATIVE or name in _XLA:
             bit = next(self._bits)
             found = self.native if name in call_order.NATIVE else self.xla
@@ -321,13 +323,16 @@ class _Waits:
         name = eqn.primitive.name
         if name == "cond":
             branches = [self.follow(branch, ins[1:]) for branch in jaxprs.branches(eqn)]
-            return [ins[0] | _common(outs) for outs in zip(*branches, strict=True)]
+            return [
+                ins[0] | functools.reduce(operator.and_, outs)
+                for outs in zip(*branches, strict=True)
+            ]
         if name == "while":
             condition, body, num_first, num_constants = jaxprs.while_parts(eqn)
             carry = ins[num_first + num_constants :]
             self.follow(condition, [*ins[:num_first], *carry])
             outs = self.follow(body, ins[num_first:])
-            return [_common(pair) for pair in zip(carry, outs, strict=True)]
+            return [*itertools.starmap(operator.and_, zip(carry, outs, strict=True))]
         # XLA may run one iteration without a loop.
         bodies = jaxprs.bodies(eqn)
         if len(bodies) == 1 and len(bodies[0].invars) == len(ins):
@@ -342,17 +347,3 @@ class _Waits:
 def _without_unread(jaxpr: Any) -> Any:
     body = jaxprs.opened(jaxpr)
     return partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0]
-
-
-def _union(masks: Sequence[int]) -> int:
-    found = 0
-    for mask in masks:
-        found |= mask
-    return found
-
-
-def _common(masks: Sequence[int]) -> int:
-    found = masks[0]
-    for mask in masks[1:]:
-        found &= mask
-    return found

@@ -272,9 +272,5 @@ class Hooks:
         return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
-        by_position = {
-            i: leaf
-            for bucket, leaves in zip(self._plan, reduced, strict=True)
-            for i, leaf in zip(bucket, leaves, strict=True)
-        }
-        return [by_position[i].astype(dtype) for i, dtype in enumerate(self._dtypes)]
+        pairs = zip(buckets.in_order(reduced, self._plan), self._dtypes, strict=True)
+        return [leaf.astype(dtype) for leaf, dtype in pairs]

@@ -128,7 +128,7 @@ class _LayerShards:
                 planned = shards.all_gather(
                     *sent, self._over, mesh=self._mesh, further=self._planned_further
                 )
-            return self._unplanned(planned)
+            return buckets.in_order(planned, self._plan)
 
         def backward(share: Any, gradient: list[jax.Array]) -> tuple[list[jax.Array], Any]:
             return self.means(gradient, share), jax.tree.map(jnp.zeros_like, share)
@@ -156,7 +156,7 @@ class _LayerShards:
             )
             if self._others:
                 sums = [axis.psum(x, self._others, axis.platform(self._mesh)) for x in sums]
-        return list(map(cast, self._unplanned(sums), self._dtypes))
+        return list(map(cast, buckets.in_order(sums, self._plan), self._dtypes))
 
     def divided(self, sums: Sequence[jax.Array], share: Any) -> list[jax.Array]:
         """Return means for sums of one layer, or of stacked layers."""
@@ -171,14 +171,6 @@ class _LayerShards:
     def _bucketed(self, leaves: Sequence[Any]) -> tuple[list[list[Any]], list[list[int]]]:
         values = [[leaves[i] for i in bucket] for bucket in self._plan]
         return values, [[self._dims[i] for i in bucket] for bucket in self._plan]
-
-    def _unplanned(self, planned: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        by_position = {
-            i: leaf
-            for bucket, leaves in zip(self._plan, planned, strict=True)
-            for i, leaf in zip(bucket, leaves, strict=True)
-        }
-        return [by_position[i] for i in range(len(self._dims))]
 
 
 class Operands(NamedTuple):
@@ -392,8 +384,8 @@ def scan_sharded(
             for path, _, part in pairs
             if part is not None
         ],
-        wholes=[_array(leaf) for _, leaf, part in pairs if part is None],
-        xs=[_array(leaf) for leaf in jax.tree.leaves(xs)],
+        wholes=[jnp.asarray(leaf) for _, leaf, part in pairs if part is None],
+        xs=[*map(jnp.asarray, jax.tree.leaves(xs))],
     )
     found = [part for part in parts if part is not None]
     num_layers = found[0].value.shape[0]
@@ -441,10 +433,6 @@ def _forward(
     state = operands.carry, first
     (carry, _), (ys, carries) = loop.run(body, state, (operands.wholes, operands.xs))
     return (carry, ys), carries
-
-
-def _array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def scan_whole(

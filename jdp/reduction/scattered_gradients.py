@@ -108,10 +108,7 @@ def _summed(
     sums = shards.reduce_scatter(send, places, over, scale=scale, **options)
     if others:
         sums = [axis.psum(parts, others, axis.platform(mesh)) for parts in sums]
-    found: dict[int, jax.Array] = {}
-    for bucket, parts in zip(plan, sums, strict=True):
-        found |= dict(zip(bucket, parts, strict=True))
-    return [found[i] for i in range(len(leaves))]
+    return buckets.in_order(sums, plan)
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:

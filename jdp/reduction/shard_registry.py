@@ -131,10 +131,7 @@ def gathered(
     places = [[overwrite[i] if overwrite else None for i in bucket] for bucket in plan]
     specs = [[found[i].further for i in bucket] for bucket in plan]
     results = shards.all_gather(values, dims, axes, mesh=mesh, overwrite=places, further=specs)
-    wholes: dict[int, jax.Array] = {}
-    for bucket, joined in zip(plan, results, strict=True):
-        wholes |= dict(zip(bucket, joined, strict=True))
-    return [remember(wholes[i], part) for i, part in enumerate(found)]
+    return list(map(remember, buckets.in_order(results, plan), found))
 
 
 def further_spec(array: Any, axis_name: AxisName) -> FurtherSpec:

@@ -519,30 +519,23 @@ def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:
 
 def within_step(state: Any) -> Any:
     """Return a state in which `local_sgd` and `diloco` have parameters of this rank."""
-
-    def entered(node: Any) -> Any:
-        if not _has_local_steps(node):
-            return node
-        outer = _select(node.params, node.trainable)
-        own, opt_state = local_steps.entered(node.opt_state, outer)
-        params = _merge(own, node.params, node.trainable)
-        return dataclasses.replace(node, params=params, opt_state=opt_state)
-
-    return jax.tree.map(entered, state, is_leaf=_has_local_steps)
+    return _exchanged(state, local_steps.entered)
 
 
 def between_steps(state: Any) -> Any:
     """Invert `within_step`."""
+    return _exchanged(state, local_steps.left)
 
-    def left(node: Any) -> Any:
+
+def _exchanged(state: Any, exchange: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    def exchanged(node: Any) -> Any:
         if not _has_local_steps(node):
             return node
-        own = _select(node.params, node.trainable)
-        outer, opt_state = local_steps.left(node.opt_state, own)
-        params = _merge(outer, node.params, node.trainable)
+        params, opt_state = exchange(node.opt_state, _select(node.params, node.trainable))
+        params = _merge(params, node.params, node.trainable)
         return dataclasses.replace(node, params=params, opt_state=opt_state)
 
-    return jax.tree.map(left, state, is_leaf=_has_local_steps)
+    return jax.tree.map(exchanged, state, is_leaf=_has_local_steps)
 
 
 def _has_local_steps(node: Any) -> bool:

@@ -107,15 +107,15 @@ ROOMS = {
         Mutation(
             "every bucket is reduced twice",
             "collectives/buckets.py",
-            "    found = {}\n",
-            "    sums = all_reduce(sums, axes, scale=1.0)\n    found = {}\n",
+            "    return list(map(joined,",
+            "    sums = all_reduce(sums, axes, scale=1.0)\n    return list(map(joined,",
             "training/test_step.py::test_equals_plain_jax_on_the_whole_batch",
         ),
         Mutation(
             "two leaves of a bucket change places",
             "collectives/buckets.py",
-            "found.update(zip(bucket, values, strict=True))",
-            "found.update(zip(reversed(bucket), values, strict=True))",
+            "in_order(sums, buckets)",
+            "in_order(sums, [bucket[::-1] for bucket in buckets])",
             "reduction/test_gradients.py::test_is_the_mean_over_ranks_in_buckets_of_any_size",
         ),
         Mutation(

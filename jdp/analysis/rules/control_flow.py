@@ -156,10 +156,7 @@ def _high_level(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any] | An
 
 def _closed(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
     interp.opaque.setdefault(_name(eqn))
-    for value in ins:
-        if isinstance(value, Cell):
-            value.value |= interp.anything()
-    return interp.anything()
+    return _source(interp, eqn, ins)
 
 
 def _name(eqn: Any) -> str:

@@ -265,10 +265,7 @@ def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Several sums form one sum of more numbers."""
-    value = 0
-    for operand in ins:
-        value |= operand
-    return value
+    return functools.reduce(operator.or_, ins, 0)
 
 
 def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:

@@ -429,14 +429,10 @@ def partitioned(
     ]
     outs = _Partitioner(ranks).outputs(program, values)
     pieces = [
-        Piece(_as_array(out.at(None if is_alone else dim)), dim)
+        Piece(jnp.asarray(out.at(None if is_alone else dim)), dim)
         for out, dim in zip(outs, dims, strict=True)
     ]
     return Partitioned(pieces, ranks.gathers, ranks.owned)
-
-
-def _as_array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _whole(piece: Piece, i: int, ranks: Ranks) -> jax.ShapeDtypeStruct:

@@ -108,10 +108,9 @@ def _of_hosts(group: tuple[int, ...]) -> list[Diagnosis]:
 
 
 def _address() -> str:
-    from jdp.tools.doctor import hosts
-
+    """Return this host's address, where Gloo listens."""
     try:
-        return hosts.own_address()
+        return socket.gethostbyname(socket.gethostname())
     except OSError:  # no host finds this one's name
         return "127.0.0.1"
 

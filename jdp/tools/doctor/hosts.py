@@ -59,11 +59,6 @@ def _serve(server: socket.socket, clock: Callable[[], float]) -> None:
                 client.sendall(f"{clock():.6f}\n".encode())
 
 
-def own_address() -> str:
-    """Return this host's address, where Gloo listens."""
-    return socket.gethostbyname(socket.gethostname())
-
-
 def to_reach(me: int, listeners: Mapping[int, Listener]) -> list[Listener]:
     """Return the processes to connect to: the next, and the first of each host."""
     order = sorted(listeners)
