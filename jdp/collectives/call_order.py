@@ -162,10 +162,7 @@ def first_token() -> jax.Array | None:
 
 
 def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """Return `(token, *args) -> (token, result)` for a function with native calls in a loop.
-
-    Its first call follows the given token; it returns the last call's. None passes through.
-    """
+    """Return `(token, *args) -> (last token, result)` for a loop's native calls; None passes."""
 
     @functools.wraps(fn)
     def in_order(given: jax.Array | None, *args: Any) -> tuple[Any, Any]:

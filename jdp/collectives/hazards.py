@@ -257,10 +257,7 @@ def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wai
 
 
 class _Waits:
-    """A program's operations that wait for other ranks, each with a bit.
-
-    A variable's value is the bits of the operations before it.
-    """
+    """A program's operations that wait, a bit each; a variable's value: bits of those before."""
 
     def __init__(self, jaxpr: Any) -> None:
         self.native: list[_Wait] = []

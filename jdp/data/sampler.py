@@ -16,17 +16,11 @@ _HALF = np.uint64(32)
 
 
 def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
-    """Return the rows at positions of the keys' order.
+    """Return rows, `[n]` uint64, at positions, `[n]` int, of the keys' order; all < `num_rows`.
 
     A Feistel network permutes a grid's cells: the `num_rows` rows and fewer than sqrt(num_rows)
     extra cells. From an extra cell the network is applied again (cycle walking), so the result is a
     permutation.
-
-    Args:
-      positions: [n] int, each at least 0 and less than `num_rows`.
-
-    Returns:
-      [n] uint64, each less than `num_rows`.
     """
     width = math.isqrt(num_rows - 1) + 1
     height = -(-num_rows // width)

@@ -165,10 +165,7 @@ WAIT = 2.0
 
 
 class LeaderSearch:
-    """Decides which addresses a host tries to join, and in which order.
-
-    `generation` returns the last one of this host, -1 for none.
-    """
+    """Orders the addresses that a host tries; `generation` returns its last one, or -1."""
 
     def __init__(
         self,

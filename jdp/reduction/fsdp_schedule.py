@@ -58,10 +58,7 @@ def _missing(
 def by_readiness(
     made_at: Sequence[int], sizes: Sequence[int], capacity: int
 ) -> dict[int, list[int]]:
-    """Group results by readiness: operation -> results sent after it.
-
-    Args:
-      capacity: bytes of a group, > 0. A larger result is a group of its own.
+    """Group results by readiness, up to `capacity` bytes: operation -> results sent after it.
 
     >>> by_readiness([5, 2, 9], [8, 8, 8], capacity=16)
     {5: [1, 0], 9: [2]}

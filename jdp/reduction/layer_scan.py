@@ -165,7 +165,6 @@ class _LayerShards:
         return [weights.total(scaled(x, by)) for x, by in zip(sums, scales, strict=True)]
 
     def proved(self, stacked: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return stacked means, marked for the proof."""
         return [proved(x, self._axes, mean=True) for x in stacked]
 
     def _bucketed(self, leaves: Sequence[Any]) -> tuple[list[list[Any]], list[list[int]]]:
@@ -446,11 +445,7 @@ def scan_whole(
     reverse: bool,
     unroll: int | bool,
 ) -> tuple[Any, Any]:
-    """Run `lax.scan` over whole stacked parameters with sharded gradients.
-
-    Each round of the backward loop scatters the gradient of the layer before, so at most two
-    layers' gradients are whole at once. `parts` has None for local gradients.
-    """
+    """Run `lax.scan` over whole parameters; at most two layers' gradients are whole at once."""
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     is_split = [part is not None for part in parts]
     wholes = [

@@ -1,7 +1,4 @@
-"""This machine's measured rates, saved by `jdp bench --calibrate`. Needs no JAX.
-
-See `docs/bench.md` for its file.
-"""
+"""This machine's measured rates in the file of `docs/bench.md`. Needs no JAX."""
 
 import dataclasses
 import itertools

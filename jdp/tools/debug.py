@@ -430,7 +430,6 @@ def _key(eqn: Any) -> Any:
 
 
 def _has_news(outs: Sequence[_RankValues], ins: Sequence[_RankValues]) -> bool:
-    """Whether outputs have events absent in all operands."""
     known = [event for value in ins for event in value[1:]]
     return any(event is not None and event not in known for out in outs for event in out[1:])
 

@@ -57,10 +57,7 @@ def given(args: tuple, layout: StateLayout) -> tuple:
 
 
 def probe(rank_program: RankProgram, choices: Choices, args: tuple, called: tuple) -> Pass:
-    """Trace a step, and prove it: here, on other platforms and on more ranks.
-
-    `called` are the caller's arguments, of which `args` may be tracers.
-    """
+    """Trace and prove a step here, on other platforms and on more ranks; `args` may be tracers."""
     inputs = _inputs(rank_program, args, called)
     program = _mapped(rank_program, inputs, choices)
     jaxpr, traced = _result(rank_program, inputs, program.trace(*inputs.args))

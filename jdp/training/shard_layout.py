@@ -105,10 +105,7 @@ NUM_GROUPS = _FIRST_DIM + _NUM_DIMS
 
 
 def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
-    """Return each state array's partition over the ranks, None without a rule.
-
-    A leaf that its optimizer leaves whole is whole, even if another optimizer had sharded it.
-    """
+    """Return each state array's partition over the ranks by its own optimizer, if it has a rule."""
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
     specs: list[PartitionSpec | None] = []
@@ -191,7 +188,6 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
 
 
 def _axes(tx: Any, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes of an optimizer's shards, in mesh order."""
     names = tx.sharding.axes or axis.names(tx.axis_name)
     return tuple(sorted(names, key=mesh.axis_names.index))
 

@@ -384,10 +384,7 @@ _MAX_LEAVES = 512
 
 
 class Calls:
-    """The calls traced by one function, each waiting for the previous one.
-
-    `axes` number the ranks in their order. `mesh` may be None if unknown.
-    """
+    """A function's calls, each after the previous one; `axes` number the ranks in their order."""
 
     def __init__(self, axes: tuple[str, ...], mesh: Mesh | None):
         self._rank, self._group = lax.axis_index(axes), _group(axes)

@@ -112,10 +112,7 @@ def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
 
 
 class Communicator:
-    """The ranks along some axes of a GPU mesh, as this process sees them.
-
-    All groups of ranks share `key`; a call finds its rank by it and its device.
-    """
+    """This process's ranks along axes of a GPU mesh; a call finds its rank by key and device."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
         self.key = shared_memory.key_of(mesh, axes)
@@ -159,10 +156,7 @@ class Communicator:
             )
 
     def reserve(self, bucket_bytes: Mapping[int, int]) -> None:
-        """Reserve memory for a program's buckets, number -> `room_of`; number 0 starts a program.
-
-        Before the arena grows, this waits for all steps in flight.
-        """
+        """Reserve memory for buckets, number -> `room_of`; number 0 starts a program."""
         if 0 in bucket_bytes:
             self._bucket_bytes.clear()
         self._bucket_bytes.update(bucket_bytes)

@@ -32,10 +32,7 @@ _WHY = (
 
 
 class DifferentCalls:
-    """Ends this process if its calls differ from another's, and no call ends.
-
-    `patience_s` is from the last new call to the comparison.
-    """
+    """Ends this process if its calls differ from another's, and no call ends or starts."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s

@@ -53,11 +53,7 @@ class Lines(Protocol):
 
 
 class TracedProgram:
-    """A program with facts and lines not requested yet.
-
-    Args:
-      facts_of: returns JSON of what the program depends on beside the author's code.
-    """
+    """A program whose facts, JSON of what it depends on, and lines are not requested yet."""
 
     def __init__(self, name: str, facts_of: Callable[[], Any], lines_of: Callable[[], Lines]):
         self.name = name

@@ -177,10 +177,7 @@ class _First(NamedTuple):
 
 
 class Agent:
-    """This host's part in a run.
-
-    `lead` is called with this launcher's id when it is to lead. `over` is done with the run.
-    """
+    """This host's part in a run; `lead` gets this launcher's id when it is to lead."""
 
     def __init__(
         self,

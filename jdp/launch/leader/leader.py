@@ -114,10 +114,7 @@ class _RunEnd:
 
 
 class _Succession:
-    """Inherits a run's past from hosts, and sends it to them.
-
-    Of the hosts in the latest generation `number`, the one that knows most recoveries counts.
-    """
+    """Inherits a run's past from the host of the latest generation with most recoveries."""
 
     def __init__(self, run_id: str | None, electors: Electors, recoveries: Recoveries) -> None:
         self.number, self.run_id = -1, run_id
