@@ -34,8 +34,7 @@ class PerRank:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(_no_array("an array function"))
 
-    def __jax_array__(self) -> Any:
-        raise TypeError(_no_array("an array function"))
+    __jax_array__ = __array__
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_no_array(f".{name}"))

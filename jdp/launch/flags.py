@@ -32,12 +32,12 @@ def spelled(at_least_and_most: Range) -> str:
     return str(low) if low == high else f"{low}:{high}"
 
 
-def _read_count(what: str, low: int) -> Callable[[str], int]:
+def _read_count(what: str) -> Callable[[str], int]:
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < low:
+        if not re.fullmatch(r"\d+", text):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not a number of {what}: write a whole number, {low} or more"
+                f"{text!r} is not a number of {what}: write a whole number, 0 or more"
             )
         return int(text)
 
@@ -278,12 +278,12 @@ def _add_faults(parser: Parser) -> None:
     group = parser.add_argument_group("faults")
     text = "failures to recover from within --restart-window-s (default 3); 0: the first one ends "
     text += "the run"
-    parser.flag(group, "--max-restarts", text, type=_read_count("restarts", 0), metavar="N")
+    parser.flag(group, "--max-restarts", text, type=_read_count("restarts"), metavar="N")
     text = "failures longer ago than S seconds (default 600), and at earlier steps, do not count"
     parser.flag(group, "--restart-window-s", text, type=_read_seconds, metavar="S")
     text = "processes on this host that wait to take over, with their imports done (default: as "
     text += "many as run)"
-    parser.flag(group, "--standbys", text, type=_read_count("standbys", 0), metavar="N")
+    parser.flag(group, "--standbys", text, type=_read_count("standbys"), metavar="N")
     text = "continue from the latest checkpoint of an earlier run"
     parser.flag(group, "--resume", text, action="store_true")
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
@@ -307,7 +307,7 @@ def _add_hosts(parser: Parser) -> None:
     text = "a secret, the same on all hosts, without which none may join; or JDP_TOKEN"
     parser.flag(group, "--token-file", text, type=Path, metavar="FILE")
     text = "number of this host, from 0; taken from Slurm or Kubernetes where they tell it"
-    parser.flag(group, "--node-rank", text, type=_read_count("a host", 0), metavar="I")
+    parser.flag(group, "--node-rank", text, type=_read_count("a host"), metavar="I")
     text = "where the other hosts reach this one, if it has several addresses"
     parser.flag(group, "--local-addr", text, metavar="ADDRESS")
     parser.flag(group, "--rdzv-id", "name of the run, the same on all hosts", metavar="NAME")
