@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.launched import Launcher
+from support.launched import Launcher, results
 
 import jdp
 from jdp.checkpoint.commit_memory import CommitMemory
@@ -81,10 +81,6 @@ def run(path, stop, end=True, options=None):
         ckpt.close()
     ckpt._session._commits.wait()
     return {"began": began, "intact": intact and is_intact(state, ckpt.steps)}
-
-
-def results(processes):
-    return [process.result() for process in processes]
 
 
 @pytest.mark.thorough

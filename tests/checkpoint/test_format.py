@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,6 @@ import jdp
 # Step 3 of `state_of` on 3 ranks with `position` 36, written by jdp 0.1.0 on JAX 0.12.0.1 with
 # Orbax 0.12.8. Never write it again: a change that cannot read it breaks users' checkpoints.
 WRITTEN = Path(__file__).parent / "written_by_0_1_0"
-
-
-class Rows:
-    position = 0
 
 
 def state_of(step):
@@ -41,7 +38,7 @@ def bits(leaf):
 def test_a_checkpoint_of_0_1_0_is_restored_to_the_same_bits(make_mesh, tmp_path):
     shutil.copytree(WRITTEN, tmp_path, dirs_exist_ok=True)
     jdp.init(make_mesh(3))
-    rows = Rows()
+    rows = SimpleNamespace(position=0)
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
         state = ckpt.restore(state_of(0), rows)
         assert (ckpt.steps, rows.position) == (3, 36)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,19 +18,15 @@ STATE = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": np.int32(1)}
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-class Rows:
-    position = 0
-
-
 def restored(path):
     with jdp.Checkpointer(path, resume=True) as ckpt:
-        return ckpt.restore({k: v * 0 for k, v in STATE.items()}, Rows())
+        return ckpt.restore({k: v * 0 for k, v in STATE.items()}, SimpleNamespace(position=0))
 
 
 @pytest.fixture
 def path(tmp_path):
     """Two checkpoints."""
-    rows = Rows()
+    rows = SimpleNamespace(position=0)
     with jdp.Checkpointer(tmp_path, save_every=1) as ckpt:
         state = ckpt.restore(STATE, rows)
         for _ in range(2):
@@ -127,7 +124,7 @@ def test_the_checkpoint_before_is_used_and_the_wrong_one_named(path, caplog, whe
     put(path / "2-1", changed(content, ("facts", where), ["x"]))
     assert jdp.load(path)["n"] == 1
     with jdp.Checkpointer(path, resume=True) as ckpt:
-        ckpt.restore({k: v * 0 for k, v in STATE.items()}, Rows())
+        ckpt.restore({k: v * 0 for k, v in STATE.items()}, SimpleNamespace(position=0))
         assert ckpt.steps == 1
     assert caplog.text.count("2-1: its manifest") == 2
     shutil.rmtree(path / "1-1")

@@ -9,8 +9,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from support.launched import Launcher
+from support.launched import Launcher, results
 from support.sharded_state import differences, state_at, values_at
+from support.threads import wait_until
 
 import jdp
 from jdp.checkpoint.last_commit import save_last_commit
@@ -35,10 +36,6 @@ def live(path, stage, num_steps, end=True):
     if "['spare'].value" in wrong:
         wrong[-1] += f" {np.asarray(state['spare'].value.addressable_data(0))}"
     return {"began": began, "wrong": wrong}
-
-
-def results(processes):
-    return [process.result() for process in processes]
 
 
 # Number of processes and stage of each generation.
@@ -90,9 +87,7 @@ def test_shards_of_processes_that_are_killed_at_any_time_are_intact(tmp_path, ti
             assert began[0]["step"] >= last
             assert began[0]["tier"] == (tier if generation else "none"), lives[0].output()
             last = began[0]["step"]
-            deadline = time.monotonic() + 60
-            while not any(tmp_path.glob(f"*-{generation + 1}")) and time.monotonic() < deadline:
-                time.sleep(0.002)
+            wait_until(lambda mark=f"*-{generation + 1}": any(tmp_path.glob(mark)), 60)
             time.sleep(rng.uniform(0.0, 0.3))
             lives[-1].kill()
             time.sleep(rng.uniform(0.0, 0.05))
@@ -196,9 +191,7 @@ def test_a_commit_stays_until_the_next_one_is_complete_on_all_processes(tmp_path
                 2, f"{HERE}:half", tmp_path, num_right, generation=generation
             )
             marks = [tmp_path / f"half {num_right} {i}" for i in (0, 1)]
-            deadline = time.monotonic() + 60
-            while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_until(lambda marks=marks: all(mark.exists() for mark in marks), 60)
             time.sleep(1.0)  # in which process 0 would write over it
             for process in lives:
                 process.kill()

@@ -11,22 +11,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from support import training
 from support.processes import ProcessError
+from support.ranks_rows import count_rows as count
 from support.threads import wait_until
-from support.training import assert_close, loss_fn, plain_step, state, step_of
+from support.training import assert_close, loss_fn, masked_loss, plain_step, state, step_of
 
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 ROWS = training.batch(num_rows=26)  # 26 rows in batches of 8: the last one has 2
-
-
-def masked_loss(p, batch):
-    losses = ((training.predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
-    return (losses * batch["mask"]).sum() / batch["mask"].sum()
-
-
-def count(batch):
-    return batch["mask"].sum()
 
 
 def run(all_reduce=jdp.collectives.xla):

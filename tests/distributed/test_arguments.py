@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import training
+from support.processes import me, refusal
 from support.training import loss_fn, state
 
 import jdp
@@ -15,17 +16,6 @@ from jdp.distributed.checks import arguments, hashes
 from jdp.step_spec import StepSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
-
-
-def me():
-    return jax.process_index()
-
-
-def refusal(function, *args):
-    try:
-        function(*args)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def names(error, leaf, values=""):

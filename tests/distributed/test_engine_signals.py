@@ -6,11 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.processes import environment, free_port
+from support.threads import wait_until
 
 from jdp.checkpoint.directory import Folder
 
@@ -46,13 +46,6 @@ if __name__ == "__main__":
 def script(tmp_path):
     (tmp_path / "engine_train.py").write_text(TRAINS)
     return tmp_path / "engine_train.py"
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def saved_in(folder):
@@ -98,7 +91,9 @@ def test_processes_of_mpi_save_at_a_signal(script, programs, name, flags, rank, 
         text=True,
     )
     try:
-        wait_for(lambda: len([*script.parent.glob("stepped-*")]) == 2 or process.poll())
+        wait_until(
+            lambda: len([*script.parent.glob("stepped-*")]) == 2 or process.poll(), DEADLINE_S
+        )
         process.send_signal(number)
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
@@ -121,7 +116,7 @@ def test_a_job_of_submitit_saves_at_sigusr2_and_resumes(script, monkeypatch):
     executor.update_parameters(timeout_min=60)
     job = executor.submit(train, folder, FIRST, LAST)
     try:
-        wait_for((folder / "stepped-0").exists)
+        wait_until((folder / "stepped-0").exists, DEADLINE_S)
         parent = job._process.pid
         pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text())
         os.kill(pid, signal.SIGUSR2)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import training
+from support.processes import me, refusal
 from support.python_calls import python_calls
 from support.training import loss_fn, plain_step, state
 
@@ -31,20 +32,6 @@ def test_the_process_that_differs_from_most_is_named_with_what_differs(name):
 
 def test_a_process_without_native_library_may_start():
     startup.require_equal_facts({0: FACTS, 1: FACTS | {"native library": None}})
-
-
-# The error of `function` in a process, since a test sees only one error of all of them.
-
-
-def refusal(function, *args):
-    try:
-        function(*args)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def me():
-    return jax.process_index()
 
 
 def start_otherwise(what):

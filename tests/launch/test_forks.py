@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from support.launcher import PACKAGES, SCRIPT
+from support.threads import wait_until
 
 # Written by each process that runs the script from its beginning.
 COUNTS = "open(folder / 'starts', 'a').write(f'{os.getpid()}\\n')"
@@ -254,6 +254,4 @@ def test_forks_end_with_a_killed_launcher(jdp_run):
     run.standbys(0, 3)
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 20
-    while run.alive():
-        assert time.monotonic() < deadline
+    wait_until(lambda: not run.alive(), 20)

@@ -1,6 +1,7 @@
 """No orphans: what a launcher has started ends with it, whichever way it ends."""
 
 import asyncio
+import functools
 import os
 import pwd
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.threads import wait_until
 
 from jdp.launch.host import spawn
 from jdp.launch.host.reaper import MARK, Guardian
@@ -32,11 +34,7 @@ def is_alive(pid):
         return False
 
 
-def until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
+until = functools.partial(wait_until, deadline_s=TIMEOUT_S)
 
 
 def leave_none(pids):

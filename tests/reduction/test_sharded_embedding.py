@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import training
+from support.ranks_rows import count_rows
 from support.training import assert_close, fetched, step_of
 
 import jdp
@@ -35,10 +36,6 @@ def loss_fn(params, batch, lookup=lookup):
 
 def masked_mean(losses, mask):
     return jnp.sum(jnp.where(mask, losses, 0)) / jnp.sum(mask)
-
-
-def count_rows(batch):
-    return batch["mask"].sum()
 
 
 def params_of(shape):

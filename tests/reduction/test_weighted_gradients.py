@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from support.per_rank import per_rank
+from support.ranks_rows import count_rows as count
 
 import jdp
 
@@ -37,10 +38,6 @@ def rows(n, bad=0.0):
     mask = np.concatenate([np.arange(ROWS) < count for count in COUNTS[n]])
     x, y = draw(size=(n * ROWS, 3)), draw(size=(n * ROWS, 2))
     return {"x": np.where(mask[:, None], x, bad), "y": y, "mask": mask}
-
-
-def count(batch):
-    return batch["mask"].sum()
 
 
 def predict(p, x):

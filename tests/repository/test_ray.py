@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from support.launcher import free_port
+from support.threads import wait_until
 
 import jdp
 from jdp.checkpoint import directory
@@ -66,7 +66,7 @@ def cluster(folder, environment):
     try:
         yield environment | {"RAY_ADDRESS": nodes.stdout.readline().strip()}
         nodes.communicate(timeout=240)
-        until(lambda: not processes_with(folder))
+        wait_until(lambda: not processes_with(folder), DEADLINE_S)
     finally:
         for pid in processes_with(folder):
             with contextlib.suppress(ProcessLookupError):
@@ -81,13 +81,6 @@ def processes_with(text):
             if text.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
-
-
-def until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Run:
@@ -131,7 +124,7 @@ class Run:
         os.kill(pid, number)
 
     def until(self, condition):
-        until(lambda: condition() or self.process.poll() is not None)
+        wait_until(lambda: condition() or self.process.poll() is not None, DEADLINE_S)
         assert condition(), self.output()
 
     def finish(self):

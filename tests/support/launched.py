@@ -152,6 +152,10 @@ class Process:
             data += more
 
 
+def results(processes):
+    return [process.result() for process in processes]
+
+
 def main(program, parent_pid, answer, args):
     end_with(int(parent_pid))
     module, _, name = program.partition(":")

@@ -236,6 +236,18 @@ def join(address, num_processes, index, timeout_s=START_TIMEOUT_S):
     jax.devices()  # exchanges the topology, which takes all processes
 
 
+def me():
+    return jax.process_index()
+
+
+def refusal(function, *args):
+    """The error of `function` in a process, since a test sees only one error of all of them."""
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def align_calls(run):
     """Number the calls of a run alike in all processes, whatever those of earlier runs left out."""
     call_log = sys.modules.get("jdp.distributed.call_log")

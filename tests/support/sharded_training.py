@@ -46,6 +46,12 @@ def masked_loss(p, rows):
     return jnp.sum(losses(p, rows) * rows["counts"]) / jnp.sum(rows["counts"])
 
 
+def of_layers(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.square(x).mean()
+
+
 def clipped():
     """An optimizer with state, whose norm is one of all leaves."""
     return optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -61,6 +67,10 @@ def optimizer(stage, tx=None, **options):
 
 def make_state(stage, tx=None, **options):
     return jdp.TrainState.create(params(), optimizer(stage, tx), **options)
+
+
+def with_frozen(stage):
+    return make_state(stage, trainable=lambda path, leaf: "embedding" not in path)
 
 
 def norm(tree):

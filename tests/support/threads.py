@@ -6,8 +6,8 @@ import time
 DEADLINE_S = 10.0
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(condition, deadline_s=DEADLINE_S):
+    deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, "still not so after the deadline"
         time.sleep(0.002)

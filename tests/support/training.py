@@ -37,6 +37,11 @@ def loss_fn(p, batch):
     return jnp.mean((predict(p, batch["x"]) - batch["y"]) ** 2)
 
 
+def masked_loss(p, batch):
+    losses = ((predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
 def sgd(**kwargs):
     # Momentum, so that a wrong gradient of one step is seen in the next; never Adam, whose
     # update hides a wrong scale.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support import training
 from support.processes import DEVICES_PER_PROCESS
+from support.ranks_rows import count_rows as count
 from support.training import assert_close, predict, ranks, state, step_of
 
 import jdp
@@ -17,10 +18,6 @@ def masked_loss(p, batch):
     """0 / 0, not finite, where no row counts."""
     errors = (predict(p, batch["x"]) - batch["y"])[:, 0] ** 2
     return (errors * batch["mask"]).sum() / batch["mask"].sum()
-
-
-def count(batch):
-    return batch["mask"].sum()
 
 
 def train(n, batch_size, split=None, **run):

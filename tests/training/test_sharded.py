@@ -10,7 +10,16 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import sharded_training as model
-from support.sharded_training import batch, loss_fn, make_state, masked_loss, optimizer, train
+from support.losses import count as weight
+from support.sharded_training import (
+    batch,
+    loss_fn,
+    make_state,
+    masked_loss,
+    optimizer,
+    train,
+    with_frozen,
+)
 from support.training import assert_close, ranks, step_of
 
 import jdp
@@ -65,16 +74,8 @@ def closing_over_its_rows(state, rows):
     return state.apply_gradients(grads), {"loss": loss}
 
 
-def weight(rows):
-    return rows["counts"].sum()
-
-
 def with_average(stage):
     return make_state(stage, model_state=model.params())
-
-
-def with_frozen(stage):
-    return make_state(stage, trainable=lambda path, leaf: "embedding" not in path)
 
 
 accumulated = model.program_of("accumulated", loss_fn, micro_batch_rows=3)

@@ -14,17 +14,11 @@ DIM = 256
 LAYER = 4 * DIM * DIM  # bytes; a group of parameters holds one layer
 
 
-def of_layers(params, x):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.square(x).mean()
-
-
 def temporary(num_layers, **options):
     """Temporary bytes of a rank, in layers, of an evaluation of equal layers."""
     layers = [np.full((DIM, DIM), 0.01, np.float32)] * num_layers
     tx = jdp.sharded(optax.sgd(0.1), stage=3, bucket_bytes=LAYER, **options)
-    step = jdp.eval_step(lambda state, x: {"loss": of_layers(state.params, x)})
+    step = jdp.eval_step(lambda state, x: {"loss": model.of_layers(state.params, x)})
     lowered = step.lower(jdp.TrainState.create(layers, tx), np.zeros((64, DIM), np.float32))
     return lowered.compile().memory_analysis().temp_size_in_bytes / LAYER
 

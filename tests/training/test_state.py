@@ -15,6 +15,7 @@ from support.training import (
     assert_close,
     batch,
     loss_fn,
+    masked_loss,
     params,
     plain_step,
     ranks,
@@ -305,11 +306,6 @@ def test_lies_on_the_mesh_of_init():
 
 
 # Weights
-
-
-def masked_loss(p, batch):
-    losses = ((training.predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
-    return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
 def masked_step(state, batch):

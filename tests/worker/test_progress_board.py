@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from support.threads import wait_until
 
 from jdp.worker.hang_detector import HangDetector
 from jdp.worker.process_status import BEFORE, STEP, ProcessStatus
@@ -163,9 +164,7 @@ def test_the_state_of_a_process_is_seen_and_its_words_outlive_it(child):
     assert process.stdout.readline() == b"written\n"
     assert slot.read().state == ""
     process.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while slot.read().state != "stopped":
-        assert time.monotonic() < deadline
+    wait_until(lambda: slot.read().state == "stopped")
     process.kill()
     process.wait()
     where = slot.read()
