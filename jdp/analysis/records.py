@@ -26,11 +26,7 @@ def value_of(value: int | Cell) -> int:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A collective that some ranks may skip, along the axes `under`, while others wait.
-
-    Attributes:
-      is_compilers: whether XLA would add it, to split `primitive` over `axes`.
-    """
+    """A collective that ranks may skip along `under`; `is_compilers`: XLA adds it, to split."""
 
     primitive: str
     axes: tuple[str, ...]

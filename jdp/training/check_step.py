@@ -198,10 +198,7 @@ def _likely_cause(
 
 @dataclass(frozen=True)
 class _Evidence:
-    """The evidence for a cause.
-
-    `wrong`: the too different leaves of the state, at least one; or one metric.
-    """
+    """The evidence for a cause; `wrong`: the state's too different leaves, or one metric."""
 
     found: StepDifference
     wrong: list[LeafDifference]

@@ -205,10 +205,7 @@ def _finder(tx: Any, num_shards: int) -> Callable[[Any], int | None]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state (`pytrees.hold`) is assembled from the arrays of its groups.
-
-    `further` says how the compiler splits each array.
-    """
+    """How a state is assembled from arrays of groups; `further`: how the compiler splits each."""
 
     treedef: Any
     groups: tuple[int, ...]

@@ -121,9 +121,6 @@ _EXITING = 0x4
 class HostResources:
     """Resources shared by this host's processes.
 
-    Raises:
-      ValueError: the GPUs cannot be divided evenly.
-
     Attributes:
       commit_file: descriptor of the commit memory, for later processes, too.
     """
