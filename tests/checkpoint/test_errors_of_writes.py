@@ -35,14 +35,19 @@ def writer(write):
     return StateWriter("test", write, Snapshots(), is_here=True)
 
 
-def test_an_interrupt_of_the_waiting_leaves_the_write_and_the_next_one_waits_for_it():
+def waiting_writer():
+    """A writer, the event for which its writes wait, and the steps that it has written."""
     may_end, ended = threading.Event(), []
 
     def write(facts, values):
         may_end.wait(60.0)
         ended.append(facts["step"])
 
-    written = writer(write)
+    return writer(write), may_end, ended
+
+
+def test_an_interrupt_of_the_waiting_leaves_the_write_and_the_next_one_waits_for_it():
+    written, may_end, ended = waiting_writer()
     written.begin_write([np.ones(2)], {"step": 1})
 
     def interrupt(*_):
@@ -81,17 +86,12 @@ def test_a_state_is_written_although_the_one_before_could_not_be():
 
 
 def test_a_write_that_was_interrupted_as_it_was_begun_is_waited_for(monkeypatch):
-    may_end, ended = threading.Event(), []
-
-    def write(facts, values):
-        may_end.wait(60.0)
-        ended.append(facts["step"])
+    written, may_end, ended = waiting_writer()
 
     def interrupted(*args):
         submit(*args)
         raise KeyboardInterrupt
 
-    written = writer(write)
     submit = written._pool.submit
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(written._pool, "submit", interrupted)

@@ -8,6 +8,10 @@ import subprocess
 from pathlib import Path
 
 
+def ip(*args):
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+
 @contextlib.contextmanager
 def two_hosts():
     """The prefixes of a command that is to run there; each host has its end of the wire, wire0 or
@@ -15,9 +19,6 @@ def two_hosts():
     """
     names = [f"jdp-{os.getpid()}-{i}" for i in (0, 1)]
     folders = [Path("/etc/netns", name) for name in names]
-
-    def ip(*args):
-        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
 
     try:
         for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
@@ -43,9 +44,6 @@ def several_hosts(num_hosts):
     """As `two_hosts`, for more hosts, which a switch connects: addresses 10.83.0.1 and so on."""
     names = [f"jdp-{os.getpid()}-{i}" for i in range(num_hosts)]
     folders, switch = [Path("/etc/netns", name) for name in names], f"jdp-{os.getpid()}-s"
-
-    def ip(*args):
-        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
 
     try:
         ip("netns", "add", switch)

@@ -26,7 +26,7 @@ def _adam():
     return optax.adam(1e-2)
 
 
-def _matrices_only(tree):
+def matrices(tree):
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)
 
 
@@ -43,11 +43,11 @@ ARGUMENTS = {
     "eta": lambda: 0.01,
     "f": lambda: lambda updates, params: jax.tree.map(lambda g: -0.1 * g, updates),
     "fast_optimizer": _adam,
-    "freeze_mask": lambda: _matrices_only,
+    "freeze_mask": lambda: matrices,
     "gamma": lambda: 0.5,
     "inner": _adam,
     "learning_rate": lambda: 1e-2,
-    "mask": lambda: _matrices_only,
+    "mask": lambda: matrices,
     "max_backtracking_steps": lambda: 5,
     "max_consecutive_errors": lambda: 3,
     "max_delta": lambda: 0.05,

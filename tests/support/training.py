@@ -37,6 +37,10 @@ def loss_fn(p, batch):
     return jnp.mean((predict(p, batch["x"]) - batch["y"]) ** 2)
 
 
+def gradient(state, batch):
+    return jax.grad(loss_fn)(state.params, batch)
+
+
 def masked_loss(p, batch):
     losses = ((predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
     return (losses * batch["mask"]).sum() / batch["mask"].sum()

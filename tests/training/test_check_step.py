@@ -9,7 +9,7 @@ import optax
 import pytest
 from support import training
 from support.per_rank import planted
-from support.training import batch, loss_fn, plain_step, predict, ranks, state
+from support.training import batch, gradient, loss_fn, plain_step, predict, ranks, state
 
 import jdp
 from jdp.training import check_step
@@ -245,10 +245,6 @@ def test_takes_weights_random_keys_and_further_arguments():
 
     masked = {**batch(), "mask": jnp.arange(24) < 9}
     jdp.check_step(step, state(model_state=jax.random.key(3)), masked, jax.random.key(1))
-
-
-def gradient(state, batch):
-    return jax.grad(loss_fn)(state.params, batch)
 
 
 def test_a_state_leaf_that_is_not_of_batch_statistics_is_not_called_that():

@@ -26,6 +26,7 @@ INNER = {
     "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
 }
 NUM_STEPS = 9
+grad = training.gradient
 
 
 def simulated(num_ranks, inner, outer, every, num_steps=NUM_STEPS):
@@ -96,10 +97,6 @@ def trained(num_ranks, tx, num_steps=NUM_STEPS, step=plain_step):
         num_ranks, jdp.train_step(step), lambda: training.state(tx), num_steps
     )
     return state.params, state.opt_state.own_params.value, [each["loss"] for each in metrics]
-
-
-def grad(state, batch):
-    return jax.grad(loss_fn)(state.params, batch)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

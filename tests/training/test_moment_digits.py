@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.optimizers import matrices
 from support.training import ranks
 
 import jdp
@@ -45,10 +46,6 @@ def pulled_to_an_anchor():
         return pulled, state
 
     return optax.GradientTransformation(lambda p: jax.tree.map(jnp.copy, p), update)
-
-
-def matrices(tree):
-    return jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)
 
 
 REFUSED = {

@@ -109,7 +109,6 @@ def test_statistics_stay_wide_where_parameters_are_gathered_in_fewer_bits(make, 
     state, _ = step(state, BATCH)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start["params"])
     parts = [{name: x[rows] for name, x in BATCH.items()} for rows in (slice(6), slice(6, 12))]
-    parts = [{name: x[rows] for name, x in BATCH.items()} for rows in (slice(6), slice(6, 12))]
     of_ranks = [jax.grad(loss_fn)({**start, "params": narrow}, part) for part in parts]
     want = jax.tree.map(jnp.maximum, *(grads[OVERWRITTEN] for grads in of_ranks))
     got = state.params[OVERWRITTEN]
