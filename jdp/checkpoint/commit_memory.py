@@ -11,6 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,12 @@ class CommitMemory:
     def __init__(self, file: int, area: int = 0) -> None:
         self._file, self._base = file, area * _AREA_BYTES
         self._mapped = np.empty(0, np.uint8)
+
+    @property
+    def name(self) -> str:
+        """The file's name, which no other file of any host has."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.fstat(self._file).st_ino}"
 
     def areas(self) -> "list[CommitMemory]":
         """Return all of the file's areas."""

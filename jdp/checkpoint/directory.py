@@ -233,7 +233,7 @@ class Folder:
         manifest.write(part, facts, sums)
         _sync(part)
         place = self.place(life, step)
-        if self._is_replaceable(place):  # by the last commit
+        if self._is_damaged(place):  # as when the last commit replaces it
             self.remove(place)
         if os.path.lexists(place):  # a rename would replace an empty folder
             raise FileExistsError(f"{place} already exists")
@@ -276,14 +276,6 @@ class Folder:
             if numbers and (up_to is None or (int(numbers[2]), int(numbers[1])) <= up_to):
                 self.discard(left_over)
 
-    def discard_lacking(self, life: int, after: int) -> None:
-        """Remove a life's checkpoints of later steps that lack shards."""
-        for checkpoint in self.checkpoints():
-            if checkpoint.life == life and checkpoint.step > after:
-                with contextlib.suppress(TornError):
-                    if self.facts(checkpoint).get("lost"):
-                        self.remove(checkpoint.path)
-
     def failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
         """Return the error for an unwritable checkpoint."""
         needed = sum(array.nbytes for array in arrays.values())
@@ -321,14 +313,14 @@ class Folder:
             return bool(_manifest_with_files(checkpoint.path))
         return False
 
-    def _is_replaceable(self, path: Path) -> bool:
-        """Whether a checkpoint is damaged, or lacks shards that another host may have."""
+    def _is_damaged(self, path: Path) -> bool:
         if not _is_checkpoint(path):
             return False
         try:
-            return bool(self.facts(Checkpoint(0, 0, path)).get("lost"))
+            self.facts(Checkpoint(0, 0, path))
         except TornError:
             return True
+        return False
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -4,8 +4,6 @@
 """
 
 import json
-import os
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ from jdp.checkpoint.commit_memory import Commit, CommitMemory
 from jdp.checkpoint.directory import Folder, sealed
 from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import is_split, leaves_of, to_disk, to_disk_named, unpack
-from jdp.checkpoint.split_state import CommitPart, Missing
+from jdp.checkpoint.split_state import CommitPart
 
 # A commit in shards: each host in turn writes its shards into one folder, and the last makes the
 # checkpoint.
@@ -37,26 +35,18 @@ def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
     return [each for each in latest_first if split_state.is_whole_commit(each)][:1] or latest_first
 
 
-def add_parts(folder: Folder, found: Sequence[CommitPart], *, may_lack: bool) -> Missing:
-    """Write this host's shards of one commit to a locked folder; return what is missing.
-
-    `may_lack`: without its spare shards, too, it is a checkpoint until a host adds them.
-    """
+def add_parts(folder: Folder, found: Sequence[CommitPart]) -> int:
+    """Write this host's shards of one commit to a locked folder; return how many are missing."""
     facts = found[0].facts
     gathering = folder.gathering(facts["life"], facts["step"], facts["tag"])
     readable, written = split_state.CommitReader(found), _written(gathering)
     has = {n for each in written.values() for n in each["held"]}
-    num, num_parts = len(shards.pieces(facts)), len(facts["parts"])
+    num = len(shards.pieces(facts))
     if mine := [n for n in range(num) if readable.has(n) and n not in has]:
         written |= _write(gathering, facts, readable, mine)
-    has.update(mine)
-    here = split_state.coverage(found)._replace(
-        held=shards.ranges([n for n in has if n < num_parts]),
-        has_whole=has.issuperset(range(num_parts, num)),
-    )
-    missing = split_state.missing([here])
-    if not missing.num and (may_lack or not missing.spare):
-        _finish(folder, gathering, facts, written, missing.spare)
+    missing = num - len(has) - len(mine)
+    if not missing:
+        _finish(folder, gathering, facts, written)
     return missing
 
 
@@ -88,42 +78,19 @@ def _write(
 
 
 def _finish(
-    folder: Folder,
-    gathering: Path,
-    facts: dict[str, Any],
-    written: dict[int, dict[str, Any]],
-    lost: Sequence[int],
+    folder: Folder, gathering: Path, facts: dict[str, Any], written: dict[int, dict[str, Any]]
 ) -> None:
     folder_of = {n: number for number, each in written.items() for n in each["held"]}
-    num_parts, names = len(facts["parts"]), shards.names(facts)
-    leaves, pieces = shards.without(leaves_of(facts), dict(enumerate(shards.pieces(facts))), lost)
-    placed = {n: part._replace(writer=folder_of[n]) for n, part in pieces.items()}
-    kept = shards.of_all_processes(facts) | {
-        "leaves": leaves,
-        "parts": [part for n, part in placed.items() if n < num_parts],
-        "whole_in": {str(part.leaf): part.writer for n, part in placed.items() if n >= num_parts},
-    }
+    pieces, num_parts = shards.pieces(facts), len(facts["parts"])
+    placed = [part._replace(writer=folder_of[n]) for n, part in enumerate(pieces[:num_parts])]
+    whole_in = {str(part.leaf): folder_of[n] for n, part in enumerate(pieces) if n >= num_parts}
+    kept = shards.of_all_processes(facts) | {"parts": placed, "whole_in": whole_in}
     sums = {name: each for found in written.values() for name, each in found["files"].items()}
     life, step = facts["life"], facts["step"]
-    part = gathering
-    if lost:  # the names are those of the whole leaves
-        kept |= {"names": [names[n] for n in placed], "lost": len(lost)}
-        part = folder.part(life, step)
-        folder.discard(part)
-        shutil.copytree(gathering, part, copy_function=_link)
-    folder.finish(part, life, step, kept, sums)
+    folder.finish(gathering, life, step, kept, sums)
     for path in folder.place(life, step).glob("[0-9]*.json"):
         path.unlink()
-    if not lost:
-        folder.discard_gathering(up_to=(life, step))
-        folder.discard_lacking(life, after=step)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
+    folder.discard_gathering(up_to=(life, step))
 
 
 Candidate = Commit | list[split_state.CommitPart]
@@ -145,39 +112,29 @@ def save_last_commit(file: int) -> dict[str, Any]:
     # Another host may write there, too.
     folder.lock(resumes=True, timeout_s=_GATHERING_TIMEOUT_S if records else None)
     try:
-        missing, lacking = [], None
+        missing = []
         for candidate in sorted(candidates, key=_number, reverse=True):
-            number = _latest_intact(folder, _number(candidate))
-            if number is None:
-                number = _number(candidate)
-                without = _save(folder, memory, candidate, may_lack=lacking is None)
-                if without.num:
-                    missing.append(f"{without.num + len(without.spare)} parts of step {number[1]}")
+            life, step = _latest_intact(folder, _number(candidate)) or (0, 0)
+            if not life:
+                life, step = _number(candidate)
+                if num_missing := _save(folder, memory, candidate):
+                    missing.append(f"{num_missing} parts of step {step}")
                     continue
-                if without.spare:  # another host may have all of an earlier commit
-                    lacking = lacking or number
-                    continue
-            return _answer(folder, number)
+            return {"life": life, "step": step, "directory": str(folder.path)}
     finally:
         folder.unlock()
-    if lacking:
-        return _answer(folder, lacking)
     return {"error": f"{' and '.join(missing)} are on other hosts or were not written"}
 
 
-def _answer(folder: Folder, number: tuple[int, int]) -> dict[str, Any]:
-    return {"life": number[0], "step": number[1], "directory": str(folder.path)}
-
-
-# Returns the missing shards.
-def _save(folder: Folder, memory: CommitMemory, candidate: Candidate, *, may_lack: bool) -> Missing:
+# Returns how many shards are missing.
+def _save(folder: Folder, memory: CommitMemory, candidate: Candidate) -> int:
     if isinstance(candidate, list):
-        return add_parts(folder, candidate, may_lack=may_lack)
+        return add_parts(folder, candidate)
     facts = candidate.facts
     leaves = leaves_of(facts)
     values = to_disk(leaves, unpack(memory.view(candidate), leaves))
     folder.write(facts["life"], facts["step"], facts, values)
-    return Missing(0, [])
+    return 0
 
 
 def _facts_of(candidate: Candidate) -> dict[str, Any]:
@@ -189,14 +146,14 @@ def _number(candidate: Candidate) -> tuple[int, int]:
     return facts["life"], facts["step"]
 
 
-# Return (life, step), at least `least`, of a checkpoint that lacks nothing.
+# Return (life, step), at least `least`.
 def _latest_intact(folder: Folder, least: tuple[int, int]) -> tuple[int, int] | None:
     for checkpoint in folder.checkpoints():
         if checkpoint[:2] < least:
             return None
         try:
-            if not folder.facts(checkpoint).get("lost"):
-                return checkpoint[:2]
+            folder.facts(checkpoint)
+            return checkpoint[:2]
         except TornError:
             pass
     return None

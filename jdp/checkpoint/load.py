@@ -70,7 +70,8 @@ def fill(
             missing.append(f"{_shown(new.name)} {new}")
             continue
         old, value = left[new.name].pop(0)
-        if (owner := owners[i]) is not None and old.shape != new.shape:
+        is_cut = isinstance(value, SplitValue) and value.is_cut
+        if (owner := owners[i]) is not None and (is_cut or old.shape != new.shape):
             value = rank_state.resized(owner, leaves[i], value[...], new.name, where)
             old = old._replace(shape=value.shape)
         if not _fits(old, new):

@@ -129,8 +129,6 @@ _FACTS = {
     "leaves": _list(_row(_text, _list(_count), _each(_is_dtype), _each(_is_key))),
     "parts": _list(_row(_count, _box, _count)),
     "whole_in": _map(_count),
-    "names": _list(_text),
-    "lost": _count,
     "data": _each(_is_loop),
     "directory": _text,
     "tag": _text,

@@ -164,6 +164,7 @@ class Found(NamedTuple):
     life: int
     tag: str
     hosts: tuple[int, ...]  # of each process
+    memories: tuple[str, ...]  # of each process's commits
     sees_directory: bool  # of process 0
 
     def identity(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def find(
             folder.lock(resumes=is_later)
         sources = Sources(folder, memory)
     mine: dict[str, Any] = sources.offer() | {"resumes": resumes, "splits": splits, "host": host}
-    mine["is_later"] = is_later
+    mine |= {"is_later": is_later, "memory": memory.name if memory else ""}
     mine |= {"tag": secrets.token_hex(4), "owner": folder.owner() if is_first else ""}
     other = directory.find_foreign(folder.path) if is_first and not is_later else None
     mine |= {"commit_every": commit_every, "other": other and [str(other), other.advice()]}
@@ -214,7 +215,8 @@ def find(
     life = 1 + max(each["life"] for each in offers.values())
     found = latest(offers, str(folder.path))
     hosts = tuple(offers[process]["host"] for process in group)
-    return Found(sources, found, life, offers[0]["tag"], hosts, folder.owner() == owner)
+    memories = tuple(offers[process]["memory"] for process in group)
+    return Found(sources, found, life, offers[0]["tag"], hosts, memories, folder.owner() == owner)
 
 
 # Each process writes a share of its host's commits.
@@ -238,10 +240,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     """
     keys = {process: [Key(*key) for key in each["keys"]] for process, each in offers.items()}
     missing = _missing(offers)
-    split = {key for key, each in missing.items() if each == (0, [])}
-    whole = split.union(*keys.values())
-    if not any(key.is_commit for key in whole):  # a host is lost
-        split |= {key for key, each in missing.items() if not each.num}
+    split = {key for key, each in missing.items() if not each.num}
     for process, each in offers.items():
         keys[process] += split.intersection(Key(*key) for key, _ in each.get("split", ()))
     key = max((key for each in keys.values() for key in each), default=None)
@@ -306,7 +305,8 @@ def _missing(offers: dict[int, dict[str, Any]]) -> dict[Key, split_state.Missing
     for offer in offers.values():
         for key, coverage in offer.get("split", ()):
             found[Key(*key)].append(split_state.Coverage(*coverage))
-    return {key: split_state.missing(each) for key, each in found.items()}
+    memories = {offer.get("memory") for offer in offers.values()}
+    return {key: split_state.missing(each, memories) for key, each in found.items()}
 
 
 # Log what a lost host had alone.
@@ -315,10 +315,9 @@ def _warn_of_lost(missing: dict[Key, split_state.Missing], key: Key) -> None:
         return
     if key in missing and missing[key].spare:
         _log.warning(
-            "jdp: the commit of step %d lacks %d parts of jdp.per_rank state, which were on lost "
-            "hosts. Its resize= makes that of all ranks from the ranks that remain.",
+            "jdp: the commit of step %d lacks the jdp.per_rank state of ranks on lost hosts. Its "
+            "resize= makes that of all ranks from the ranks that remain.",
             key.step,
-            len(missing[key].spare),
         )
     lost = max((each for each in missing if missing[each].num), default=key)
     if lost > key and not key.is_commit:

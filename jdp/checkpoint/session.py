@@ -142,7 +142,7 @@ class Session:
         self.record(state, batches)
         if self._host_commits:
             self._host_commits.begin_life(everything.tag)
-            self._commits.prepare_for(state, everything.hosts)
+            self._commits.prepare_for(state, everything.hosts, everything.memories)
         self._preemption = Preemption()
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)

@@ -88,12 +88,16 @@ def without(
     return found, cut
 
 
+# Shards that a rule replaces if the memory with their commit is lost: start, stop, the memory.
+Spare = tuple[int, int, str]
+
+
 def split_facts(
-    parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool, spare: Sequence[int] = ()
+    parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool, spare: Sequence[Spare] = ()
 ) -> dict[str, Any]:
-    """Return the facts to write beside shards; a commit may lose the `spare` ones."""
+    """Return the facts to write beside shards."""
     facts = {"parts": list(parts), "held": list(held), "has_whole": has_whole}
-    return {**facts, "spare": ranges(spare)} if spare else facts
+    return {**facts, "spare": list(spare)} if spare else facts
 
 
 def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,8 +123,6 @@ def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
 
 def names(facts: Mapping[str, Any]) -> list[str]:
     """Return each piece's name on disk."""
-    if "names" in facts:
-        return facts["names"]
     whole, num_split = [*disk_names(leaves_of(facts))], len(facts.get("parts", ()))
     found = []
     for n, (leaf, box, _) in enumerate(pieces(facts)):
@@ -154,11 +156,13 @@ Read = Callable[[Sequence[int]], Mapping[int, np.ndarray]]
 class SplitValue:
     """A saved leaf whose shards are fetched when it is placed: the host holds one leaf at a time.
 
-    `fetch` returns those needed by this process.
+    `fetch` returns those needed by this process. `is_cut`: rows are lost.
     """
 
-    def __init__(self, leaf: SavedLeaf, parts: Mapping[int, LeafPart], fetch: Read) -> None:
-        self.shape, self.dtype = leaf.shape, jnp.dtype(leaf.dtype)
+    def __init__(
+        self, leaf: SavedLeaf, parts: Mapping[int, LeafPart], fetch: Read, *, is_cut: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.is_cut = leaf.shape, jnp.dtype(leaf.dtype), is_cut
         self._parts, self._fetch = parts, fetch
         self._values: Mapping[int, np.ndarray] | None = None
         self._assembled: dict[Box, np.ndarray] = {}

@@ -348,12 +348,15 @@ class CommitSnapshots:
         placed = [(piece, *target) for piece, target in zip(others, targets, strict=True)]
         return CommitSnapshot(found.leaves, found.split, draft, [*self._copying], placed)
 
-    def reservation(self, state: Any, hosts: tuple[int, ...], *, here: bool) -> Callable[[], None]:
+    def reservation(
+        self, state: Any, hosts: tuple[int, ...], memories: tuple[str, ...] = (), *, here: bool
+    ) -> Callable[[], None]:
         """Return a function that allocates the commits' memory, for a thread.
 
-        `hosts`: of each process; the next host also keeps a process's shards.
+        `hosts`: of each process; the next host also keeps a process's shards. `memories`: of each
+        process's commits.
         """
-        self._finder.hosts = hosts
+        self._finder.hosts, self._finder.memories = hosts, memories
         num_bytes = self._finder.num_bytes(state, here=here)
         pieces = self._finder.local_pieces(state, here=here)
         others = [piece for piece in pieces if not takes(piece.values)]
@@ -391,9 +394,9 @@ class CommitSnapshots:
             _wait(copying)
 
     def _write_alone(self) -> None:
-        hosts = self._finder.hosts
-        self._shares, self._finder, self._layout = False, Finder(), None
-        self._finder.hosts, self._copies = hosts, DeviceCopies(reuse=True)
+        before, self._finder = self._finder, Finder()
+        self._finder.hosts, self._finder.memories = before.hosts, before.memories
+        self._shares, self._layout, self._copies = False, None, DeviceCopies(reuse=True)
 
 
 def _wait(arrays: Sequence[jax.Array]) -> None:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,7 +42,7 @@ class Coverage(NamedTuple):
     held: list[tuple[int, int]]  # ranges of shard indices
     num_parts: int  # of the commit
     has_whole: bool  # holds the unsplit leaves
-    spare: list[tuple[int, int]] = []  # ranges of shard indices that may be lost
+    spare: Sequence[shards.Spare] = ()
 
 
 def commit_parts(memory: CommitMemory) -> list[CommitPart]:
@@ -68,26 +68,29 @@ class Missing(NamedTuple):
     spare: list[int]  # indices of the others
 
 
-def missing(coverages: Sequence[Coverage]) -> Missing:
-    """Return a commit's shards missing on all hosts.
+def missing(coverages: Sequence[Coverage], memories: Container[str]) -> Missing:
+    """Return a commit's shards missing on all hosts, which have these memories.
 
-    >>> missing([Coverage([(0, 2)], 7, True, [(5, 7)]), Coverage([(3, 6)], 7, True, [(5, 7)])])
-    Missing(num=1, spare=[6])
+    >>> spare = [(3, 5, "a"), (5, 7, "b")]
+    >>> coverages = [Coverage([(0, 2)], 7, True, spare), Coverage([(3, 4)], 7, True, spare)]
+    >>> missing(coverages, {"a"})
+    Missing(num=2, spare=[5, 6])
     """
-    held = _numbers(bounds for each in coverages for bounds in each.held)
+    held = _numbers((start, stop) for each in coverages for start, stop in each.held)
     lost = {*range(coverages[0].num_parts)} - held
-    spare = lost & _numbers(coverages[0].spare)
+    bounds = ((start, stop) for start, stop, own in coverages[0].spare if own not in memories)
+    spare = lost & _numbers(bounds)
     num = len(lost - spare) + (not any(each.has_whole for each in coverages))
     return Missing(num, sorted(spare))
 
 
-def _numbers(bounds: Iterable[Sequence[int]]) -> set[int]:
+def _numbers(bounds: Iterable[tuple[int, int]]) -> set[int]:
     return {n for start, stop in bounds for n in range(start, stop)}
 
 
 def is_whole_commit(found: Sequence[CommitPart]) -> bool:
     """Whether a host's records are a complete commit."""
-    return missing([coverage(found)]) == (0, [])
+    return missing([coverage(found)], ()) == (0, [])
 
 
 def wait_for_all(facts: Mapping[str, Any]) -> None:
@@ -299,14 +302,18 @@ def split_values(
 ) -> list[shards.SplitValue]:
     """Return the leaves saved beside `facts`, to be fetched when placed, without `lost` rows."""
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
+    cut = {pieces[n].leaf for n in lost}
     leaves, pieces = shards.without(leaves, pieces, lost)
-    needed = {*pieces} if state is None else _needed(state, leaves, pieces)
+    needed = {*pieces} if state is None else _needed(state, leaves, pieces, cut)
     sources = _sources(group, state, needed, readable) if len(group) > 1 else {}
     transfer = _Transfer(shards.described(facts), readable, needed, sources, group)
     of: dict[int, dict[int, shards.LeafPart]] = defaultdict(dict)
     for n, part in pieces.items():
         of[part.leaf][n] = part
-    return [shards.SplitValue(leaf, of[i], transfer.fetch) for i, leaf in enumerate(leaves)]
+    return [
+        shards.SplitValue(leaf, of[i], transfer.fetch, is_cut=i in cut)
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 class _Transfer:
@@ -345,12 +352,15 @@ class _Transfer:
 # The pieces that overlap this process's shards; all of `per_rank` state to be resized, and of other
 # leaves than jax.Arrays.
 def _needed(
-    state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart]
+    state: Any,
+    leaves: Sequence[SavedLeaf],
+    pieces: dict[int, shards.LeafPart],
+    cut: Container[int],
 ) -> set[int]:
     boxes: dict[str, set[shards.Box] | None] = {}
     pairs = zip(jax.tree.leaves(state), rank_state.owners(state), strict=True)
     found = [(x, owner) for x, owner in pairs if pytrees.is_array(x)]
-    shapes = {leaf.name: leaf.shape for leaf in leaves}
+    shapes = {leaf.name: None if i in cut else leaf.shape for i, leaf in enumerate(leaves)}
     for new, (x, owner) in zip(describe(state), found, strict=True):
         x = pytrees.without_key(x)
         known = boxes.setdefault(new.name, set())

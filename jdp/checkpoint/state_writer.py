@@ -65,10 +65,12 @@ class StateWriter:
             self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
         progress.own.record_pause(begin_ns)
 
-    def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
+    def prepare_for(
+        self, state: Any, hosts: tuple[int, ...], memories: tuple[str, ...] = ()
+    ) -> None:
         """Allocate the commits' memory in the thread: mapping it may take seconds."""
         assert isinstance(self._snapshots, CommitSnapshots)
-        reserve = self._snapshots.reservation(state, hosts, here=self._is_here)
+        reserve = self._snapshots.reservation(state, hosts, memories, here=self._is_here)
         self._job = self._pool.submit(reserve)
 
     def write_alone(self) -> None:

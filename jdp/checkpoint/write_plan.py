@@ -213,6 +213,7 @@ class Finder:
 
     def __init__(self, share: Share | None = None, *, gathers: bool = False) -> None:
         self.hosts: tuple[int, ...] = ()  # of each process, if the next host also keeps shards
+        self.memories: tuple[str, ...] = ()  # of each process's commits
         self._gathers = gathers  # `per_rank` leaves
         self._share = share
         self._rows: list[Rows] = []  # of each leaf, in the share
@@ -244,7 +245,7 @@ class Finder:
                 copies = buddy_copies(arrays, copied, self.hosts)
                 pieces += [StatePiece(-1, None, x, n) for n, x in copies.items()]
             held = [piece.part for piece in pieces if piece.part is not None]
-            split = shards.split_facts(self._parts, held, has_whole=here, spare=self._spare)
+            split = shards.split_facts(self._parts, held, has_whole=here, spare=self._lost_with())
         return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
@@ -297,6 +298,13 @@ class Finder:
             raise _not_held(self._leaves[min(missing)].name, arrays[min(missing)])
         pieces = _all_pieces(arrays, self._parts, here=here, without=without)
         return [_cut(piece, rows[piece.leaf]) for piece in pieces] if rows else pieces
+
+    def _lost_with(self) -> list[shards.Spare]:
+        of: dict[str, list[int]] = defaultdict(list)
+        for n in self._spare:
+            writer = self._parts[n].writer
+            of[self.memories[writer] if self.memories else ""].append(n)
+        return [(*bounds, name) for name, own in of.items() for bounds in shards.ranges(own)]
 
     # The shards that the next host also keeps.
     def _copied(self) -> dict[int, shards.LeafPart]:

@@ -5,8 +5,7 @@ import os
 import numpy as np
 import pytest
 
-import jdp
-from jdp.checkpoint import restore_candidates, shards
+from jdp.checkpoint import restore_candidates
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.last_commit import save_last_commit
@@ -76,60 +75,6 @@ def test_a_directory_that_is_on_another_host_is_not_made(memory, tmp_path):
     with pytest.raises(FileNotFoundError, match="elsewhere"):
         save_last_commit(memory)
     assert not (tmp_path / "elsewhere").exists()
-
-
-ROWS = np.arange(8, dtype=np.float32).reshape(4, 2)  # of `per_rank` state, two of each host
-
-
-@pytest.fixture
-def memories():
-    files = [os.memfd_create("commits") for _ in range(2)]
-    yield files
-    for file in files:
-        os.close(file)
-
-
-def commit_rows(memory, folder, step, host):
-    state = {"n": np.array(step), "own": jdp.per_rank(ROWS + step)}
-    rows = [shards.LeafPart(1, ((2 * i, 2 * i + 2), (0, 2)), i) for i in range(2)]
-    its = {"directory": str(folder), "life": 1, "step": step, "leaves": describe(state)}
-    its |= {"tag": "a", **shards.split_facts(rows, [host], has_whole=True, spare=[0, 1])}
-    values = [state["n"], state["own"].value[2 * host : 2 * host + 2]]
-    CommitMemory(memory).write(its, pack(values))
-
-
-def folders(folder):
-    return [path.name for path in folder.glob("*-1")]
-
-
-def test_rows_of_one_host_are_a_checkpoint_until_another_adds_its_own(memories, tmp_path):
-    for host, memory in enumerate(memories):
-        commit_rows(memory, tmp_path, 30, host)
-    done = {"life": 1, "step": 30, "directory": str(tmp_path)}
-    assert save_last_commit(memories[1]) == done
-    np.testing.assert_array_equal(jdp.load(tmp_path)["own"]["value"], ROWS[2:] + 30)
-    like = {
-        "n": 0,
-        "own": jdp.per_rank(np.zeros((4, 2), "f"), resize=lambda x, to: x[[0, 1, 0, 1]]),
-    }
-    np.testing.assert_array_equal(
-        jdp.load(tmp_path, like=like)["own"].value, ROWS[[2, 3, 2, 3]] + 30
-    )
-    for _ in range(2):
-        assert save_last_commit(memories[0]) == done
-        np.testing.assert_array_equal(jdp.load(tmp_path)["own"]["value"], ROWS + 30)
-        assert folders(tmp_path) == ["30-1"]
-
-
-@pytest.mark.parametrize("later", [0, 1])
-def test_an_earlier_commit_of_all_hosts_replaces_a_later_one_of_some(memories, tmp_path, later):
-    for host, memory in enumerate(memories):
-        commit_rows(memory, tmp_path, 29, host)
-    commit_rows(memories[later], tmp_path, 30, later)
-    for memory in memories:
-        save_last_commit(memory)
-    np.testing.assert_array_equal(jdp.load(tmp_path, 29)["own"]["value"], ROWS + 29)
-    assert folders(tmp_path) == ["29-1"]
 
 
 def test_a_directory_without_a_step_of_the_processes_before_is_named(tmp_path, caplog):

@@ -5,6 +5,9 @@ import pytest
 from support.sharded_state import STAGES, differences, state_at, values_at
 
 import jdp
+from jdp.checkpoint import shards
+from jdp.checkpoint.load import fill
+from jdp.checkpoint.saved_leaves import SavedLeaf
 
 STEP = 3
 
@@ -48,3 +51,15 @@ def test_a_sharded_state_of_another_model_is_refused_by_its_leaf(make_mesh, tmp_
     save(tmp_path, state_at(STEP, make_mesh(4), "all"))
     with pytest.raises(ValueError, match=r"`\['w'\]` is float32\[5, 24\] .*float32\[6, 24\]"):
         restored(tmp_path, state_at(0, make_mesh(2), "all", rows=6))
+
+
+def test_a_rule_is_called_for_rows_of_lost_hosts_though_as_many_remain():
+    leaves = [SavedLeaf("['own'].value", (3,), "float32", None)]
+    parts = {n: shards.LeafPart(0, ((n, n + 1),), n) for n in range(3)}
+    (leaf,), remain = shards.without(leaves, parts, [1])
+    value = shards.SplitValue(
+        leaf, remain, lambda numbers: {n: np.full(1, n, "f") for n in numbers}, is_cut=True
+    )
+    state = {"own": jdp.per_rank(np.zeros(2, "f"), resize=lambda saved, like: saved + 10)}
+    new, _ = fill(state, [leaf], [value], "here")
+    assert [*new["own"].value] == [10, 12]

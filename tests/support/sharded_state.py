@@ -26,7 +26,7 @@ def values_at(step, rows=5):
     }
 
 
-def state_at(step, mesh, stage, rows=5):
+def state_at(step, mesh, stage, rows=5, has_rule=True):
     """The state after `step` steps, placed as `stage` says; the last two belong to the ranks."""
     state = {}
     for name, value in values_at(step, rows).items():
@@ -36,7 +36,8 @@ def state_at(step, mesh, stage, rows=5):
     state["key"] = jax.random.wrap_key_data(on(mesh, np.asarray(key)))
     own = on(mesh, np.arange(24, dtype=np.float32) + step, "data")
     state["own"] = jdp.per_rank(own)
-    state["spare"] = jdp.per_rank(own, resize=total)
+    if has_rule:
+        state["spare"] = jdp.per_rank(own, resize=total)
     return state
 
 
