@@ -50,6 +50,7 @@ def all_reduce(value, *, rank=0, num_ranks=1, communicator=0, scale=1.0):
         bucket=np.int32(5),
         algorithm=np.int32(0),
         communicator=np.int64(communicator),
+        as_xla=False,
     )
     return jax.block_until_ready(total)
 

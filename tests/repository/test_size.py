@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 258,
     "lines of jdp": 57_243,
     "words of docstrings and comments in jdp": 64_541,
-    "lines of tests": 76_524,
+    "lines of tests": 76_525,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
