@@ -266,7 +266,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
         where = f"the commit of step {key.step}"
     is_split = key in split or any(each.get("splits") for each in offers.values())
     is_split |= not key.is_commit and offers[0].get("is_split", False)
-    lost = missing[key].spare if key in split else ()
+    lost = missing[key].replaceable if key in split else ()
     return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split, lost)
 
 
@@ -313,7 +313,7 @@ def _missing(offers: dict[int, dict[str, Any]]) -> dict[Key, split_state.Missing
 def _warn_of_lost(missing: dict[Key, split_state.Missing], key: Key) -> None:
     if jax.process_index() != 0:
         return
-    if key in missing and missing[key].spare:
+    if key in missing and missing[key].replaceable:
         _log.warning(
             "jdp: the commit of step %d lacks the jdp.per_rank state of ranks on lost hosts. Its "
             "resize= makes that of all ranks from the ranks that remain.",

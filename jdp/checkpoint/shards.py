@@ -89,20 +89,24 @@ def without(
 
 
 # Shards that a rule replaces if the memory with their commit is lost: start, stop, the memory.
-Spare = tuple[int, int, str]
+Replaceable = tuple[int, int, str]
 
 
 def split_facts(
-    parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool, spare: Sequence[Spare] = ()
+    parts: Sequence[LeafPart],
+    held: Sequence[int],
+    *,
+    has_whole: bool,
+    replaceable: Sequence[Replaceable] = (),
 ) -> dict[str, Any]:
     """Return the facts to write beside shards."""
     facts = {"parts": list(parts), "held": list(held), "has_whole": has_whole}
-    return {**facts, "spare": list(spare)} if spare else facts
+    return {**facts, "replaceable": list(replaceable)} if replaceable else facts
 
 
 def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return facts without those about their writer."""
-    return {key: facts[key] for key in facts if key not in ("held", "has_whole", "spare")}
+    return {key: facts[key] for key in facts if key not in ("held", "has_whole", "replaceable")}
 
 
 def folder_name(writer: int) -> str:

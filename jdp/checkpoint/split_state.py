@@ -42,7 +42,7 @@ class Coverage(NamedTuple):
     held: list[tuple[int, int]]  # ranges of shard indices
     num_parts: int  # of the commit
     has_whole: bool  # holds the unsplit leaves
-    spare: Sequence[shards.Spare] = ()
+    replaceable: Sequence[shards.Replaceable] = ()
 
 
 def commit_parts(memory: CommitMemory) -> list[CommitPart]:
@@ -57,31 +57,30 @@ def coverage(found: Sequence[CommitPart]) -> Coverage:
     facts = [record.facts for record in found]
     held = {n for each in facts for n in each["held"]}
     has_whole = any(each["has_whole"] for each in facts)
-    num_parts, spare = len(facts[0]["parts"]), facts[0].get("spare", [])
-    return Coverage(shards.ranges([*held]), num_parts, has_whole, spare)
+    num_parts, replaceable = len(facts[0]["parts"]), facts[0].get("replaceable", [])
+    return Coverage(shards.ranges([*held]), num_parts, has_whole, replaceable)
 
 
 class Missing(NamedTuple):
     """A commit's shards missing on all hosts."""
 
     num: int  # shards that no rule replaces; the unsplit leaves count as one
-    spare: list[int]  # indices of the others
+    replaceable: list[int]  # indices of the others
 
 
 def missing(coverages: Sequence[Coverage], memories: Container[str]) -> Missing:
     """Return a commit's shards missing on all hosts, which have these memories.
 
-    >>> spare = [(3, 5, "a"), (5, 7, "b")]
-    >>> coverages = [Coverage([(0, 2)], 7, True, spare), Coverage([(3, 4)], 7, True, spare)]
-    >>> missing(coverages, {"a"})
-    Missing(num=2, spare=[5, 6])
+    >>> own = [(3, 5, "a"), (5, 7, "b")]
+    >>> missing([Coverage([(0, 2)], 7, True, own), Coverage([(3, 4)], 7, True, own)], {"a"})
+    Missing(num=2, replaceable=[5, 6])
     """
     held = _numbers((start, stop) for each in coverages for start, stop in each.held)
     lost = {*range(coverages[0].num_parts)} - held
-    bounds = ((start, stop) for start, stop, own in coverages[0].spare if own not in memories)
-    spare = lost & _numbers(bounds)
-    num = len(lost - spare) + (not any(each.has_whole for each in coverages))
-    return Missing(num, sorted(spare))
+    bounds = ((start, stop) for start, stop, own in coverages[0].replaceable if own not in memories)
+    replaceable = lost & _numbers(bounds)
+    num = len(lost - replaceable) + (not any(each.has_whole for each in coverages))
+    return Missing(num, sorted(replaceable))
 
 
 def _numbers(bounds: Iterable[tuple[int, int]]) -> set[int]:

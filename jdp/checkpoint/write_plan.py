@@ -224,7 +224,7 @@ class Finder:
         self._apart: list[int] = []  # of gathered leaves
         self._elsewhere: list[int] = []  # of leaves without a local shard
         self._parts: list[shards.LeafPart] = []  # of the split leaves
-        self._spare: list[int] = []  # indices of `per_rank` parts without copies on other hosts
+        self._replaceable: list[int] = []  # indices of parts that a `per_rank` rule replaces
 
     def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
         """Return the pieces; None with `here=False`, unless leaves are split or shared.
@@ -245,7 +245,9 @@ class Finder:
                 copies = buddy_copies(arrays, copied, self.hosts)
                 pieces += [StatePiece(-1, None, x, n) for n, x in copies.items()]
             held = [piece.part for piece in pieces if piece.part is not None]
-            split = shards.split_facts(self._parts, held, has_whole=here, spare=self._lost_with())
+            split = shards.split_facts(
+                self._parts, held, has_whole=here, replaceable=self._lost_with()
+            )
         return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
@@ -272,8 +274,8 @@ class Finder:
         kind = treedef, [_kind(x) for x in arrays]
         if kind != self._kind:
             self._leaves = describe(state)
-            self._apart, self._parts, spare = _placement(state, arrays, gathers=self._gathers)
-            self._spare = [n for n, part in enumerate(self._parts) if part.leaf in spare]
+            self._apart, self._parts, leaves = _placement(state, arrays, gathers=self._gathers)
+            self._replaceable = [n for n, part in enumerate(self._parts) if part.leaf in leaves]
             self._elsewhere = [
                 i
                 for i, x in enumerate(arrays)
@@ -299,9 +301,9 @@ class Finder:
         pieces = _all_pieces(arrays, self._parts, here=here, without=without)
         return [_cut(piece, rows[piece.leaf]) for piece in pieces] if rows else pieces
 
-    def _lost_with(self) -> list[shards.Spare]:
+    def _lost_with(self) -> list[shards.Replaceable]:
         of: dict[str, list[int]] = defaultdict(list)
-        for n in self._spare:
+        for n in self._replaceable:
             writer = self._parts[n].writer
             of[self.memories[writer] if self.memories else ""].append(n)
         return [(*bounds, name) for name, own in of.items() for bounds in shards.ranges(own)]
@@ -310,8 +312,8 @@ class Finder:
     def _copied(self) -> dict[int, shards.LeafPart]:
         if len({*self.hosts}) <= 1:
             return {}
-        spare = {*self._spare}
-        return {n: part for n, part in enumerate(self._parts) if n not in spare}
+        replaceable = {*self._replaceable}
+        return {n: part for n, part in enumerate(self._parts) if n not in replaceable}
 
 
 def require_alive(state: Any) -> None:
@@ -354,15 +356,12 @@ def _placement(
     pairs = zip(jax.tree.leaves(state), rank_state.owners(state), strict=True)
     owners = [owner for x, owner in pairs if is_array(x)]
     gathered = [i for i in apart if gathers and owners[i] is not None]
-    of = {
-        i: shards.parts_of(i, without_key(arrays[i])) for i in sorted({*apart}.difference(gathered))
-    }
+    split = [i for i in apart if i not in gathered]
+    of = {i: shards.parts_of(i, without_key(arrays[i])) for i in split}
+    parts = [part for found in of.values() for part in found]
     # Adjacent by process, so they form few ranges.
-    parts = sorted(
-        (part for found in of.values() for part in found),
-        key=lambda part: (part.writer, part.leaf, part.box),
-    )
-    spare = {
+    parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
+    replaceable = {
         i
         for i, found in of.items()
         if (owner := owners[i]) is not None
@@ -370,7 +369,7 @@ def _placement(
         and len(found) == len(arrays[i].sharding.device_set)
         and all(shards.has_whole_rows(part.box, without_key(arrays[i]).shape) for part in found)
     }
-    return gathered, parts, spare
+    return gathered, parts, replaceable
 
 
 # Whether each process can assemble it from its own devices; equal on all processes, because a

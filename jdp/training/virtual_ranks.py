@@ -857,7 +857,7 @@ def _exchanged(
 
 
 def _permuted(x: jax.Array, pairs: Sequence[tuple[int, int]], ranks: _RankContext) -> jax.Array:
-    """Return what this rank's virtual ranks get of `[virtual, ...]`; 0 where nothing is sent."""
+    """Return the values that this rank's virtual ranks receive, zeros without a sender."""
     sources = np.full(ranks.blocks.num_virtual, -1)
     for source, target in pairs:
         sources[target] = source

@@ -33,8 +33,8 @@ def live(path, stage, num_steps, end=True, has_rule=True):
     if end:
         ckpt.close()
     ckpt._session._commits.wait()
-    if "['spare'].value" in wrong:
-        wrong[-1] += f" {np.asarray(state['spare'].value.addressable_data(0))}"
+    if "['ruled'].value" in wrong:
+        wrong[-1] += f" {np.asarray(state['ruled'].value.addressable_data(0))}"
     return {"began": began, "wrong": wrong}
 
 
@@ -131,7 +131,7 @@ def test_parts_of_any_one_lost_host_are_on_the_next_host(tmp_path, num_lost):
             2, f"{HERE}:live", tmp_path, "all", 2, False, hosts=[0, 2], generation=1
         )
         # The rows 0 to 7 and 16 to 23 of step 4 remain; a copy of 8 to 15 would be another total.
-        rule = f"['spare'].value {np.full(12, 8 * (3.5 + 19.5) + 64, 'f')}"
+        rule = f"['ruled'].value {np.full(12, 8 * (3.5 + 19.5) + 64, 'f')}"
         assert results(lives) == [{"began": 4, "wrong": [rule] if num_lost == 1 else []}] * 2
         line = "the commit of step 4 lacks 5 of its parts"
         tiers = [process.told("restored")["tier"] for process in lives]

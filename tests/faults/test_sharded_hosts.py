@@ -86,7 +86,7 @@ def test_a_lost_host_loses_nothing_of_a_split_state(tmp_path):
         hosts[0].until_true((tmp_path / "trained 0").exists, "step 6 of all hosts")
         hosts[1].process.kill()
         assert [hosts[0].wait(), hosts[2].wait()] == [0, 0], hosts[0].output
-    require_intact(tmp_path, 2, but=["['spare'].value"])  # whose rule replaces lost rows
+    require_intact(tmp_path, 2, but=["['ruled'].value"])  # whose rule replaces lost rows
 
 
 def test_a_killed_process_is_followed_by_one_with_its_parts(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 258,
-    "lines of jdp": 57_243,
-    "words of docstrings and comments in jdp": 64_541,
-    "lines of tests": 76_525,
+    "lines of jdp": 57_245,
+    "words of docstrings and comments in jdp": 64_534,
+    "lines of tests": 76_537,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }

@@ -37,7 +37,7 @@ def state_at(step, mesh, stage, rows=5, has_rule=True):
     own = on(mesh, np.arange(24, dtype=np.float32) + step, "data")
     state["own"] = jdp.per_rank(own)
     if has_rule:
-        state["spare"] = jdp.per_rank(own, resize=total)
+        state["ruled"] = jdp.per_rank(own, resize=total)
     return state
 
 

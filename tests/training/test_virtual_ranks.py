@@ -21,6 +21,7 @@ from support import training
 from support.training import assert_close, ranks
 
 import jdp
+from jdp.training import virtual_ranks
 
 V, ROWS = 8, 48
 
@@ -54,8 +55,9 @@ def of_mlp(loss_fn=mlp, params=PARAMS, tx=None, **options):
     wrap = options.pop("wrap", jdp.replicated)
     tx = wrap(adam() if tx is None else tx, **options.pop("reduction", {}))
     accumulate = options.pop("accumulate", None)
+    options = {"virtual_ranks": V, **options}
 
-    @jdp.train_step(virtual_ranks=V, **options)
+    @jdp.train_step(**options)
     def step(state, batch):
         if accumulate:
             loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, batch)
@@ -540,6 +542,16 @@ def test_the_plan_names_the_gradients_that_are_sent(n, kinds):
     sent = step.communication_plan(state, next(iter(batches)))
     assert {leaf.path for leaf in sent[0].leaves} == {"grads['w']", "grads['v']", "grads['b']", ""}
     assert [each.kind for each in sent] == kinds
+
+
+def test_one_virtual_rank_is_the_plain_step(monkeypatch):
+    monkeypatch.setattr(virtual_ranks, "mapped", None)
+    got = trained(lambda: of_mlp(virtual_ranks=1), 1)
+    require_equal_bits(got, trained(lambda: of_mlp(virtual_ranks=None), 1))
+    ranks(2)
+    state, step, batches = of_mlp(virtual_ranks=1)
+    with pytest.raises(ValueError, match="Use at most 1 ranks"):
+        step(state, next(iter(batches)))
 
 
 def read(n):
