@@ -106,6 +106,15 @@ def platform(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
+def is_between_processes(mesh: Mesh | None) -> bool:
+    """Whether gloo sends arrays between CPU processes."""
+    if platform(mesh) != "cpu":
+        return False
+    if mesh is None:
+        return jax.process_count() > 1
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def further_spec(array: Any, axis_name: AxisName) -> FurtherSpec:
     """Return over which axes beside `axis_name` an array or its description is split."""
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)

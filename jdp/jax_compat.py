@@ -21,10 +21,6 @@ INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 # JAX 0.10 may crash on a donated array, where later versions raise.
 DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 
-# On JAX 0.10 a reduce-scatter between CPU processes ends the run if one of them is 30 s late,
-# whatever the timeout; all-reduce and all-to-all wait. See github.com/jax-ml/jax/issues/40831.
-CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
-
 # XLA:CPU copies an in-place operand if a write to one of its slices is fused with the copy. Seen on
 # 0.10.2, not on 0.12.0.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)

@@ -25,17 +25,21 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from benchmarks.harness import report
 from examples import language_model
-from jdp.collectives import quantized, xla
+from jdp.collectives import quantized
 from tests.support.namespaces import two_hosts
 
 MiB = 2**20
 RATES = {"0.1": "100mbit", "1": "1gbit", "10": "10gbit"}  # Gbit/s
 SIZES = (1 * MiB, 4 * MiB, 16 * MiB)  # bytes of float32
-CONTESTANTS = {
-    "float32": xla,
-    "int8": quantized,
-    "float8_e4m3fn": functools.partial(quantized, dtype=jnp.float8_e4m3fn),
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"reduce_dtype": jnp.bfloat16},
+    "float8_e4m3fn": {"all_reduce": functools.partial(quantized, dtype=jnp.float8_e4m3fn)},
+    "int8": {"all_reduce": quantized},
+    "int4": {"all_reduce": functools.partial(quantized, dtype=jnp.int4)},
 }
+# The largest error, as a part of the largest sum.
+_MOST = {"float32": 1e-6, "bfloat16": 0.01, "float8_e4m3fn": 0.1, "int8": 0.02, "int4": 0.3}
 _DEADLINE_S = 900
 _EVERY, _BITS = 20, 3.4  # steps between evaluations
 _LENGTH = 64
@@ -52,23 +56,19 @@ def rows_of_host(mesh: Mesh, num_rounds: int) -> list[dict[str, Any]]:
         exact = (each[0].astype(np.float32) + each[1].astype(np.float32)) / 2
         sharding = NamedSharding(mesh, P("data"))
         whole = jax.make_array_from_process_local_data(sharding, local[None])
-        half = jax.make_array_from_process_local_data(sharding, local[None, ::2].copy())
-        calls = {name: (_reduced(mesh, f), whole) for name, f in CONTESTANTS.items()}
-        # XLA:CPU widens bfloat16 before it sends: half of the numbers have the same bytes.
-        calls["bytes of bfloat16"] = (_reduced(mesh, xla), half)
+        calls = {name: _reduced(mesh, **options) for name, options in CONTESTANTS.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         errors = {}
         for number in range(num_rounds + 1):
-            for name, (call, x) in calls.items():
+            for name, call in calls.items():
                 begin = time.perf_counter()
-                total = jax.block_until_ready(call(x))
+                total = jax.block_until_ready(call(whole))
                 if number:  # the first compiles
                     times[name].append(time.perf_counter() - begin)
                 got = np.asarray(total.addressable_data(0))[0]
-                want = exact if x is whole else exact[::2]
-                errors[name] = float(np.abs(got - want).max() / np.abs(want).max())
+                errors[name] = float(np.abs(got - exact).max() / np.abs(exact).max())
         for name in calls:
-            if errors[name] > (1e-6 if "float32" == name or "bytes" in name else 0.1):
+            if errors[name] > _MOST[name]:
                 raise RuntimeError(f"{name}: the sum is off by {errors[name]:.2g} of the largest.")
             found.append(
                 {
@@ -81,9 +81,9 @@ def rows_of_host(mesh: Mesh, num_rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def _reduced(mesh: Mesh, all_reduce: Any) -> Any:
+def _reduced(mesh: Mesh, **options: Any) -> Any:
     def call(x: jax.Array) -> jax.Array:
-        return all_reduce([[x[0]]], ("data",), scale=0.5, mesh=mesh)[0][0][None]
+        return jdp.sync_gradients(x, mesh=mesh, **options)
 
     return jax.jit(
         jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
@@ -98,7 +98,7 @@ def measure(num_rounds: int) -> list[dict[str, Any]]:
             found.append({"gbit_per_s": rate, **max(one, other, key=lambda row: row["ms"])})
     for row in found:
         same = [it for it in found if (it["gbit_per_s"], it["bytes"]) == _setting(row)]
-        wire = next(it["ms"] for it in same if it["contestant"] == "bytes of bfloat16")
+        wire = next(it["ms"] for it in same if it["contestant"] == "bfloat16")
         row["faster"] = wire / row["ms"]
     return found
 
@@ -137,46 +137,18 @@ def _answers(hosts: Any, options: Sequence[str]) -> list[Any]:
     return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
-def in_bfloat16(
-    buckets: Any, axis_name: Any, *, scale: float = 1.0, mesh: Any = None
-) -> list[list[jax.Array]]:
-    """Sum in float32 what is sent in 16 bits: XLA:CPU widens bfloat16 before it sends."""
-    del mesh
-    num_ranks, found = jax.lax.axis_size(axis_name), []
-    for bucket in buckets:
-        flat = jnp.concatenate([leaf.ravel() for leaf in bucket])
-        rows = jnp.pad(flat, (0, -flat.size % num_ranks)).reshape(num_ranks, -1)
-        arrived = jax.lax.all_to_all(_as_words(rows), axis_name, 0, 0)
-        total = _as_floats(arrived).sum(0) * scale
-        whole = _as_floats(jax.lax.all_gather(_as_words(total), axis_name)).ravel()[: flat.size]
-        parts = jnp.split(whole, np.cumsum([leaf.size for leaf in bucket])[:-1])
-        found.append([x.reshape(leaf.shape) for x, leaf in zip(parts, bucket, strict=True)])
-    return found
-
-
-def _as_words(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-
-
-def _as_floats(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(jnp.float32)
-
-
-TRAININGS = {**CONTESTANTS, "bfloat16": in_bfloat16}
-
-
 def trainings(num_steps: int) -> list[list[dict[str, Any]]]:
     """Train each way, `[ways][seeds]`; return times and bits per unseen byte, and whether equal."""
     text, held_out = language_model.read_sources()
     rows = language_model.windows(text, _LENGTH)["text"]
     unseen = language_model.windows(held_out[: 512 * _LENGTH], _LENGTH)["text"].astype(int)
     return [
-        [_trained(rows, unseen, seed, num_steps, all_reduce) for seed in SEEDS]
-        for all_reduce in TRAININGS.values()
+        [_trained(rows, unseen, seed, num_steps, options) for seed in SEEDS]
+        for options in CONTESTANTS.values()
     ]
 
 
-def _trained(rows: Any, unseen: Any, seed: int, num_steps: int, all_reduce: Any) -> dict[str, Any]:
+def _trained(rows: Any, unseen: Any, seed: int, num_steps: int, options: Any) -> dict[str, Any]:
     """Train the model of `examples/language_model.py`, smaller; time steps, not evaluations."""
     decoder = language_model.Decoder(_LENGTH, 64, 2, nnx.Rngs(seed))
     graphdef, params = nnx.split(decoder)
@@ -197,7 +169,7 @@ def _trained(rows: Any, unseen: Any, seed: int, num_steps: int, all_reduce: Any)
 
     measure = jax.jit(loss_fn)
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, num_steps // 10, num_steps)
-    tx = jdp.replicated(optax.adamw(schedule), all_reduce=all_reduce)
+    tx = jdp.replicated(optax.adamw(schedule), **options)
     state = jdp.TrainState.create(params, tx)
     spent, begin, found = 0.0, 0.0, []
     for n, batch in enumerate(jdp.batches(rows, 32, num_steps=num_steps, seed=seed)):
@@ -217,7 +189,7 @@ def times_to_loss(num_steps: int) -> list[dict[str, Any]]:
     """Train between the hosts at each rate; return seconds until the bits reach a fixed number."""
     found: list[dict[str, Any]] = []
     for rate, answers in _at_each_rate(f"--steps={num_steps}", "--train"):
-        for name, own, other in zip(TRAININGS, *answers, strict=True):
+        for name, own, other in zip(CONTESTANTS, *answers, strict=True):
             pairs = [[run["curve"] for run in runs] for runs in zip(own, other, strict=True)]
             seconds = [max(_until(_BITS, curve) for curve in curves) for curves in pairs]
             found.append(
@@ -264,8 +236,8 @@ def main() -> None:
         return
     section = report.Section(
         "All-reduce between two hosts with a slow link",
-        "Medians of the slower host. `faster`: than a float32 sum of half of the numbers, which "
-        "sends the bytes of bfloat16. `error`: the largest, as a part of the largest sum.",
+        "Medians of the slower host. `faster`: than bfloat16, `reduce_dtype=`. `error`: the "
+        "largest, as a part of the largest sum.",
         measure(options.rounds),
         {
             "Gbit/s": "{gbit_per_s}",

@@ -1,7 +1,6 @@
 """An all-reduce that sends 8 or 4 bits for each number."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jdp import axis
-from jdp.analysis.marks import ALL_REDUCED, mark
 from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives import xla_shards
 from jdp.collectives.ring import require_untyped
-from jdp.collectives.xla import Scale, scaled, xla
+from jdp.collectives.xla import Scale, Wire, exchanged, xla
 from jdp.collectives.xla_shards import Further
 from jdp.validation import int_at_least
 
@@ -25,10 +23,6 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 5
 _QUANTIZED = ("float32", "bfloat16", "float16")
 # Smaller leaves, such as biases and norms, would save few bytes.
 _MIN_SIZE = 4096
-# XLA:CPU sums two rows 15 times as slowly as it adds them.
-_MAX_UNROLLED = 16
-
-Leaf = tuple[jax.Array, int | None]  # with the dim of its shards; None: it stays whole
 
 
 def quantized(
@@ -118,6 +112,11 @@ def summed_shards(
     """Sum leaves as `quantized` does, and keep this rank's shard of those with a dim."""
     if axis.size(axes) == 1:
         return xla(buckets, axes, scale=scale, mesh=mesh)
+    wire = Wire(
+        functools.partial(_packed, name=name, block=block),
+        functools.partial(_unpacked, name=name, block=block),
+        block,
+    )
     # Padding to a block for each rank would cost more than 8 bits save.
     least = max(_MIN_SIZE, axis.size(axes) * block)
 
@@ -128,103 +127,22 @@ def summed_shards(
     for each in zip(buckets, dims, xla_shards.specs_of(further, dims), strict=True):
         leaves = [*zip(*each, strict=True)]
         sent = [leaf[:2] for leaf in leaves if is_sent(*leaf)]
+        rounded = iter(exchanged(sent, axes, scale=scale, wire=wire) if sent else [])
         exact = [leaf for leaf in leaves if not is_sent(*leaf)]
-        sums = iter(_exact(exact, axes, scale, mesh) if exact else [])
-        rounded = iter(_differentiable(sent, axes, scale, mesh, name, block) if sent else [])
-        results.append([next(rounded if is_sent(*leaf) else sums) for leaf in leaves])
+        sums: list[jax.Array] = []
+        if exact:
+            bucket, own_dims, specs = zip(*exact, strict=True)
+            options: Any = {"scale": scale, "mesh": mesh, "further": [specs]}
+            [sums] = xla_shards.reduce_scatter([bucket], [own_dims], axes, **options)
+        others = iter(sums)
+        results.append([next(rounded if is_sent(*leaf) else others) for leaf in leaves])
     return results
 
 
-def _exact(
-    leaves: Sequence[tuple[jax.Array, int | None, FurtherSpec]],
-    axes: tuple[str, ...],
-    scale: Scale,
-    mesh: Mesh | None,
-) -> list[jax.Array]:
-    buckets, dims, further = ([each] for each in zip(*leaves, strict=True))
-    return xla_shards.reduce_scatter(buckets, dims, axes, scale=scale, mesh=mesh, further=further)[
-        0
-    ]
-
-
-def _differentiable(
-    leaves: Sequence[Leaf], axes: tuple[str, ...], scale: Scale, mesh: Mesh | None, name: str,
-    block: int,
-) -> list[jax.Array]:  # fmt: skip
-    """Return `_rounded`, with the derivatives of the exact sum: those of a rounding are 0."""
-    bucket, dims = zip(*leaves, strict=True)
-    is_constant = isinstance(scale, (int, float))
-
-    def exact(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
-        leaves = [(*leaf, ()) for leaf in zip(bucket, dims, strict=True)]
-        return _exact(leaves, axes, scale if is_constant else factor, mesh)
-
-    @jax.custom_jvp
-    def rounded(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
-        leaves = [*zip(bucket, dims, strict=True)]
-        return _rounded(leaves, axes, scale if is_constant else factor, name, block)
-
-    @rounded.defjvp
-    def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return rounded(*primals), jax.jvp(exact, primals, tangents)[1]
-
-    return rounded(bucket, None if is_constant else scale)
-
-
-def _rounded(
-    leaves: Sequence[Leaf], axes: tuple[str, ...], scale: Scale, name: str, block: int
-) -> list[jax.Array]:
-    num_ranks = axis.size(axes)
-    chunks = [_chunks(leaf, dim, num_ranks, block) for leaf, dim in leaves]
-    sent = _packed(jnp.concatenate(chunks, 1), name)
-    arrived = lax.all_to_all(axis.as_varying([sent], axes)[0], axes, 0, 0)
-    total = scaled(_sum(_unpacked(arrived, name, block)), scale)  # [blocks of this rank, block]
-    parts = jnp.split(total, np.cumsum([x.shape[1] for x in chunks])[:-1])
-    whole = [part for part, (_, dim) in zip(parts, leaves, strict=True) if dim is None]
-    gathered = iter(_gathered(whole, axes, name, block) if whole else [])
-    return [
-        _whole(next(gathered), leaf) if dim is None else _shard(part, leaf, dim, num_ranks)
-        for part, (leaf, dim) in zip(parts, leaves, strict=True)
-    ]
-
-
-def _sum(arrived: jax.Array) -> jax.Array:
-    if len(arrived) > _MAX_UNROLLED:
-        return arrived.sum(0)
-    return functools.reduce(jnp.add, list(arrived))
-
-
-def _chunks(leaf: jax.Array, dim: int | None, num_ranks: int, block: int) -> jax.Array:
-    """Return the blocks per rank, `[ranks, blocks, block]` float32."""
-    rows = leaf.ravel() if dim is None else jnp.moveaxis(leaf, dim, 0).ravel()
-    rows = jnp.pad(rows.astype(jnp.float32), (0, -rows.size % num_ranks)).reshape(num_ranks, -1)
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(num_ranks, -1, block)
-
-
-def _gathered(
-    parts: Sequence[jax.Array], axes: tuple[str, ...], name: str, block: int
-) -> list[jax.Array]:
-    """Return all ranks' blocks of each leaf, `[ranks, blocks, block]`."""
-    sent = _packed(jnp.concatenate(parts), name)
-    whole = _unpacked(lax.all_gather(sent, axes), name, block)
-    whole = mark(whole, kind=ALL_REDUCED, path="", axes=axes)
-    return jnp.split(whole, np.cumsum([len(part) for part in parts])[:-1], 1)
-
-
-def _whole(blocks: jax.Array, leaf: jax.Array) -> jax.Array:
-    rows = blocks.reshape(len(blocks), -1)[:, : math.ceil(leaf.size / len(blocks))]
-    return rows.ravel()[: leaf.size].reshape(leaf.shape).astype(leaf.dtype)
-
-
-def _shard(blocks: jax.Array, leaf: jax.Array, dim: int, num_ranks: int) -> jax.Array:
-    others = leaf.shape[:dim] + leaf.shape[dim + 1 :]
-    rows = blocks.ravel()[: leaf.size // num_ranks].reshape(-1, *others)
-    return jnp.moveaxis(rows, 0, dim).astype(leaf.dtype)
-
-
-def _packed(blocks: jax.Array, name: str) -> jax.Array:
-    """Quantize `[..., blocks, block]` float32; return uint8 numbers, then scales, of all blocks."""
-    blocks = lax.optimization_barrier(blocks)  # else each pass over them computes them again
+def _packed(rows: jax.Array, name: str, block: int) -> jax.Array:
+    """Quantize `[..., size]` float32 of whole blocks; return uint8 numbers, then scales, of all."""
+    # Else each pass over them computes them again.
+    blocks = lax.optimization_barrier(rows).reshape(*rows.shape[:-1], -1, block)
     # The sum is 0 or NaN: XLA:CPU's maximum drops a NaN.
     largest = jnp.abs(blocks).max(-1, keepdims=True) + (blocks * 0).sum(-1, keepdims=True)
     scale = largest / _LARGEST[name]
@@ -237,7 +155,7 @@ def _packed(blocks: jax.Array, name: str) -> jax.Array:
         numbers = (jnp.round(divided) if name == "int8" else divided).astype(name)
     sent = [lax.bitcast_convert_type(x, jnp.uint8) for x in (numbers, scale)]
     sent = lax.optimization_barrier(sent)  # XLA:CPU would choose for each byte where it is from
-    return jnp.concatenate([x.reshape(*blocks.shape[:-2], -1) for x in sent], -1)
+    return jnp.concatenate([x.reshape(*rows.shape[:-1], -1) for x in sent], -1)
 
 
 def _unpacked(sent: jax.Array, name: str, block: int) -> jax.Array:
@@ -251,4 +169,4 @@ def _unpacked(sent: jax.Array, name: str, block: int) -> jax.Array:
     else:
         numbers = lax.bitcast_convert_type(numbers, jnp.dtype(name))
     scale = lax.bitcast_convert_type(sent[..., end:].reshape(*shape, 1, 4), jnp.float32)
-    return numbers.astype(jnp.float32) * scale
+    return (numbers.astype(jnp.float32) * scale).reshape(*sent.shape[:-1], -1)

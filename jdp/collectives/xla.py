@@ -1,6 +1,8 @@
 """XLA's all-reduce: NCCL between GPUs, gloo between CPU processes."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jdp import axis
+from jdp.analysis.marks import ALL_REDUCED, mark
 from jdp.axis import AxisName
+from jdp.collectives.buckets import pack, unpack
 
 Scale = float | jax.Array
+Leaf = tuple[jax.Array, int | None]  # with the dim of its shards; None: it stays whole
 
 MiB = 2**20
 # GPUs of a host send about this in an all-reduce's startup time.
@@ -29,7 +34,8 @@ def xla(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` with `lax.psum`, one call for each bucket.
 
-    The other algorithms are tested against it. XLA may merge the calls.
+    The other algorithms are tested against it. XLA may merge the calls. Between CPU processes a
+    bucket is sent as one array, and 16-bit floats, which XLA would widen, by `exchanged`.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
@@ -40,13 +46,140 @@ def xla(
     Returns:
       The same lists, summed and scaled, in each leaf's dtype.
     """
-    results = []
+    names, results = axis.names(axis_name), []
+    is_packed = packs(names, mesh)
     for bucket in buckets:
+        if is_packed and _is_short(bucket[0].dtype):
+            leaves = [(leaf, None) for leaf in bucket]
+            results.append(exchanged(leaves, names, scale=scale))
+            continue
         before, after = split_scale(scale, bucket[0].dtype)
         parts = [scaled(leaf, before) for leaf in bucket]
-        sums = axis.psum(parts, axis_name, axis.platform(mesh))
+        sent = [pack(lax.optimization_barrier(parts))] if is_packed else parts
+        sums = axis.psum(sent, names, axis.platform(mesh))
+        sums = unpack(sums[0], like=bucket) if is_packed else sums
         results.append([scaled(leaf, after) for leaf in sums])
     return results
+
+
+def packs(axes: tuple[str, ...], mesh: Mesh | None) -> bool:
+    """Whether a bucket is sent as one array, which the compiler must not have split."""
+    around = axis.enclosing_mesh()
+    is_manual = set(axes) <= set(around.axis_names) == set(around.manual_axes)
+    return is_manual and axis.is_between_processes(mesh) and not axis.is_typed(axes)
+
+
+class Wire(NamedTuple):
+    """How numbers are sent: in blocks, of which `decode` makes floats of at least 32 bits."""
+
+    encode: Callable[[jax.Array], jax.Array]
+    decode: Callable[[jax.Array], jax.Array]
+    block: int = 1
+
+
+def exchanged(
+    leaves: Sequence[Leaf],
+    axes: tuple[str, ...],
+    *,
+    scale: Scale = 1.0,
+    wire: Wire | None = None,
+) -> list[jax.Array]:
+    """Sum leaves of one dtype by an all-to-all and an all-gather of one array.
+
+    Each rank adds its part of all ranks as native sums do: in pairs, then pairs of pairs. The
+    derivatives are those of the exact sum.
+
+    Args:
+      wire: by default the leaves' own bits.
+    """
+    if not sum(leaf.size for leaf, _ in leaves):
+        return [_shard(leaf, leaf, dim, axis.size(axes)) for leaf, dim in leaves]
+    bucket, dims = zip(*leaves, strict=True)
+    if wire is None:
+        wire = _words(bucket[0].dtype) if _is_short(bucket[0].dtype) else _EXACT
+    is_constant = isinstance(scale, (int, float))
+
+    def exact(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
+        sums = _exchange([*zip(bucket, dims, strict=True)], axes, 1.0, _EXACT)
+        return [scaled(x, scale if is_constant else factor) for x in sums]
+
+    if wire is _EXACT:
+        return exact(bucket, scale)
+
+    @jax.custom_jvp
+    def rounded(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
+        pairs = [*zip(bucket, dims, strict=True)]
+        return _exchange(pairs, axes, scale if is_constant else factor, wire)
+
+    @rounded.defjvp
+    def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        return rounded(*primals), jax.jvp(exact, primals, tangents)[1]
+
+    return rounded(bucket, None if is_constant else scale)
+
+
+_EXACT = Wire(lambda x: x, lambda x: x)
+
+
+def _words(dtype: np.dtype) -> Wire:
+    # XLA:CPU sends 16-bit floats as float32.
+    return Wire(
+        lambda x: lax.bitcast_convert_type(x.astype(dtype), jnp.uint16),
+        lambda x: lax.bitcast_convert_type(x, dtype).astype(jnp.float32),
+    )
+
+
+def _is_short(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _exchange(
+    leaves: Sequence[Leaf], axes: tuple[str, ...], scale: Scale, wire: Wire
+) -> list[jax.Array]:
+    num_ranks = axis.size(axes)
+    rows = [_rows(leaf, dim, num_ranks, wire.block) for leaf, dim in leaves]
+    sent = wire.encode(jnp.concatenate(lax.optimization_barrier(rows), 1))
+    total = scaled(_tree_sum(wire.decode(lax.all_to_all(sent, axes, 0, 0))), scale)
+    parts = jnp.split(total, np.cumsum([x.shape[1] for x in rows])[:-1])
+    whole = [part for part, (_, dim) in zip(parts, leaves, strict=True) if dim is None]
+    if whole:
+        gathered = wire.decode(lax.all_gather(wire.encode(jnp.concatenate(whole)), axes))
+        gathered = mark(gathered, kind=ALL_REDUCED, path="", axes=axes)
+        whole = jnp.split(gathered, np.cumsum([part.size for part in whole])[:-1], 1)
+    of_leaves = iter(whole)
+    return [
+        _whole(next(of_leaves), leaf) if dim is None else _shard(part, leaf, dim, num_ranks)
+        for part, (leaf, dim) in zip(parts, leaves, strict=True)
+    ]
+
+
+def _rows(leaf: jax.Array, dim: int | None, num_ranks: int, block: int) -> jax.Array:
+    """Return each rank's part, `[ranks, size]`, wide enough to sum, padded to whole blocks."""
+    flat = leaf.ravel() if dim is None else jnp.moveaxis(leaf, dim, 0).ravel()
+    flat = flat.astype(jnp.float32) if _is_short(leaf.dtype) else flat
+    width = math.ceil(leaf.size / num_ranks)
+    rows = jnp.pad(flat, (0, num_ranks * width - leaf.size)).reshape(num_ranks, width)
+    return jnp.pad(rows, ((0, 0), (0, -width % block)))
+
+
+def _tree_sum(rows: jax.Array) -> jax.Array:
+    while len(rows) > 1:
+        pairs = rows[: len(rows) // 2 * 2 : 2] + rows[1::2]
+        rows = jnp.concatenate([pairs, rows[-1:]]) if len(rows) % 2 else pairs
+    return rows[0]
+
+
+def _whole(rows: jax.Array, leaf: jax.Array) -> jax.Array:
+    flat = rows[:, : math.ceil(leaf.size / len(rows))].ravel()
+    return flat[: leaf.size].reshape(leaf.shape).astype(leaf.dtype)
+
+
+def _shard(part: jax.Array, leaf: jax.Array, dim: int | None, num_ranks: int) -> jax.Array:
+    if dim is None:
+        return leaf
+    others = leaf.shape[:dim] + leaf.shape[dim + 1 :]
+    rows = part.ravel()[: leaf.size // num_ranks].reshape(leaf.shape[dim] // num_ranks, *others)
+    return jnp.moveaxis(rows, 0, dim).astype(leaf.dtype)
 
 
 def combine_options(num_bytes: int) -> dict[str, int]:

@@ -6,12 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jdp import axis, jax_compat
+from jdp import axis
 from jdp.axis import AxisName, FurtherSpec
-from jdp.collectives.xla import Scale, scaled, split_scale
+from jdp.collectives.buckets import pack
+from jdp.collectives.xla import (
+    Scale,
+    exchanged,
+    packs,
+    scaled,
+    split_scale,
+    xla,
+)
 
 # Of each leaf of each bucket; None: none is split by the compiler.
 Further = Sequence[Sequence[FurtherSpec]] | None
@@ -28,13 +37,20 @@ def reduce_scatter(
 ) -> list[list[jax.Array]]:
     """Reduce-scatter as `shards.reduce_scatter` does; XLA chooses order and rounding."""
     names = axis.names(axis_name)
-    scatter = _exchanged if _does_not_wait(mesh) else _scattered
     platform = axis.platform(mesh)
-    if platform == "tpu":
-        scatter = _scattered_rows
+    scatter = _scattered_rows if platform == "tpu" else _scattered
+    if axis.is_between_processes(mesh):
+        scatter = _exchanged
     aborts = axis.aborts_in_bfloat16(platform)
     results = []
     for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True):
+        if packs(names, mesh):
+            if any(dim is not None for dim in own_dims):
+                leaves = [*zip(bucket, own_dims, strict=True)]
+                results.append(exchanged(leaves, names, scale=scale))
+            else:
+                results += xla([bucket], names, scale=scale, mesh=mesh)
+            continue
         before, after = split_scale(scale, bucket[0].dtype)
         leaves = axis.as_varying(list(bucket), names)
         parts = [
@@ -61,17 +77,29 @@ def all_gather(
 ) -> list[list[jax.Array]]:
     """All-gather as `shards.all_gather` does."""
     names = axis.names(axis_name)
-    is_cpu = axis.platform(mesh) == "cpu"
+    is_cpu, is_packed = axis.platform(mesh) == "cpu", packs(names, mesh)
 
-    def gather(part: jax.Array, dim: int, spec: FurtherSpec) -> jax.Array:
+    def gathered(part: jax.Array, dim: int) -> jax.Array:
         is_short = part.dtype in (jnp.bfloat16, jnp.float16)
-        gathered = _gathered_bits if is_cpu and is_short else _gathered
-        return axis.on_local_shards(lambda x: gathered(x, dim, names), part, spec)
+        return (_gathered_bits if is_cpu and is_short else _gathered)(part, dim, names)
 
-    return [
-        [*map(gather, axis.as_varying(list(bucket), names), own_dims, specs)]
-        for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True)
-    ]
+    results = []
+    for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True):
+        parts = axis.as_varying(list(bucket), names)
+        if is_packed and len(parts) > 1:
+            whole = gathered(pack(lax.optimization_barrier(parts)), 0)
+            rows = whole.reshape(lax.axis_size(names), -1)
+            columns = jnp.split(rows, np.cumsum([part.size for part in parts])[:-1], 1)
+            results.append([*map(_concatenated, columns, parts, own_dims)])
+        else:
+            each = zip(parts, own_dims, specs, strict=True)
+            results.append(
+                [
+                    axis.on_local_shards(functools.partial(gathered, dim=dim), part, spec)
+                    for part, dim, spec in each
+                ]
+            )
+    return results
 
 
 def specs_of(further: Further, dims: Sequence[Sequence[Any]]) -> Sequence[Sequence[FurtherSpec]]:
@@ -118,29 +146,16 @@ def _scattered_rows(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: b
     return _scattered(leaf.reshape(-1, 128), 0, names, aborts).ravel()
 
 
-def _does_not_wait(mesh: Mesh | None) -> bool:
-    """Whether XLA's reduce-scatter would end a run with one slow process."""
-    if not jax_compat.CPU_SCATTER_DOES_NOT_WAIT or axis.platform(mesh) != "cpu":
-        return False
-    if mesh is None:
-        return jax.process_count() > 1
-    return len({device.process_index for device in mesh.devices.flat}) > 1
-
-
 def _exchanged(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
-    """Reduce-scatter by an all-to-all, and a local sum."""
-    if leaf.size == 0:
-        return _scattered(leaf, dim, names, aborts)
-    num_ranks = lax.axis_size(names)
-    size = leaf.shape[dim] // num_ranks
-    slices = leaf.reshape(*leaf.shape[:dim], num_ranks, size, *leaf.shape[dim + 1 :])
-    arrived = lax.all_to_all(slices, names, dim, dim, tiled=True)
-    wide = jnp.promote_types(leaf.dtype, jnp.float32) if _is_narrow(leaf.dtype) else leaf.dtype
-    return arrived.sum(axis=dim, dtype=wide).astype(leaf.dtype)
+    del aborts  # it sums in float32
+    return exchanged([(leaf, dim)], names)[0]
 
 
-def _is_narrow(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+def _concatenated(parts: jax.Array, like: jax.Array, dim: int) -> jax.Array:
+    """Concatenate all ranks' parts `[ranks, size]` of a leaf along a dim."""
+    shape = list(like.shape)
+    shape[dim] *= len(parts)
+    return jnp.moveaxis(parts.reshape(len(parts), *like.shape), 0, dim).reshape(shape)
 
 
 def _gathered(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:

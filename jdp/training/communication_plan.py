@@ -1,5 +1,6 @@
 """The collectives that a traced step asks for: `step.communication_plan`."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from jdp.analysis import diagnostics, jaxprs
-from jdp.analysis.marks import LOCAL, OUTER
+from jdp.analysis.marks import ALL_REDUCED, LOCAL, OUTER
 from jdp.collectives import call_order, split_rows
 from jdp.jax_compat import opened, scan_counts
 
 Paths = dict[Any, str]  # variable -> name
+Parts = list[tuple[str, int]]  # names and sizes of the arrays in one
 
 # Operations that keep all numbers of an array, in any place.
 _MOVES = frozenset(
@@ -23,8 +25,6 @@ _MOVES = frozenset(
 )
 # Operations that join the gradients of layers.
 _STACKS = ("dynamic_update_slice", "concatenate")
-# Operations that keep the places of vectors in a vector.
-_SCALES = ("mul", "div", "convert_element_type")
 _SLICES = ("dynamic_slice", "slice", "squeeze", "jdp_own_slice")
 OF_LAYER = " of one iteration"
 
@@ -51,31 +51,38 @@ class LeafNames:
     """Names results of equations by their operands.
 
     A layer's gradient, reduced in a loop, is unnamed: it gets a stand-in, and its name when it
-    updates a parameter. Gradients in a packed vector get stand-ins until the sum is split.
+    updates a parameter. Packed arrays get stand-ins until they are split.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}  # by stand-in
         self._stacked = set[str]()
         self._num_stand_ins = 0
-        self._packed: dict[Any, list[Any]] = {}  # the vectors in each vector
-        self._parts: dict[str, list[tuple[str, int]]] = {}  # by a vector's stand-in
+        self._packed: dict[Any, Parts] = {}
+        self._parts: dict[str, Parts] = {}  # by a packed array's stand-in
 
-    def sent(self, atom: Any, paths: Paths) -> str:
-        """Return a reduced gradient's name, or a stand-in."""
-        if found := leaf_path(atom, paths):
+    def sent(self, atom: Any, paths: Paths, *, is_of_gradients: bool) -> str:
+        """Return an array's name, or a stand-in of a reduced gradient or a packed array."""
+        found, packed = leaf_path(atom, paths), self._packed_in(atom, paths)
+        if not packed and (found or not is_of_gradients):
             return found
         stand_in = self._stand_in()
-        if not jaxprs.is_literal(atom) and atom in self._packed:
+        if packed:
             self._parts[stand_in] = [
-                (leaf_path(x, paths) or self._stand_in(), int(x.aval.size))
-                for x in self._packed[atom]
+                (path or self._stand_in() * is_of_gradients, size) for path, size in packed
             ]
         return stand_in
 
-    def parts(self, name: str, size: int) -> list[tuple[str, int]]:
-        """Return names and sizes of the gradients in an array."""
-        return self._parts.get(name, [(name, size)])
+    def parts(self, name: str, size: int) -> Parts:
+        """Return names and sizes of the arrays in one of this size."""
+        parts = self._parts.get(name)
+        return (parts and _resized(parts, size)) or [(name, size)]
+
+    def _packed_in(self, atom: Any, paths: Paths) -> Parts | None:
+        if jaxprs.is_literal(atom):
+            return None
+        parts = self._packed.get(atom) or self._parts.get(leaf_path(atom, paths))
+        return parts and _resized(parts, int(atom.aval.size))
 
     def _stand_in(self) -> str:
         self._num_stand_ins += 1
@@ -127,25 +134,43 @@ class LeafNames:
             paths[out] = (gradients or alike)[0]
         elif is_update:
             paths[out] = params[0]
+        elif out in paths:
+            return
         elif name in _SLICES and (
             ".params" in (taken := leaf_path(atoms[0], paths)) or taken[0] == "?"
         ):
             paths[out] = taken
-        elif name == "jdp_own_slice" and leaf_path(atoms[0], paths).startswith("grads"):
+        elif name == "pad" or (
+            name == "jdp_own_slice" and leaf_path(atoms[0], paths).startswith("grads")
+        ):
             paths[out] = leaf_path(atoms[0], paths)
 
     def _follow_vectors(self, eqn: Any, name: str, paths: Paths) -> None:
-        """Record a packed vector's parts, and name those of its sum."""
-        atoms = [x for x in eqn.invars if not jaxprs.is_literal(x)]
-        if name == "concatenate" and eqn.outvars[0].aval.ndim == 1:
-            self._packed[eqn.outvars[0]] = atoms
-        elif name in _SCALES:
-            for x in atoms:
-                if x in self._packed:
-                    self._packed[eqn.outvars[0]] = self._packed[x]
-        elif name == "split" and atoms and (parts := self._parts.get(leaf_path(atoms[0], paths))):
-            if [size for _, size in parts] == [out.aval.size for out in eqn.outvars]:
-                paths |= {out: each for out, (each, _) in zip(eqn.outvars, parts, strict=True)}
+        """Follow a packed array's parts through operations, and name what is split."""
+        if name == "concatenate" and len(eqn.invars) > 1:
+            sizes = [(leaf_path(x, paths), int(x.aval.size)) for x in eqn.invars]
+            named = zip(eqn.invars, sizes, strict=True)
+            parts = [part for x, own in named for part in self._packed_in(x, paths) or [own]]
+            if any(path and not path.startswith("?") for path, _ in parts):
+                paths[eqn.outvars[0]] = self._stand_in()
+                self._parts[paths[eqn.outvars[0]]] = parts
+            elif eqn.outvars[0].aval.ndim == 1:
+                self._packed[eqn.outvars[0]] = parts
+            return
+        known = [parts for x in eqn.invars if (parts := self._packed_in(x, paths))]
+        if not known:
+            return
+        if name == "split":
+            if [size for _, size in known[0]] == [out.aval.size for out in eqn.outvars]:
+                each = zip(eqn.outvars, known[0], strict=True)
+                paths |= {out: path for out, (path, _) in each if path}
+        elif len(eqn.outvars) == 1:
+            out, size = eqn.outvars[0], int(eqn.outvars[0].aval.size)
+            if name == "slice" and (first := _first(known[0], size)):
+                paths[out] = self._stand_in()
+                self._parts[paths[out]] = first
+            elif parts := _resized(known[0], size):
+                self._packed[out] = parts
 
     def _stack(self, out: Any, names: Sequence[str], paths: Paths) -> None:
         unknown = [each for each in names if each.startswith("?")]
@@ -158,6 +183,21 @@ class LeafNames:
         for each in names:
             if each.startswith("?") and each != found:
                 self._found.setdefault(each, found)
+
+
+def _resized(parts: Parts, size: int) -> Parts | None:
+    """Return the parts of an array of another size, or None if they do not divide evenly."""
+    total = sum(num for _, num in parts)
+    if size == total:
+        return parts
+    scaled = [(path, num * size // total) for path, num in parts]
+    return scaled if size and all(num * size % total == 0 for _, num in parts) else None
+
+
+def _first(parts: Parts, size: int) -> Parts | None:
+    """Return the parts before the scales of quantized numbers."""
+    ends = itertools.accumulate(num for _, num in parts[:-1])
+    return next((parts[:i] for i, end in enumerate(ends, 1) if end == size), None)
 
 
 def leaf_path(atom: Any, paths: Paths) -> str:
@@ -324,6 +364,7 @@ class _PlanWalk:
         self._num_loops = 0  # of them
         self._num_transposed = 0  # backward equations around them
         self._names = LeafNames()
+        self._sums: list[PlannedCollective] = []  # all-gathers that end an all-reduce
 
     def run(self, jaxpr: Any, paths: Paths) -> Paths:
         before = None
@@ -343,6 +384,8 @@ class _PlanWalk:
                 self.kernels.append(eqn)
             else:
                 is_loop, is_transposed = name in ("scan", "while"), jaxprs.is_transposed(eqn)
+                if name == "jdp_mark" and eqn.params["kind"] == ALL_REDUCED:
+                    self._sums += [x for x in self._found[-1:] if x.kind == "all-gather"]
                 self._around.append(eqn)
                 self._num_loops += is_loop
                 self._num_transposed += is_transposed
@@ -371,7 +414,7 @@ class _PlanWalk:
                     if is_sum and is_of_one and path != leaf.path and path:
                         path += OF_LAYER
                     leaves[i] = leaf._replace(path=path)
-            if each.kind == "all-gather":
+            if each.kind == "all-gather" and not any(each is x for x in self._sums):
                 each.leaves[:] = [
                     leaf._replace(path=update_of(leaf.path)) if "grads" in leaf.path[:5] else leaf
                     for leaf in each.leaves
@@ -386,8 +429,8 @@ class _PlanWalk:
         is_of_author = diagnostics.is_of_author(eqn)
         is_backward = self._num_transposed > 0 or jaxprs.is_transposed(eqn)
         is_of_gradients = kind == "reduce-scatter" or kind == "all-reduce" and is_backward
-        name_of = self._names.sent if is_of_gradients and not is_of_author else leaf_path
-        named = [name_of(atom, paths) for atom in atoms]
+        is_sent = is_of_gradients and not is_of_author
+        named = [self._names.sent(x, paths, is_of_gradients=is_sent) for x in atoms]
         leaves = [
             SentLeaf(path, _dtype(aval.dtype), size)
             for aval, whole in zip(map(_sent_type, atoms), named, strict=True)
@@ -399,7 +442,11 @@ class _PlanWalk:
         native = name in call_order.NATIVE or name == call_order.START
         wholes = leaves
         if kind == "all-gather":
-            wholes = _gathered(eqn, atoms, named)
+            wholes = [
+                leaf._replace(path=path, num_elements=size)
+                for leaf in _gathered(eqn, atoms, named)
+                for path, size in self._names.parts(leaf.path, leaf.num_elements)
+            ]
         if is_same and not native and self._found:
             self._found[-1].operands.extend(leaves)
             self._found[-1].leaves.extend(wholes)

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,17 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.per_rank import assert_equal_bits, per_rank
 
-from jdp import collectives
+from jdp import axis, collectives
 from jdp.collectives.cpu import runtime as cpu_runtime
 
-ANYWHERE = [collectives.xla, collectives.ring, collectives.auto]
+
+def packed(*args, **kwargs):
+    """What `xla` does between CPU processes."""
+    with mock.patch.object(axis, "is_between_processes", lambda mesh: True):
+        return collectives.xla(*args, **kwargs)
+
+
+ANYWHERE = [collectives.xla, packed, collectives.ring, collectives.auto]
 
 
 def native_ring(*args, **kwargs):

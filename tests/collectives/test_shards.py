@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.per_rank import assert_equal_bits, per_rank
 from support.transforms import each_transform
 
-from jdp import collectives
+from jdp import axis, collectives
 from jdp.collectives import native_shards, shards, xla_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
 
@@ -40,14 +40,17 @@ LARGE_KEPT = [((1,), None), ((50_021, 3), 1), ((300_007,), None), ((7, 31), 0), 
 
 
 def exchange(*args, **options):
-    """What `xla_shards` does between CPU processes with a JAX whose reduce-scatter cannot wait."""
-    with mock.patch.object(xla_shards, "_does_not_wait", lambda mesh: True):
+    """What `xla_shards` does between CPU processes."""
+    with mock.patch.object(axis, "is_between_processes", lambda mesh: True):
         return xla_shards.reduce_scatter(*args, **options)
 
 
-EXCHANGE = types.SimpleNamespace(
-    __name__="exchange", reduce_scatter=exchange, all_gather=xla_shards.all_gather
-)
+def gather(*args, **options):
+    with mock.patch.object(axis, "is_between_processes", lambda mesh: True):
+        return xla_shards.all_gather(*args, **options)
+
+
+EXCHANGE = types.SimpleNamespace(__name__="exchange", reduce_scatter=exchange, all_gather=gather)
 
 each = pytest.mark.parametrize(
     "algorithm", [xla_shards, EXCHANGE, shards, *NATIVE], ids=lambda m: m.__name__.split(".")[-1]
@@ -193,15 +196,16 @@ def test_scale_multiplies_the_sum(make_mesh, algorithm):
 
 
 @needs_library
+@pytest.mark.parametrize("algorithm", [native_shards, EXCHANGE], ids=["native", "exchange"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_slice_has_the_bits_of_the_native_all_reduce(mesh, dtype):
+def test_a_slice_has_the_bits_of_the_native_all_reduce(mesh, algorithm, dtype):
     n = mesh.size
     draw = np.random.default_rng(0).normal(size=(n, 12 * n, 83)).astype(jnp.dtype(dtype))
 
     def fn(x):
         [[total, _]] = collectives.native([[x, x.T]], "data", scale=1 / 3)
         dims = [[0, 1, None]]
-        return total, native_shards.reduce_scatter([[x, x.T, x]], dims, "data", scale=1 / 3)
+        return total, algorithm.reduce_scatter([[x, x.T, x]], dims, "data", scale=1 / 3)
 
     total, [[rows, columns, kept]] = per_rank(mesh, fn, draw)
     assert_equal_bits(total)
