@@ -47,14 +47,15 @@ def xla(
       The same lists, summed and scaled, in each leaf's dtype.
     """
     names, results = axis.names(axis_name), []
-    is_packed = packs(names, mesh)
     for bucket in buckets:
+        is_packed = packs(names, mesh)
         if is_packed and _is_short(bucket[0].dtype):
             leaves = [(leaf, None) for leaf in bucket]
             results.append(exchanged(leaves, names, scale=scale))
             continue
         before, after = split_scale(scale, bucket[0].dtype)
         parts = [scaled(leaf, before) for leaf in bucket]
+        is_packed = is_packed and len(bucket) > 1
         sent = [pack(lax.optimization_barrier(parts))] if is_packed else parts
         sums = axis.psum(sent, names, axis.platform(mesh))
         sums = unpack(sums[0], like=bucket) if is_packed else sums
@@ -65,7 +66,8 @@ def xla(
 def packs(axes: tuple[str, ...], mesh: Mesh | None) -> bool:
     """Whether a bucket is sent as one array, which the compiler must not have split."""
     around = axis.enclosing_mesh()
-    is_manual = set(axes) <= set(around.axis_names) == set(around.manual_axes)
+    left = [name for name, size in around.shape.items() if size > 1]
+    is_manual = set(axes) | set(left) <= set(around.manual_axes)
     return is_manual and axis.is_between_processes(mesh) and not axis.is_typed(axes)
 
 
@@ -100,8 +102,8 @@ def exchanged(
     is_constant = isinstance(scale, (int, float))
 
     def exact(bucket: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
-        sums = _exchange([*zip(bucket, dims, strict=True)], axes, 1.0, _EXACT)
-        return [scaled(x, scale if is_constant else factor) for x in sums]
+        pairs = [*zip(bucket, dims, strict=True)]
+        return _exchange(pairs, axes, scale if is_constant else factor, _EXACT)
 
     if wire is _EXACT:
         return exact(bucket, scale)
@@ -130,7 +132,7 @@ def _words(dtype: np.dtype) -> Wire:
 
 
 def _is_short(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
 
 
 def _exchange(
@@ -139,7 +141,9 @@ def _exchange(
     num_ranks = axis.size(axes)
     rows = [_rows(leaf, dim, num_ranks, wire.block) for leaf, dim in leaves]
     sent = wire.encode(jnp.concatenate(lax.optimization_barrier(rows), 1))
-    total = scaled(_tree_sum(wire.decode(lax.all_to_all(sent, axes, 0, 0))), scale)
+    total = _tree_sum(wire.decode(lax.all_to_all(sent, axes, 0, 0)))
+    # The derivative of an exact sum by the scale is that of `xla`: whole on each rank.
+    total, after = (total, scale) if wire is _EXACT else (scaled(total, scale), 1.0)
     parts = jnp.split(total, np.cumsum([x.shape[1] for x in rows])[:-1])
     whole = [part for part, (_, dim) in zip(parts, leaves, strict=True) if dim is None]
     if whole:
@@ -148,7 +152,10 @@ def _exchange(
         whole = jnp.split(gathered, np.cumsum([part.size for part in whole])[:-1], 1)
     of_leaves = iter(whole)
     return [
-        _whole(next(of_leaves), leaf) if dim is None else _shard(part, leaf, dim, num_ranks)
+        scaled(
+            _whole(next(of_leaves), leaf) if dim is None else _shard(part, leaf, dim, num_ranks),
+            after,
+        ).astype(leaf.dtype)
         for part, (leaf, dim) in zip(parts, leaves, strict=True)
     ]
 
@@ -156,7 +163,8 @@ def _exchange(
 def _rows(leaf: jax.Array, dim: int | None, num_ranks: int, block: int) -> jax.Array:
     """Return each rank's part, `[ranks, size]`, wide enough to sum, padded to whole blocks."""
     flat = leaf.ravel() if dim is None else jnp.moveaxis(leaf, dim, 0).ravel()
-    flat = flat.astype(jnp.float32) if _is_short(leaf.dtype) else flat
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        flat = flat.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     width = math.ceil(leaf.size / num_ranks)
     rows = jnp.pad(flat, (0, num_ranks * width - leaf.size)).reshape(num_ranks, width)
     return jnp.pad(rows, ((0, 0), (0, -width % block)))
@@ -171,7 +179,7 @@ def _tree_sum(rows: jax.Array) -> jax.Array:
 
 def _whole(rows: jax.Array, leaf: jax.Array) -> jax.Array:
     flat = rows[:, : math.ceil(leaf.size / len(rows))].ravel()
-    return flat[: leaf.size].reshape(leaf.shape).astype(leaf.dtype)
+    return flat[: leaf.size].reshape(leaf.shape)
 
 
 def _shard(part: jax.Array, leaf: jax.Array, dim: int | None, num_ranks: int) -> jax.Array:
@@ -179,7 +187,7 @@ def _shard(part: jax.Array, leaf: jax.Array, dim: int | None, num_ranks: int) ->
         return leaf
     others = leaf.shape[:dim] + leaf.shape[dim + 1 :]
     rows = part.ravel()[: leaf.size // num_ranks].reshape(leaf.shape[dim] // num_ranks, *others)
-    return jnp.moveaxis(rows, 0, dim).astype(leaf.dtype)
+    return jnp.moveaxis(rows, 0, dim)
 
 
 def combine_options(num_bytes: int) -> dict[str, int]:

@@ -61,9 +61,13 @@ class LeafNames:
         self._packed: dict[Any, Parts] = {}
         self._parts: dict[str, Parts] = {}  # by a packed array's stand-in
 
-    def sent(self, atom: Any, paths: Paths, *, is_of_gradients: bool) -> str:
+    def sent(
+        self, atom: Any, paths: Paths, *, is_of_gradients: bool, is_exchanged: bool = False
+    ) -> str:
         """Return an array's name, or a stand-in of a reduced gradient or a packed array."""
         found, packed = leaf_path(atom, paths), self._packed_in(atom, paths)
+        if is_exchanged and not packed:  # its parts become smaller
+            packed = [(found, int(atom.aval.size))]
         if not packed and (found or not is_of_gradients):
             return found
         stand_in = self._stand_in()
@@ -154,7 +158,7 @@ class LeafNames:
             if any(path and not path.startswith("?") for path, _ in parts):
                 paths[eqn.outvars[0]] = self._stand_in()
                 self._parts[paths[eqn.outvars[0]]] = parts
-            elif eqn.outvars[0].aval.ndim == 1:
+            elif eqn.outvars[0].aval.ndim == 1 or not any(path for path, _ in parts):
                 self._packed[eqn.outvars[0]] = parts
             return
         known = [parts for x in eqn.invars if (parts := self._packed_in(x, paths))]
@@ -171,6 +175,8 @@ class LeafNames:
                 self._parts[paths[out]] = first
             elif parts := _resized(known[0], size):
                 self._packed[out] = parts
+                if len(parts) == 1 and parts[0][0]:
+                    paths[out] = parts[0][0]
 
     def _stack(self, out: Any, names: Sequence[str], paths: Paths) -> None:
         unknown = [each for each in names if each.startswith("?")]
@@ -406,7 +412,9 @@ class _PlanWalk:
 
     def collectives(self) -> list[PlannedCollective]:
         for each in self._found:
-            is_sum = each.kind in ("all-reduce", "reduce-scatter")
+            is_sum = each.kind in ("all-reduce", "reduce-scatter") or (
+                each.kind == "all-to-all" and not each.is_of_author
+            )
             for leaves in (each.operands, each.leaves):
                 for i, leaf in enumerate(leaves):
                     path = self._names.final(leaf.path)
@@ -428,9 +436,12 @@ class _PlanWalk:
         kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
         is_of_author = diagnostics.is_of_author(eqn)
         is_backward = self._num_transposed > 0 or jaxprs.is_transposed(eqn)
-        is_of_gradients = kind == "reduce-scatter" or kind == "all-reduce" and is_backward
+        is_exchanged = kind == "all-to-all" and name in _KINDS and not is_of_author
+        is_sum = kind == "all-reduce" or is_exchanged
+        is_of_gradients = kind == "reduce-scatter" or is_sum and is_backward
         is_sent = is_of_gradients and not is_of_author
-        named = [self._names.sent(x, paths, is_of_gradients=is_sent) for x in atoms]
+        flags = {"is_of_gradients": is_sent, "is_exchanged": is_exchanged}
+        named = [self._names.sent(x, paths, **flags) for x in atoms]
         leaves = [
             SentLeaf(path, _dtype(aval.dtype), size)
             for aval, whole in zip(map(_sent_type, atoms), named, strict=True)

@@ -131,7 +131,8 @@ class RankProgram:
         rest, given = (rest[:-1], rest[-1]) if self.checksum_spec is not None else (rest, ())
         in_parts = pytrees.restore(layout.joined([state, *split.state]))
         dtype = optimizer.reduce_dtype_of(in_parts)
-        options: Any = {"mesh": self.mesh, "choices": choices, "reduce_dtype": dtype}
+        mesh = virtual_ranks.sending_mesh(spec, self.mesh)
+        options: Any = {"mesh": mesh, "choices": choices, "reduce_dtype": dtype}
         entered = step_context.entered(spec.axis_name, split.batch, spec.weight_fn, **options)
         order = call_order.entered(
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla

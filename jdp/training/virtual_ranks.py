@@ -30,6 +30,7 @@ from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.analysis.marks import LOCAL, mark
 from jdp.collectives import call_order, shards
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu.primitives import SUMMED_DTYPES
 from jdp.collectives.native import native
 from jdp.collectives.native_shards import COPIED_DTYPES
@@ -174,6 +175,13 @@ def traced_mesh(spec: StepSpec, mesh: Mesh) -> Any:
     if spec.virtual_ranks in (None, 1):  # one virtual rank is a rank
         return mesh
     return AbstractMesh((spec.virtual_ranks,), spec.axis_name, axis_types=(AxisType.Auto,))
+
+
+def sending_mesh(spec: StepSpec, mesh: Mesh) -> Mesh:
+    """Return the mesh of traced collectives: those between virtual ranks are in no process."""
+    if traced_mesh(spec, mesh) is mesh:
+        return mesh
+    return Mesh(mesh.devices.flat[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
 
 
 def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Callable[..., Any]:
@@ -457,11 +465,10 @@ class _Regions:
             return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
 
         if width == 1 and not jax_compat.FUSES_ACROSS_BARRIERS:  # without copies into stacks
-            found = lax.fori_loop(0, ranks.count, lambda i, _: results(i), region.zeros())
+            found = lax.fori_loop(0, ranks.count, lambda i, _: results(i), region.initial())
             env.update((x, y[None]) for x, y in region.results(found).items())
             return
-        stacks = [jnp.broadcast_to(x, (width + num_more, *x.shape)) for x in region.zeros()]
-        stacks = lax.fori_loop(0, ranks.count, body, stacks)
+        stacks = lax.fori_loop(0, ranks.count, body, region.initial(width + num_more))
         env.update(region.results([x[:width] for x in stacks]))
 
     def _boundary(
@@ -569,6 +576,16 @@ class _Region:
         """Return the results of a branch that XLA cannot open."""
         taken = functools.partial(self.run, self._ranks.start)
         return lax.cond(self._ranks.count > 0, taken, lambda *_: self.zeros(), *values)
+
+    def initial(self, *stacked: int) -> list[jax.Array]:
+        """Return arrays that a loop over all virtual ranks of this rank overwrites."""
+        like = [
+            jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype) for x in jax.eval_shape(self.zeros)
+        ]
+        is_cpu = axis.platform(self._ranks.mesh) == "cpu"
+        if is_cpu and self._ranks.blocks.is_even and cpu_runtime.why_missing() is None:
+            return jax.ffi.ffi_call(cpu_runtime.UNINITIALIZED, like)()
+        return [jnp.zeros(x.shape, x.dtype) for x in like]
 
     def zeros(self) -> list[jax.Array]:
         """Return zeros like the results."""
