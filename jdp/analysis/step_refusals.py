@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +20,15 @@ from jdp.analysis import (
     find_shard_maps,
     jaxprs,
     lints,
-    padding,
     scales,
     shown,
     source_of,
     unknown_primitives,
 )
-from jdp.analysis.diagnostics import Traced
+from jdp.analysis.dataflow import Forward, used_inputs
+from jdp.analysis.diagnostics import WEIGHT, Traced
 from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
+from jdp.analysis.rules import collectives
 from jdp.error_codes import with_code
 
 # Their frames are between a warning and the author's code.
@@ -60,7 +62,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_untouched(step, traced),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
-        *padding.warnings(step, report, traced),
+        *_padding_warnings(step, report, traced),
         *lints.clip_warnings(report, traced),
         *lints.division_warnings(step, report, traced),
     ):
@@ -100,7 +102,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
-        *padding.refusals(step, report, traced),
+        *_padding_refusals(step, report, traced),
         *_wrong_gather(step, traced),
         *_gathered_keys(step),
         *scales.transpose_refusals(step, report, traced),
@@ -281,3 +283,124 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
 
 def _quoted(paths: Sequence[str]) -> list[str]:
     return [f"`{path or 'grads'}`" for path in paths]
+
+
+class _PaddingKind(IntEnum):
+    CONSTANT = 0
+    MASK = 1  # the mask and constants
+    COUNT = 2  # sums of such values
+    OTHER = 3
+
+
+_SUMS = frozenset(("reduce_sum", "dot_general"))
+
+
+def _padding_refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Refuse a step that averages over rows without the mask."""
+    averages = any(
+        out.kind in ("state", "metric") and out.tree.name != WEIGHT for out in traced.outputs
+    )
+    if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
+        return
+    if not used_inputs(jaxprs.mapped_body(step))[_mask_place(report, traced)]:
+        yield with_code(
+            "JDP109",
+            f"`{traced.inputs[traced.mask]}` marks padding, but the step does not read it, or "
+            "only for its weight=, so repeated rows would count. Weight the loss with it, "
+            '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write `weight=lambda '
+            'batch: batch["mask"].sum()` in the decorator; or drop the last batch: '
+            'jdp.batches(..., tail="drop").',
+        )
+
+
+def _padding_warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Warn of means of ranks not weighted by the mask."""
+    if traced.mask is None:
+        return
+    body, place = jaxprs.mapped_body(step), _mask_place(report, traced)
+    weighs = traced.spec.weight_fn is not None
+    if weighs and _weight_reads(body, place, traced):
+        return
+    if lines := _local_means(body, place):
+        mask = traced.inputs[traced.mask]
+        how = "with equal weight: in a padded batch"
+        if weighs:
+            how = "by a weight= that does not depend on that mask: with padding"
+        yield with_code(
+            "JDP129",
+            f"the mean at {shown([line or 'a line of a library' for line in lines])} is over the "
+            f"unpadded rows of one rank (`{mask}`), and ranks are then averaged {how} the result "
+            "depends on the number of ranks, and is NaN where a rank has only padding. Write "
+            f"`weight=lambda {traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
+        )
+
+
+def _mask_place(report: Report, traced: Traced) -> int:
+    assert traced.mask is not None
+    return report.num_inputs - len(traced.inputs) + traced.mask
+
+
+def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
+    pass_over = Forward(any, lambda eqn, operands, _: None)
+    depends = pass_over.outputs(body, [i == place for i in range(len(body.invars))])
+    return any(
+        found for out, found in zip(traced.outputs, depends, strict=True) if out.tree.name == WEIGHT
+    )
+
+
+def _local_means(body: Any, mask: int) -> list[str]:
+    """Return the lines that divide by a rank's number of unpadded rows, unless weighted by hand."""
+    walk, inputs = _PaddingWalk(), [_PaddingKind.OTHER] * len(body.invars)
+    inputs[mask] = _PaddingKind.MASK
+    walk.follow(body, inputs)
+    return [] if walk.is_weighed else list(walk.lines)
+
+
+class _PaddingWalk:
+    def __init__(self) -> None:
+        self.lines: dict[str, None] = {}
+        self.is_weighed = False
+
+    def follow(self, jaxpr: Any, inputs: Sequence[_PaddingKind]) -> list[_PaddingKind]:
+        kinds = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def kind_of(atom: Any) -> _PaddingKind:
+            return (
+                _PaddingKind.CONSTANT
+                if jaxprs.is_literal(atom)
+                else kinds.get(atom, _PaddingKind.OTHER)
+            )
+
+        for eqn in jaxpr.eqns:
+            results = self._results(eqn, [kind_of(atom) for atom in eqn.invars])
+            kinds.update(zip(eqn.outvars, results, strict=True))
+        return [kind_of(atom) for atom in jaxpr.outvars]
+
+    def _results(self, eqn: Any, operands: list[_PaddingKind]) -> list[_PaddingKind]:
+        name, unknown = eqn.primitive.name, [_PaddingKind.OTHER] * len(eqn.outvars)
+        if name in jaxprs.CALLS:
+            body = jaxprs.called_body(eqn)
+            return unknown if body is None else self.follow(body, operands)
+        if name == "scan":
+            body, num_constants, num_carry = jaxprs.scan_parts(eqn)
+            carry = [_PaddingKind.OTHER] * num_carry
+            rest = operands[num_constants + num_carry :]
+            self.follow(body, [*operands[:num_constants], *carry, *rest])
+            return unknown
+        if name == "cond":
+            for branch in jaxprs.branches(eqn):
+                self.follow(branch, operands[1:])
+            return unknown
+        if name in collectives.RULES and name != "jdp_mark":
+            self.is_weighed |= any(
+                kind in (_PaddingKind.MASK, _PaddingKind.COUNT) for kind in operands
+            )
+            return unknown
+        if jaxprs.bodies(eqn):
+            return unknown
+        if name == "div" and operands[1] == _PaddingKind.COUNT:
+            self.lines[source_of(eqn)] = None
+        kind = max(operands, default=_PaddingKind.CONSTANT)
+        if name in _SUMS and kind == _PaddingKind.MASK:
+            kind = _PaddingKind.COUNT
+        return [kind] * len(eqn.outvars)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.tools import json_fields, results
-from jdp.tools.json_fields import AMOUNT, COUNT, POSITIVE, TEXT, Field, checked
+from jdp.tools import results
+from jdp.tools.results import AMOUNT, COUNT, POSITIVE, TEXT, Field, checked
 
 
 def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
@@ -102,8 +102,8 @@ BYTES_PER_S = Field(
 CALIBRATION = {
     "format": Field(" or ".join(map(str, _READ)), lambda it: it in _READ),
     "host": TEXT, "platform": TEXT, "device_kind": TEXT, "num_devices": _NUMBER,
-    "num_cores": _NUMBER, "date": TEXT, "versions": json_fields.dict_of(TEXT),
-    "computation": json_fields.LIST, "rates": json_fields.LIST,
+    "num_cores": _NUMBER, "date": TEXT, "versions": results.dict_of(TEXT),
+    "computation": results.LIST, "rates": results.LIST,
 }  # fmt: skip
 _POINTS = Field("a list of at least two [bytes, seconds] with ascending bytes", _are_points)
 LAW = {
@@ -113,7 +113,7 @@ LAW = {
 }  # fmt: skip
 _BY_DTYPE = Field(
     f"an object of dtypes, each {POSITIVE.what}",
-    lambda it: it != {} and json_fields.dict_of(POSITIVE).holds(it),
+    lambda it: it != {} and results.dict_of(POSITIVE).holds(it),
 )
 COMPUTATION = {
     "num_ranks": _NUMBER, "matmul_flops_per_s": _BY_DTYPE, "memory_bytes_per_s": POSITIVE,

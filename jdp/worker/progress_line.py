@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from jdp.worker import process_status
 from jdp.worker.hang_detector import is_debugged
-from jdp.worker.live_line import PLAIN_S, LiveLine
 from jdp.worker.progress import own
 from jdp.worker.progress_board import phase_name
-from jdp.worker.run_progress import RunProgress, RunSummary
+from jdp.worker.run_progress import PLAIN_S, LiveLine, RunProgress, RunSummary
 
 _TICK_S = 0.5
 # A script that writes often must not pay for redraws.

@@ -10,8 +10,7 @@ from support.launcher import DEADLINE_S
 from support.screen import Screen
 from support.terminal import RunTerminal
 
-from jdp.worker.live_line import LiveLine
-from jdp.worker.run_progress import RunSummary
+from jdp.worker.run_progress import LiveLine, RunSummary
 
 PARTS = ["step 7", "loss 0.5", "ETTR 100.0 %"]
 DRAWN = "step 7 · loss 0.5 · ETTR 100.0 %"

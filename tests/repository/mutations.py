@@ -407,7 +407,7 @@ ROOMS = {
         ),
         Mutation(
             "each group of ranks has the whole network of a host",
-            "tools/prediction.py",
+            "tools/explain.py",
             "leaving[host] += num_bytes",
             "leaving[host] = num_bytes",
             "tools/test_rates.py::test_the_hosts_are_those_of_the_devices_not_of_their_numbers",

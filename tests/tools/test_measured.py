@@ -13,7 +13,7 @@ from support.calibrations import ALONE, FOUND, TOGETHER
 import jdp
 from jdp.collectives.cpu import runtime
 from jdp.tools.calibration import CollectiveLaw, of_ranks
-from jdp.tools.prediction import Likely
+from jdp.tools.explain import Likely
 from jdp.tools.rates import UNITS, Rate
 from jdp.tools.timeline import Work
 

@@ -13,8 +13,8 @@ import jdp
 from jdp import collectives
 from jdp.tools import targets, timeline, transfers
 from jdp.tools.calibration import CollectiveLaw
+from jdp.tools.explain import Likely
 from jdp.tools.hlo import HloProgram, Instruction
-from jdp.tools.prediction import Likely
 from jdp.tools.rate import Rate, given_rate
 from jdp.tools.rates import UNITS, given_rates, rates_of
 from jdp.tools.targets import TargetDevices

@@ -8,8 +8,7 @@ from typing import IO
 
 from jdp.launch.flags import STDERR, STDOUT
 from jdp.launch.options import Options
-from jdp.worker.live_line import PLAIN_S, LiveLine
-from jdp.worker.run_progress import RunSummary
+from jdp.worker.run_progress import PLAIN_S, LiveLine, RunSummary
 
 
 class Console:

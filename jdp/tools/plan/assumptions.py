@@ -7,7 +7,6 @@ from pathlib import Path
 
 from jdp.tools import calibration
 from jdp.tools.calibration import BYTES_PER_S
-from jdp.tools.json_fields import AMOUNT, COUNT, LIST, OBJECT, TEXT, Field, checked
 from jdp.tools.rate import (
     ASSUMED,
     GPUS,
@@ -19,7 +18,7 @@ from jdp.tools.rate import (
     nvlink,
     part_of,
 )
-from jdp.tools.results import why_unreadable
+from jdp.tools.results import AMOUNT, COUNT, LIST, OBJECT, TEXT, Field, checked, why_unreadable
 
 _NCCL = f"{PUBLISHED} (NCCL's tuning model, src/graph/tuning.cc: ring, simple and LL128)"
 _FAULTS = "measured on 3 CPU processes (benchmarks/results, faults); a larger program takes longer"

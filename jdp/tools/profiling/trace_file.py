@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jdp.tools import json_fields
-from jdp.tools.json_fields import COUNT, TEXT, Field, checked, list_of, optional
-from jdp.tools.results import why_unreadable
+from jdp.tools import results
+from jdp.tools.results import COUNT, TEXT, Field, checked, list_of, optional, why_unreadable
 
 _SUFFIX = ".perfetto.json.gz"
 # Errors of damaged files; `checked` and `_require_consistent` raise ValueError.
@@ -35,16 +34,16 @@ _MOST_LANES = 1000
 
 # All that a file holds and a reader may use.
 _MOST_US = 2.0**63 / 1000
-_CONTENT = {"otherData": json_fields.OBJECT, "traceEvents": json_fields.LIST}
+_CONTENT = {"otherData": results.OBJECT, "traceEvents": results.LIST}
 _FACTS = {
     "run": TEXT, "process": COUNT, "num_processes": COUNT, "host": TEXT, "clock": TEXT,
     "start_ns": COUNT, "ranks": list_of(COUNT), "platform": TEXT, "jax": optional(TEXT),
     "steps": optional(list_of(COUNT)), "notes": optional(list_of(TEXT)),
 }  # fmt: skip
-_TYPE = {"ph": json_fields.one_of(("X", "M"))}  # a slice, or a track's name
+_TYPE = {"ph": results.one_of(("X", "M"))}  # a slice, or a track's name
 _SLICE = {
-    "cat": json_fields.one_of(_KINDS), "name": TEXT, "args": json_fields.OBJECT,
-    "ts": json_fields.number_in(-_MOST_US, _MOST_US), "dur": json_fields.number_in(0, _MOST_US),
+    "cat": results.one_of(_KINDS), "name": TEXT, "args": results.OBJECT,
+    "ts": results.number_in(-_MOST_US, _MOST_US), "dur": results.number_in(0, _MOST_US),
 }  # fmt: skip
 _ARGS: dict[str, dict[str, Field]] = {
     CALL: {"step": COUNT},
