@@ -334,10 +334,7 @@ def train_in_processes():
         state, _ = step(state, batch)
     assert jdp.check_replicas(state)
     parts = state.model_state["hidden"].value.addressable_shards
-    return (
-        fetched(state.params),
-        {part.index[0].start: np.asarray(part.data) for part in parts},
-    )
+    return (fetched(state.params), {part.index[0].start: np.asarray(part.data) for part in parts})
 
 
 def test_several_processes_hold_their_parts(processes):

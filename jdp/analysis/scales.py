@@ -81,7 +81,7 @@ def means(report: Report, averaged: Collection[str], kind: str = LOCAL) -> dict[
     return {
         line: [found.path for found in marks]
         for line, marks in by_line.items()
-        if all(_is_reduced(found) for found in marks)
+        if all(found.value.reduced & set(found.axes) and not _varies(found) for found in marks)
         # A parameter that multiplies a mean is mostly a scalar, cheap to send.
         and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
     }
@@ -191,10 +191,6 @@ def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
         if local.is_of_cotangent(operand):
             return line or "something"
     return ""
-
-
-def _is_reduced(found: Marked) -> bool:
-    return bool(found.value.reduced & set(found.axes)) and not _varies(found)
 
 
 def _varies(found: Marked) -> bool:

@@ -351,10 +351,7 @@ class _Transfer:
 # The pieces that overlap this process's shards; all of `per_rank` state to be resized, and of other
 # leaves than jax.Arrays.
 def _needed(
-    state: Any,
-    leaves: Sequence[SavedLeaf],
-    pieces: dict[int, shards.LeafPart],
-    cut: Container[int],
+    state: Any, leaves: Sequence[SavedLeaf], pieces: dict[int, shards.LeafPart], cut: Container[int]
 ) -> set[int]:
     boxes: dict[str, set[shards.Box] | None] = {}
     pairs = zip(jax.tree.leaves(state), rank_state.owners(state), strict=True)

@@ -76,13 +76,7 @@ def exchange_and_take(
 
 
 def exchange_and_add(
-    calls: Collectives,
-    token: Token,
-    rows: jax.Array,
-    ids: jax.Array,
-    *,
-    num_rows: int,
-    dim: int,
+    calls: Collectives, token: Token, rows: jax.Array, ids: jax.Array, *, num_rows: int, dim: int
 ) -> tuple[Token, jax.Array]:
     """Return a token, and this rank's shard of a table that sums all ranks' rows."""
     flat, rows = ids.reshape(-1), rows.reshape(ids.size, *rows.shape[ids.ndim :])

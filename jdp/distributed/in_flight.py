@@ -171,10 +171,7 @@ _RAISED = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 # XLA's name of a collective -> JAX's name, and the alternative on CPUs.
 _ON_CPU = {
-    "ragged-all-to-all": (
-        "jax.lax.ragged_all_to_all",
-        "write jdp.ragged_all_to_all",
-    ),
+    "ragged-all-to-all": ("jax.lax.ragged_all_to_all", "write jdp.ragged_all_to_all"),
     "reduce-scatter": (
         "jax.lax.psum_scatter",
         "write jax.lax.psum, and take this rank's slice at jax.lax.axis_index",

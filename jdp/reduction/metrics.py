@@ -118,14 +118,11 @@ _MOST_PACKED = 1024  # elements
 
 def _packed(leaves: list[jax.Array], sum_all: Callable[[list], list]) -> list[jax.Array]:
     """Sum small leaves as one vector: XLA would merge one of two means with the gradients."""
-    kinds = [_kind(x) if _is_small(x) else i for i, x in enumerate(leaves)]
+    is_small = [x.size <= _MOST_PACKED and x.dtype == jnp.float32 for x in leaves]
+    kinds = [_kind(x) if is_small[i] else i for i, x in enumerate(leaves)]
     groups = _grouped(kinds)
     sums = sum_all([_joined([leaves[i] for i in group]) for group in groups])
     return _parts(leaves, groups, sums)
-
-
-def _is_small(x: jax.Array) -> bool:
-    return x.size <= _MOST_PACKED and x.dtype == jnp.float32
 
 
 def _kind(x: jax.Array) -> tuple:

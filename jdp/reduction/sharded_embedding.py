@@ -68,7 +68,8 @@ def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan")
         return fill
     inside = jnp.clip(ids, 0, num_rows - 1)
     # In the state's dtype, in which gradients add up.
-    rows = mixed_precision.cast(_rows(table, inside.astype(_index_dtype(num_rows))), dtype)
+    index_dtype = jnp.int32 if num_rows <= np.iinfo(np.int32).max else jnp.int64
+    rows = mixed_precision.cast(_rows(table, inside.astype(index_dtype)), dtype)
     if out_of_range == "clip":
         return rows
     is_row = (ids == inside).reshape(*ids.shape, *[1] * (len(shape) - ids.ndim))
@@ -84,10 +85,6 @@ def _integers(ids: Any) -> jax.Array:
         )
     # A smaller type may not hold the number of rows.
     return found if found.dtype.itemsize >= 4 else found.astype(jnp.int32)
-
-
-def _index_dtype(num_rows: int) -> Any:
-    return jnp.int32 if num_rows <= np.iinfo(np.int32).max else jnp.int64
 
 
 def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:

@@ -23,13 +23,7 @@ from jdp.reduction import (
     step_context,
     wait_order,
 )
-from jdp.reduction.optimizer import (
-    Replicated,
-    Sharded,
-    applied,
-    require_shapes,
-    require_updates,
-)
+from jdp.reduction.optimizer import Replicated, Sharded, applied, require_shapes, require_updates
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
 from jdp.reduction.shard_registry import Shard
 

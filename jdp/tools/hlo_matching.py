@@ -152,12 +152,7 @@ class ParameterFlow:
         return self._updated(self._loops[where][0], leaving, sizes) if leaving else []
 
     def _computed_with(
-        self,
-        computation: Computation,
-        user: Instruction,
-        name: str,
-        begin: int | None,
-        least: int,
+        self, computation: Computation, user: Instruction, name: str, begin: int | None, least: int
     ) -> tuple[list[str], list[str]]:
         """Return other operands and results; below `least` elements, as of a norm, it ends."""
         if user.op in _APART or user.op.removesuffix("-start") in hlo.COLLECTIVES:

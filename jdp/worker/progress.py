@@ -132,9 +132,6 @@ class StepClock:
         self._ready_ns, self._blocked_ns = time.monotonic_ns(), 0
         self._was_usual, self._waits, self.is_usual = self.is_usual, _NONE, True
 
-    def _latest_end_ns(self, before_ns: int) -> int:
-        return max((end for end in self._ends_ns if end <= before_ns), default=0)
-
     def stop_clock(self, timeout_s: float = 1.0) -> None:
         """End the thread after the running steps."""
         self._calls.put(None)
@@ -168,7 +165,8 @@ class StepClock:
         data_ns, others_ns, paused_ns = call.waits.within(last_ns, given_ns)
         start_ns = min(max(given_ns, self._copied_ns), end_ns)
         waited_ns, host_ns = min(waited_ns, end_ns - start_ns), given_ns - last_ns
-        earlier_ns = call.dispatched_ns - self._latest_end_ns(call.dispatched_ns)
+        ends_ns = (end for end in self._ends_ns if end <= call.dispatched_ns)
+        earlier_ns = call.dispatched_ns - max(ends_ns, default=0)
         if call.dispatched_ns < last_ns and earlier_ns > _READ_NS:
             # It waited for no earlier step: without others it would dispatch no sooner.
             unavoidable_ns = max(0, waited_ns - max(0, end_ns - last_ns - call.own_ns))

@@ -130,10 +130,7 @@ def test_nothing_is_copied_on_cpu_devices_but_narrow_integers(mesh, memory, comm
     for _ in range(2):
         commit(memory, snapshots, state)
         spare = [x for copies in snapshots._copies._spare.values() for x in copies]
-        assert sorted((str(x.dtype), x.size) for x in spare) == [
-            ("int4", 15),
-            ("uint2", 3),
-        ]
+        assert sorted((str(x.dtype), x.size) for x in spare) == [("int4", 15), ("uint2", 3)]
 
 
 def test_memory_is_reserved_for_both_commits_before_the_first(mesh, memory, commits):

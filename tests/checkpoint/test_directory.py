@@ -367,9 +367,7 @@ time.sleep(60)
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
     monkeypatch.setattr("jdp.checkpoint.directory._TIMEOUT_S", 0.1)
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        env=environment(),
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", HOLDER, str(tmp_path)], env=environment(), stdout=subprocess.PIPE
     )
     folder = Folder(tmp_path)
     with holder:

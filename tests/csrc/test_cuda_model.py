@@ -86,10 +86,7 @@ def test_arena_residency_barrier_and_plan_of_the_host(program, tmp_path):
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
     plan = ROOT / "jdp" / "csrc" / "cuda" / "plan.cc"
     done = subprocess.run(
-        [compiled(tmp_path, program, str(plan))],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+        [compiled(tmp_path, program, str(plan))], capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stderr
 

@@ -511,10 +511,7 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
         (dict(epochs=1, position=-1), "position .*0.*-1"),
         (dict(epochs=1, seed=-1), "seed .*0.*-1"),
         (dict(epochs=1, batch_size=12, tail="drop"), "11 .*12"),
-        (
-            dict(num_steps=1, batch_size=10),
-            "batch_size 10 .* 4 .*mask=True.* 4, .* 12",
-        ),
+        (dict(num_steps=1, batch_size=10), "batch_size 10 .* 4 .*mask=True.* 4, .* 12"),
         (dict(epochs=1, batch_size=10, tail="drop"), "batch_size 10 .* 4 ranks"),
         (dict(epochs=1, mask=False), 'mask=False .*tail="pad"'),
         (dict(epochs=1, axis_name="dp"), "'dp'"),

@@ -80,8 +80,7 @@ def same():
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [(same, {}), (Augmented, {}), (own_half, {"rows": "of this process"})],
+    ("make", "options"), [(same, {}), (Augmented, {}), (own_half, {"rows": "of this process"})]
 )
 def test_equal_rows_random_ones_and_those_that_differ_by_design_are_accepted(
     make, options, processes

@@ -104,8 +104,7 @@ def run(request, trainings):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES]
 )
 def test_the_run_goes_on_if_one(run, name):
     _, _, records = run

@@ -22,12 +22,7 @@ def optimizer(p):
         return jdp.replicated(tx, **options)
     over = {"all": None, "outer": p.tx_axes[0], "inner": p.tx_axes[-1]}[p.over]
     return jdp.sharded(
-        tx,
-        stage=p.stage,
-        min_size=p.min_size,
-        over=over,
-        keep_gathered=p.tx == "kept",
-        **options,
+        tx, stage=p.stage, min_size=p.min_size, over=over, keep_gathered=p.tx == "kept", **options
     )
 
 

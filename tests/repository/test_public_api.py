@@ -73,14 +73,7 @@ def flags_and_variables():
 
 
 # The other commands, by their help.
-COMMANDS = (
-    "doctor",
-    "bench all-reduce",
-    "bench step",
-    "bench faults",
-    "bench --calibrate",
-    "plan",
-)
+COMMANDS = ("doctor", "bench all-reduce", "bench step", "bench faults", "bench --calibrate", "plan")
 
 
 def flags_of_commands():

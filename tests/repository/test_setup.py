@@ -94,8 +94,7 @@ def test_it_is_built_where_a_gpu_is_or_where_it_is_demanded(build, wanted, has_g
 
 
 @pytest.mark.parametrize(
-    "wanted, has_gpu, reason",
-    [("auto", False, "JDP_CUDA=on"), ("off", True, "JDP_CUDA=off")],
+    "wanted, has_gpu, reason", [("auto", False, "JDP_CUDA=on"), ("off", True, "JDP_CUDA=off")]
 )
 def test_it_is_not_built_elsewhere_and_the_reason_says_how(
     build, setup_py, wanted, has_gpu, reason, tmp_path

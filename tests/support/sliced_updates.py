@@ -13,12 +13,7 @@ from support.optimizers import extra_args
 def params(dtype=np.float32, seed=0):
     """Dims that divide by 2, 3 and 8 stand first, in the middle, last, and nowhere."""
     draw = np.random.default_rng(seed).normal
-    shapes = {
-        "bias": (24,),
-        "layers": (3, 24, 5),
-        "out": (7, 24),
-        "scale": (),
-    }
+    shapes = {"bias": (24,), "layers": (3, 24, 5), "out": (7, 24), "scale": ()}
     return {name: np.asarray(draw(size=shape), dtype) for name, shape in shapes.items()}
 
 

@@ -453,7 +453,6 @@ def test_a_constant_that_differs_from_trace_to_trace_is_named(how):
     start = jdp.TrainState.create(np.ones(3, np.float32), jdp.replicated(optax.sgd(0.1)))
     where = "an array of the step" if how == "array" else "test_check_step.py:"
     with pytest.raises(
-        ValueError,
-        match=rf"(?s)changes from trace to trace: .*{where}.*state\.key",
+        ValueError, match=rf"(?s)changes from trace to trace: .*{where}.*state\.key"
     ):
         jdp.check_step(step, start, np.eye(4, 3, dtype=np.float32))

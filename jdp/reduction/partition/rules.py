@@ -399,9 +399,7 @@ _MOVING = {
 RavelRule = Callable[[Any, int, Ravel, Ranks], Plan | None]
 
 
-def _as_slices(
-    rule: Callable[[Any, int, int, Ranks], Plan | None],
-) -> RavelRule:
+def _as_slices(rule: Callable[[Any, int, int, Ranks], Plan | None]) -> RavelRule:
     def plan(eqn: Any, position: int, layout: Ravel, ranks: Ranks) -> Plan | None:
         if any(len(atom.aval.shape) > 1 for atom in eqn.invars):
             return None
@@ -434,13 +432,7 @@ _RAVELED: dict[str, RavelRule] = {
 _RAVELED_UNKNOWN = _as_slices(elementwise_plan)
 
 
-_RULES: dict[str, Rule] = {
-    **_BATCHED,
-    **_INDEXING,
-    **_PRODUCTS,
-    **_REDUCING,
-    **_MOVING,
-}
+_RULES: dict[str, Rule] = {**_BATCHED, **_INDEXING, **_PRODUCTS, **_REDUCING, **_MOVING}
 
 
 def plan(eqn: Any, position: int, dim: Dim, ranks: Ranks) -> Plan | None:

@@ -21,13 +21,7 @@ import numpy as np
 from jdp.launch.host import spawn
 from jdp.tools import results
 from jdp.tools.bench import flags
-from jdp.tools.bench.injector import (
-    FaultyRun,
-    FaultyRunError,
-    read_lines,
-    strike,
-    write_whole,
-)
+from jdp.tools.bench.injector import FaultyRun, FaultyRunError, read_lines, strike, write_whole
 from jdp.tools.calibration import fit_alpha_beta
 from jdp.tools.known_values import WrongResultError
 from jdp.worker.build_info import version

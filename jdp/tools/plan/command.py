@@ -1,6 +1,7 @@
 """The command `jdp plan`."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -211,7 +212,8 @@ def _parser() -> argparse.ArgumentParser:
     size = read_bytes("4M")
     parser.add_argument("--bucket-bytes", type=read_bytes, default=size, metavar="BYTES", help=text)
     text = "bytes of a GPU beside its state: activations and rows (default 0)"
-    parser.add_argument("--activations", default=0, type=_activations, metavar="BYTES", help=text)
+    read = functools.partial(read_bytes, least=0)
+    parser.add_argument("--activations", default=0, type=read, metavar="BYTES", help=text)
     _add_assumptions(parser)
     results.add_json(parser)
     results.add_png(parser, "draw efficiency over GPUs (needs matplotlib)")
@@ -232,10 +234,6 @@ def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recovery", metavar="FILE", help=text)
     text = "set an assumption; the output lists them"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-
-
-def _activations(text: str) -> int:
-    return read_bytes(text, least=0)
 
 
 def _seconds(text: str) -> float:
