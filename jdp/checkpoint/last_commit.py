@@ -19,10 +19,9 @@ from jdp.checkpoint.manifest import TornError
 from jdp.checkpoint.saved_leaves import is_split, leaves_of, to_disk, to_disk_named, unpack
 from jdp.checkpoint.split_state import CommitPart
 
+
 # A commit in shards: each host in turn writes its shards into one folder, and the last makes the
 # checkpoint.
-
-
 def gathered_commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
     """Return the records of each commit to save with this host's help, latest first.
 

@@ -151,8 +151,6 @@ def _of_loop(
 
 
 # XLA would first copy an array to read later, more slowly than a gather that overwrites nothing.
-
-
 _GATHER = "jdp_all_gather"  # the one primitive that overwrites operands
 
 
@@ -190,7 +188,6 @@ def _overwritten(eqn: Any) -> Iterator[Any]:
 
 # ARCHITECTURE.md says why native calls may wait on threads of their own, and why some programs are
 # left to XLA or not cached.
-
 # Non-native lookups use XLA's collectives.
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
 _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS

@@ -64,7 +64,6 @@ num_waiting = 0
 # This process's loops over batches, and the awaited one.
 open_loops: set[str] = set()
 awaited_loop, num_awaited = "", 0
-# Logs by group.
 logs: dict[tuple[int, ...], CallLog] = {}
 
 

@@ -31,9 +31,6 @@ from jdp.worker.progress import own
 
 # The run's id, in `metrics.jsonl.run`, so no run continues another's file. In the file itself it
 # would be a row without a step.
-
-
-# This process's files.
 _claimed: set[Path] = set()
 
 

@@ -17,9 +17,8 @@ from jdp.reduction import (
     step_context,
 )
 
+
 # Unsharded gradients always become means: a step must not depend on sizes or the number of ranks.
-
-
 class WholeMeans:
     """Unsharded gradients of a tree, and how they become means.
 
@@ -134,7 +133,8 @@ class WholeGradients:
         """Return a loss and its gradients."""
         value, grads = self._value_and_grad(self._seen, *args)
         if self._seen is not self._params:
-            grads = mixed_precision.like_masters(grads, self._params)
+            cast = mixed_precision.cast
+            grads = jax.tree.map(lambda g, p: cast(g, jnp.result_type(p)), grads, self._params)
         return value, LeafGradients(jax.tree.leaves(grads))
 
     def whole(self, grads: LeafGradients) -> Any:

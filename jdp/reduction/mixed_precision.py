@@ -108,11 +108,6 @@ def for_loss(params: Any) -> Any:
     return tree.unflatten(map(cast, leaves, dtypes)) if any(dtypes) else params
 
 
-def like_masters(grads: Any, params: Any) -> Any:
-    """Return gradients of `for_loss(params)` in the parameters' dtypes."""
-    return jax.tree.map(lambda g, p: cast(g, jnp.result_type(p)), grads, params)
-
-
 def named_loss(params: Any) -> contextlib.AbstractContextManager:
     """Return a scope for a loss with narrow parameters."""
     scope = step_context.innermost()

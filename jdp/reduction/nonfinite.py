@@ -81,9 +81,6 @@ def _is_skipping(node: Any) -> bool:
     return all(x.dtype == jnp.int32 for x in jax.tree.leaves(node["skips_left"]))
 
 
-# What a step reports when updates were skipped too often.
-
-
 def expect_skips(step: Scope, state: Any) -> None:
     """Record, at a step's start, whether the next skip would be an error."""
     step.last_skips.extend(each <= 1 for each in fields(state, "skips_left"))

@@ -52,7 +52,6 @@ def combined_parts(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return mark(total, kind=MEAN, path="", axes=tuple(axes))
 
 
-# The proof would see a slice at the rank's position as varying.
 own_slice_p = Primitive("jdp_own_slice")
 
 

@@ -18,9 +18,8 @@ from jdp.reduction import row_weight, step_context
 from jdp.reduction.metrics import is_rows
 from jdp.reduction.step_context import Scope
 
+
 # Losses are averaged with the gradients, without another collective.
-
-
 def offer_mean(step: Scope | None, value: Any) -> None:
     """Record a loss, once, for the step's next reduction."""
     if step is None or not step.is_here():

@@ -112,8 +112,6 @@ def _is_in(kernel: str, op_name: str) -> bool:
 
 # XLA runs some collectives on TPUs as a start, computations beside it, and a done: fusions with the
 # same collective. The start and the done also contain a call.
-
-
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 

@@ -108,11 +108,6 @@ def reads(one: Instruction, parts: dict[str, Parts]) -> list[MadeArray]:
     return [made for x in one.operands() for made in joined(parts.get(x, []))]
 
 
-def is_name(one: Instruction) -> bool:
-    """Whether an operation only names arrays, without time and memory."""
-    return one.op in _NAMES
-
-
 def _parts(one: Instruction, operands: list[Parts]) -> Parts:
     if one.op == "tuple":
         return [joined(x) for x in operands]
@@ -181,7 +176,7 @@ class _Liveness:
         computation = self._program.computations[name]
         parts, arrays = parts_of(computation), self._arrays(name)
         leaving = set(joined(parts[_result(computation)]))
-        last = {made: i for i, one in enumerate(computation) if not is_name(one)
+        last = {made: i for i, one in enumerate(computation) if one.op not in _NAMES
                 for made in reads(one, parts)}  # fmt: skip
         ends: dict[int, list[MadeArray]] = defaultdict(list)
         now = most = _Live()

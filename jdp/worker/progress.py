@@ -230,11 +230,6 @@ class OwnProgress:
         self.step_clock: StepClock | None = None
         self.num_running: Callable[[], int] = int
 
-    def record_unusual(self) -> None:
-        """Record that the time until the next step shows no speed."""
-        if self.step_clock is not None:
-            self.step_clock.is_usual = False
-
     def record_pause(self, begin_ns: int, *, for_others: bool = False) -> None:
         """Record a time without steps, from `begin_ns` to now."""
         if self.step_clock is not None:
@@ -297,7 +292,8 @@ class Phase:
 
     def __enter__(self) -> None:
         own.phases.append((self._record, own.slot.enter(self._record)))
-        own.record_unusual()
+        if own.step_clock is not None:
+            own.step_clock.is_usual = False
 
     def __exit__(self, *exception: object) -> None:
         begin_ns = _leave_phase(self._record)

@@ -24,11 +24,6 @@ class RunHistory(NamedTuple):
     lost_s: float = 0.0
     recoveries: dict[str, int] = {}  # noqa: RUF012
 
-    @property
-    def num_recoveries(self) -> int:
-        """The number of recoveries."""
-        return sum(self.recoveries.values())
-
     def moved(self, by_s: float) -> "RunHistory":
         """Return it on a clock `by_s` ahead; hosts send it on a clock at 0."""
         failures = [(at + by_s, step, error) for at, step, error in self.failures]

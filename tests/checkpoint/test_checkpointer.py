@@ -394,13 +394,12 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
 
 def test_a_step_that_an_interrupt_kept_from_being_counted_is_named_at_the_end(tmp_path):
     match = r"step 1 is not saved: .* Latest kept: .*\n.*let KeyboardInterrupt"
-    with pytest.raises(ValueError, match=match):
-        with jdp.Checkpointer(tmp_path) as ckpt:
-            state = ckpt.restore({"n": jnp.zeros(3)})
-            with contextlib.suppress(KeyboardInterrupt):
-                ckpt.step(state)
-                jax.jit(lambda state: state["n"] + 1, donate_argnums=0)(state)
-                raise KeyboardInterrupt
+    with pytest.raises(ValueError, match=match), jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.zeros(3)})
+        with contextlib.suppress(KeyboardInterrupt):
+            ckpt.step(state)
+            jax.jit(lambda state: state["n"] + 1, donate_argnums=0)(state)
+            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("call", ["step", "save"])
@@ -481,13 +480,12 @@ def test_without_a_launcher_nothing_is_committed(tmp_path):
 
 def test_sigterm_saves_the_step_and_gives_the_handler_back(tmp_path, caplog):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        with jdp.Checkpointer(tmp_path) as ckpt:
-            state = ckpt.restore({"n": jnp.int32(0)})
-            for n in range(1, 9):
-                if n == 5:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                ckpt.step({"n": state["n"] + n})
+    with pytest.raises(SystemExit) as ended, jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)})
+        for n in range(1, 9):
+            if n == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt.step({"n": state["n"] + n})
     assert ended.value.code == 75
     assert signal.getsignal(signal.SIGTERM) is before
     assert names(tmp_path) == ["5-1", "lock"]
@@ -570,7 +568,7 @@ def test_a_commit_is_restored_without_orbax_and_the_launcher_told(tmp_path):
         result = again.result()
         assert result["state"] == [20.0] * 4 and result["steps"] == result["position"] == 20
         assert result["orbax"] is False
-        kinds = {kind: facts for kind, facts in again.messages()}
+        kinds = dict(again.messages())
         assert kinds["restored"]["step"] == 20 and kinds["restored"]["tier"] == "commit"
         assert 0 < kinds["restored"]["s"] < 60
     assert names(tmp_path) == ["lock"]

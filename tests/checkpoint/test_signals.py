@@ -31,13 +31,12 @@ def handling(number, handler):
 
 def stopped_by(number, folder):
     """Send the signal to this process before step 5, and return the exit code."""
-    with pytest.raises(SystemExit) as ended:
-        with jdp.Checkpointer(folder) as checkpointer:
-            n = checkpointer.restore({"n": jnp.int32(0)})["n"]
-            for i in range(1, 9):
-                if i == 5:
-                    os.kill(os.getpid(), number)
-                checkpointer.step({"n": n + i})
+    with pytest.raises(SystemExit) as ended, jdp.Checkpointer(folder) as checkpointer:
+        n = checkpointer.restore({"n": jnp.int32(0)})["n"]
+        for i in range(1, 9):
+            if i == 5:
+                os.kill(os.getpid(), number)
+            checkpointer.step({"n": n + i})
     return ended.value.code
 
 

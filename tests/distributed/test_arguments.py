@@ -220,7 +220,7 @@ def hang_in_a_cond():
         loss = jax.lax.cond(jax.random.bernoulli(key), jdp.mean_over_ranks, lambda x: x, loss)
         return state.apply_gradients(grads), {"loss": loss}
 
-    keys = [key for key in map(jax.random.key, range(20))]
+    keys = list(map(jax.random.key, range(20)))
     yes, no = (
         next(k for k in keys if bool(jax.random.bernoulli(k)) is is_yes) for is_yes in (True, False)
     )

@@ -67,11 +67,10 @@ if me == 0:
 
 def run_of(jdp_run, moment, *flags):
     script = f"MOMENT = {moment!r}\n{SCRIPT}"
-    run = jdp_run(
+    return jdp_run(
         *("--nproc-per-node=2", "--shutdown-timeout-s=60", *flags),
         **{"script": script, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"},
     )
-    return run
 
 
 def end_of(run):

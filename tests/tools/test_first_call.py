@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jdp.tools.first_call import NeverCalledError, first_call
+from jdp.tools.explain_command import NeverCalledError, first_call
 
 STEP = """\
 import sys, threading

@@ -343,9 +343,8 @@ def test_a_second_block_of_one_profile_is_refused_and_the_first_stays(tmp_path):
         state = run(plain_step, state)
     path = trace_file.path_of(tmp_path, 0)
     before = path.read_bytes()
-    with pytest.raises(RuntimeError, match="was already used"):
-        with profile:
-            run(plain_step, state)
+    with pytest.raises(RuntimeError, match="was already used"), profile:
+        run(plain_step, state)
     assert path.read_bytes() == before
 
 

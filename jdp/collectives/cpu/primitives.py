@@ -30,8 +30,6 @@ def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
 
 # XLA keeps all leaves of a native call, whose token the next call reads. A step gathers its whole
 # state and reads few leaves, so JAX drops the others before.
-
-
 _NUM_BEFORE = call_order.TOKEN + 1
 
 

@@ -57,8 +57,6 @@ def _of_cgroup(root: Path) -> list[Path]:
 
 # NCCL's RAS service (since 2.24) tells which ranks of a GPU job hang. One process answers for the
 # whole job, in lines as `ncclras` reads them.
-
-
 _DEFAULT = "localhost:28028"
 # NCCL waits this long for other processes, twice.
 _LEG_S = 5

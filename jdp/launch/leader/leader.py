@@ -132,7 +132,9 @@ class _Succession:
         if remote.generation > self.number:
             self.number, self._history, self._loss = remote.generation, history, None
         elif remote.generation == self.number:
-            self._history = max(self._history, history, key=lambda each: each.num_recoveries)
+            self._history = max(
+                self._history, history, key=lambda each: sum(each.recoveries.values())
+            )
         if remote.generation == self.number and facts["loss"]:
             loss = LeaderLoss(**facts["loss"]).moved(now)
             self._loss = min(self._loss or loss, loss, key=lambda each: each.at)
@@ -320,7 +322,6 @@ class Leader:
             self._gather(now)
         self._wake(now)
 
-    # Wake when the next slot is free, or after LOOK_S.
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -47,8 +47,6 @@ def along(eqn: Any, dim: int) -> list[Dim]:
 
 
 # Elementwise primitives, recognized by their batching in JAX.
-
-
 def elementwise_plan(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     """Slice all operands along `dim`, except those with one element there."""
     shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
@@ -112,7 +110,7 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
 
 
 def _along_axis(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    """Keep slices along other dims than the accumulated or sorted one."""
+    """Keep slices along other dims than the accumulated, sorted or joined one."""
     name = "dimension" if "dimension" in eqn.params else "axis"
     if dim == eqn.params[name]:
         return None
@@ -137,8 +135,6 @@ _BATCHED = {
 
 
 # `gather` and `scatter`: the sliced dim is not indexed.
-
-
 def _gather(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape = eqn.invars[0].aval.shape
@@ -290,9 +286,7 @@ def _transpose(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
 
 def _squeeze(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     removed = eqn.params["dimensions"]
-    if dim in removed:
-        return None
-    return same(eqn, [dim], [dim - sum(each < dim for each in removed)])
+    return None if dim in removed else same(eqn, [dim], [_remaining(removed, dim)])
 
 
 def _expand_dims(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -336,18 +330,6 @@ def _rev(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     return None if dim in eqn.params["dimensions"] else same(eqn, [dim], [dim])
 
 
-def _concatenate(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    if dim == eqn.params["dimension"]:
-        return None
-    return same(eqn, [dim] * len(eqn.invars), [dim])
-
-
-def _split(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
-    if dim == eqn.params["axis"]:
-        return None
-    return same(eqn, [dim], [dim] * len(eqn.outvars))
-
-
 def _stack(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     return same(eqn, [dim] * len(eqn.invars), [dim + (eqn.params["axis"] <= dim)])
 
@@ -356,7 +338,7 @@ def _unstack(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     removed = eqn.params["axis"]
     if dim == removed:
         return None
-    return same(eqn, [dim], [dim - (removed < dim)] * len(eqn.outvars))
+    return same(eqn, [dim], [_remaining([removed], dim)] * len(eqn.outvars))
 
 
 def _dynamic_slice(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -377,7 +359,7 @@ def _dynamic_update_slice(eqn: Any, position: int, dim: int, ranks: Ranks) -> Pl
 
 
 _MOVING = {
-    "concatenate": _concatenate,
+    "concatenate": _along_axis,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "expand_dims": _expand_dims,
@@ -385,7 +367,7 @@ _MOVING = {
     "reshape": _reshape,
     "rev": _rev,
     "slice": _slice,
-    "split": _split,
+    "split": _along_axis,
     "squeeze": _squeeze,
     "stack": _stack,
     "transpose": _transpose,
@@ -394,8 +376,6 @@ _MOVING = {
 
 
 # Vectors in which a rank's elements are not contiguous.
-
-
 RavelRule = Callable[[Any, int, Ravel, Ranks], Plan | None]
 
 

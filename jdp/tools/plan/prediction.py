@@ -22,9 +22,8 @@ from jdp.tools.plan.schedule import (
     program_of,
 )
 
+
 # Effective training time (ETTR): docs/plan.md lists what it assumes.
-
-
 class Failures(NamedTuple):
     """A run's failures, and their costs; `missing` is the share of missing hosts, 0 to 1."""
 

@@ -191,12 +191,11 @@ def _slice(one: Operation, rank: int, known: Mapping[str, Collective]) -> Slice:
 
 def _phases(marks: Sequence[tuple[int, str]], begin: int, end: int) -> list[Slice]:
     shown = [(max(at, begin), name) for at, name in marks]
-    found = [
+    return [
         Slice(trace_file.PHASE, name, at, after)
         for (at, name), (after, _) in zip(shown, [*shown[1:], (end, "")], strict=True)
         if at < after and name != process_status.BETWEEN
     ]
-    return found
 
 
 def _runs(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[ProgramRun]:
