@@ -9,7 +9,8 @@ from support.calibrations import ALONE, FOUND, LAW, TOGETHER
 
 from jdp.tools import calibration
 from jdp.tools.bench import calibrate, output
-from jdp.tools.calibration import fit_alpha_beta
+from jdp.tools.calibration import ComputeRates, fit_alpha_beta
+from jdp.tools.known_values import WrongResultError
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
 FIRST = SAVED["computation"][0]
@@ -149,3 +150,24 @@ def test_laws_of_other_devices_or_versions_are_not_kept(
     found = calibrate.calibrate(make_mesh(2), print)
     assert found is not None and len(found.rates) == num_kept
     assert found.computation == ((ALONE, TOGETHER) if num_kept else (ALONE,))
+
+
+def test_each_rate_is_its_work_over_its_seconds(make_mesh, monkeypatch):
+    monkeypatch.setattr(calibrate, "_seconds", lambda *args: 1.0)
+    monkeypatch.setitem(calibrate._WIDTH, "cpu", 4)
+    monkeypatch.setattr(calibrate, "_ELEMENTS", 256)
+    flops = dict.fromkeys(("float32", "bfloat16"), 2 * 4**3)
+    assert calibrate.compute_rates(make_mesh(1), 3) == ComputeRates(3, flops, 2 * 4 * 256)
+
+
+def test_a_program_whose_result_is_wrong_has_no_rate(make_mesh, monkeypatch):
+    mesh, on_all = make_mesh(3), calibrate._on_all
+
+    def wrong(mesh, function, **options):
+        return on_all(mesh, lambda x, old: function(x, old).at[0, 5].add(1), **options)
+
+    monkeypatch.setattr(calibrate, "_ELEMENTS", 256)
+    assert calibrate.memory_bytes_per_s(mesh) > 0
+    monkeypatch.setattr(calibrate, "_on_all", wrong)
+    with pytest.raises(WrongResultError, match="a scaled array"):
+        calibrate.memory_bytes_per_s(mesh)

@@ -311,19 +311,21 @@ def test_parameters_of_nnx_modules_are_parameters(is_split):
     assert memory.optimizer_state == 2 * 48 + 8
 
 
-def test_rows_that_cannot_be_split_are_an_error_with_the_numbers():
+def of_one_device():
     params, batch, loss_fn = problem("mlp")
     jdp.init(devices=jax.devices()[:1])
-    state = jdp.TrainState.create(params, optimizer(0))
+    return jdp.TrainState.create(params, optimizer(0)), batch, loss_fn
+
+
+def test_rows_that_cannot_be_split_are_an_error_with_the_numbers():
+    state, batch, loss_fn = of_one_device()
     with pytest.raises(ValueError, match=r"batch\['x'\].*16.*3 ranks"):
         jdp.explain(step_of(loss_fn), state, batch, on="cpu:3")
 
 
 @pytest.mark.parametrize("on", ["8xT1000", "gpu", "cpu:x", "cpu:0", "0xH200", "v5e", "cpu:4 "])
 def test_an_unknown_target_is_an_error_that_lists_the_forms(on):
-    params, batch, loss_fn = problem("mlp")
-    jdp.init(devices=jax.devices()[:1])
-    state = jdp.TrainState.create(params, optimizer(0))
+    state, batch, loss_fn = of_one_device()
     with pytest.raises(ValueError, match="8xH200.*v5e:2x4.*cpu:4"):
         jdp.explain(step_of(loss_fn), state, batch, on=on)
 
@@ -336,9 +338,7 @@ def test_an_unknown_target_is_an_error_that_lists_the_forms(on):
     ],
 )
 def test_devices_that_are_no_target_are_an_error(on, error, match):
-    params, batch, loss_fn = problem("mlp")
-    jdp.init(devices=jax.devices()[:1])
-    state = jdp.TrainState.create(params, optimizer(0))
+    state, batch, loss_fn = of_one_device()
     with pytest.raises(error, match=match):
         jdp.explain(step_of(loss_fn), state, batch, on=on)
 

@@ -352,3 +352,24 @@ def test_updates_of_layers_that_are_reduced_in_their_loop_are_gathered_as_update
     traced = compile_step(step_of(loss), (state, rows), {}, None).traced
     gathered = [each.operands[0].path for each in traced.collectives if each.kind == "all-gather"]
     assert gathered == ["grads['w']"]
+
+
+SCRIPT = """
+@jdp.train_step
+def step(state, x):
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(state.params)
+    return state.apply_gradients(grads), {}
+"""
+
+
+def test_lines_are_of_this_script_where_the_compilation_cache_has_an_older_one():
+    jdp.init(devices=jax.devices()[:2])
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
+    state = jdp.TrainState.create(np.ones((8, 8), np.float32), tx)
+    lines = []
+    for new_lines in ("", "\n\n\n"):
+        names = {"jdp": jdp, "jax": jax, "jnp": jnp}
+        exec(compile(new_lines + SCRIPT, "script.py", "exec"), names)
+        found = jdp.explain(names["step"], state, np.ones((4, 8), np.float32))
+        lines += [bucket.line for bucket in found.buckets]
+    assert lines == ["script.py:5", "script.py:8"]

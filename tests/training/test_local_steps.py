@@ -40,9 +40,7 @@ def simulated(num_ranks, inner, outer, every, num_steps=NUM_STEPS):
         found = []
         for r in range(num_ranks):
             mine = jax.tree.map(lambda x, r=r: x[r], rows)
-            loss, grads = jax.value_and_grad(loss_fn)(own[r], mine)
-            updates, states[r] = inner.update(grads, states[r], own[r])
-            own[r] = optax.apply_updates(own[r], updates)
+            own[r], states[r], loss = updated(inner, own[r], states[r], mine)
             found.append(loss)
         losses.append(np.mean(found))
         if (i + 1) % every:
@@ -54,6 +52,12 @@ def simulated(num_ranks, inner, outer, every, num_steps=NUM_STEPS):
             mean = optax.apply_updates(shared, updates)
         shared, own = mean, [mean] * num_ranks
     return fetched((shared, jax.tree.map(lambda *x: jnp.stack(x), *own), losses))
+
+
+def updated(inner, own, state, rows):
+    loss, grads = jax.value_and_grad(loss_fn)(own, rows)
+    updates, state = inner.update(grads, state, own)
+    return optax.apply_updates(own, updates), state, loss
 
 
 def streamed(num_ranks, outer, every):
@@ -76,9 +80,7 @@ def streamed(num_ranks, outer, every):
         before, old = [part(x, i) for x in own], part(shared, i)
         for r in range(num_ranks):
             mine = jax.tree.map(lambda x, r=r: np.split(x, num_ranks)[r], batch(step))
-            loss, grads = jax.value_and_grad(loss_fn)(own[r], mine)
-            updates, states[r] = inner.update(grads, states[r], own[r])
-            own[r] = optax.apply_updates(own[r], updates)
+            own[r], states[r], loss = updated(inner, own[r], states[r], mine)
             found.append(loss)
         losses.append(np.mean(found))
         grads = jax.tree.map(lambda x, *own: sum(x - y for y in own) / num_ranks, old, *before)

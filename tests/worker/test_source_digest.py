@@ -6,11 +6,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
 from jdp.worker import build_info
-from jdp.worker.build_info import PACKAGE, PROTOCOL
+from jdp.worker.build_info import PACKAGE, PROTOCOL, version
 from jdp.worker.launcher_client import VARIABLE, invitation
 
 SOURCE = '"""A room."""\n\n# why\ndef f(x):\n    """Return it."""\n    return "text", x\n'
@@ -74,3 +75,19 @@ def test_a_process_takes_a_launcher_with_other_comments_and_no_other_one(
         )
     assert done.returncode == returncode
     assert ("python -m jdp run" in done.stderr) == (returncode > 0)
+
+
+def test_sources_that_were_built_and_not_installed_have_their_version(tmp_path, monkeypatch):
+    (tmp_path / "jdp.egg-info").mkdir()
+    text = "Metadata-Version: 2.4\nName: jdp\nVersion: 7.8.9\n\nVersion: 1\n"
+    (tmp_path / "jdp.egg-info" / "PKG-INFO").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version.__wrapped__() == metadata.version("jdp") == "7.8.9"
+
+
+def test_sources_that_were_never_built_have_none(monkeypatch):
+    def distribution(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    assert version.__wrapped__() == "0+unknown"
