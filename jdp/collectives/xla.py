@@ -35,7 +35,7 @@ def xla(
     """Sum every leaf over `axis_name` with `lax.psum`, one call for each bucket.
 
     The other algorithms are tested against it. XLA may merge the calls. Between CPU processes a
-    bucket is sent as one array, and 16-bit floats, which XLA would widen, by `exchanged`.
+    bucket is sent as one array, 16-bit floats as words.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
@@ -86,13 +86,9 @@ def exchanged(
     scale: Scale = 1.0,
     wire: Wire | None = None,
 ) -> list[jax.Array]:
-    """Sum leaves of one dtype by an all-to-all and an all-gather of one array.
+    """Sum leaves of one dtype by an all-to-all and an all-gather, in the order of native sums.
 
-    Each rank adds its part of all ranks as native sums do: in pairs, then pairs of pairs. The
-    derivatives are those of the exact sum.
-
-    Args:
-      wire: by default the leaves' own bits.
+    The derivatives are those of the exact sum. `wire` sends, by default, the leaves' own bits.
     """
     if not sum(leaf.size for leaf, _ in leaves):
         return [_shard(leaf, leaf, dim, axis.size(axes)) for leaf, dim in leaves]

@@ -13,14 +13,7 @@ from jax.sharding import Mesh
 from jdp import axis
 from jdp.axis import AxisName, FurtherSpec
 from jdp.collectives.buckets import pack
-from jdp.collectives.xla import (
-    Scale,
-    exchanged,
-    packs,
-    scaled,
-    split_scale,
-    xla,
-)
+from jdp.collectives.xla import Scale, exchanged, packs, scaled, split_scale, xla
 
 # Of each leaf of each bucket; None: none is split by the compiler.
 Further = Sequence[Sequence[FurtherSpec]] | None
@@ -38,11 +31,10 @@ def reduce_scatter(
     """Reduce-scatter as `shards.reduce_scatter` does; XLA chooses order and rounding."""
     names = axis.names(axis_name)
     platform = axis.platform(mesh)
-    scatter = _scattered_rows if platform == "tpu" else _scattered
+    aborts, results = axis.aborts_in_bfloat16(platform), []
+    scatter = functools.partial(_scattered_rows if platform == "tpu" else _scattered, aborts=aborts)
     if axis.is_between_processes(mesh):
         scatter = _exchanged
-    aborts = axis.aborts_in_bfloat16(platform)
-    results = []
     for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True):
         if packs(names, mesh):
             if any(dim is not None for dim in own_dims):
@@ -57,9 +49,7 @@ def reduce_scatter(
             axis.psum(scaled(leaf, before), names, platform)
             if dim is None
             else axis.on_local_shards(
-                functools.partial(scatter, dim=dim, names=names, aborts=aborts),
-                scaled(leaf, before),
-                spec,
+                functools.partial(scatter, dim=dim, names=names), scaled(leaf, before), spec
             )
             for leaf, dim, spec in zip(leaves, own_dims, specs, strict=True)
         ]
@@ -92,13 +82,8 @@ def all_gather(
             columns = jnp.split(rows, np.cumsum([part.size for part in parts])[:-1], 1)
             results.append([*map(_concatenated, columns, parts, own_dims)])
         else:
-            each = zip(parts, own_dims, specs, strict=True)
-            results.append(
-                [
-                    axis.on_local_shards(functools.partial(gathered, dim=dim), part, spec)
-                    for part, dim, spec in each
-                ]
-            )
+            calls = [functools.partial(gathered, dim=dim) for dim in own_dims]
+            results.append([*map(axis.on_local_shards, calls, parts, specs)])
     return results
 
 
@@ -146,8 +131,7 @@ def _scattered_rows(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: b
     return _scattered(leaf.reshape(-1, 128), 0, names, aborts).ravel()
 
 
-def _exchanged(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
-    del aborts  # it sums in float32
+def _exchanged(leaf: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
     return exchanged([(leaf, dim)], names)[0]
 
 

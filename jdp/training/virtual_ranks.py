@@ -578,14 +578,12 @@ class _Region:
         return lax.cond(self._ranks.count > 0, taken, lambda *_: self.zeros(), *values)
 
     def initial(self, *stacked: int) -> list[jax.Array]:
-        """Return arrays that a loop over all virtual ranks of this rank overwrites."""
-        like = [
-            jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype) for x in jax.eval_shape(self.zeros)
-        ]
+        """Return arrays that a loop overwrites."""
+        zeros = [jnp.broadcast_to(x, (*stacked, *x.shape)) for x in self.zeros()]
         is_cpu = axis.platform(self._ranks.mesh) == "cpu"
-        if is_cpu and self._ranks.blocks.is_even and cpu_runtime.why_missing() is None:
-            return jax.ffi.ffi_call(cpu_runtime.UNINITIALIZED, like)()
-        return [jnp.zeros(x.shape, x.dtype) for x in like]
+        if not is_cpu or not self._ranks.blocks.is_even or cpu_runtime.why_missing():
+            return zeros
+        return [*jax.ffi.ffi_call(cpu_runtime.UNINITIALIZED, [*map(jax.typeof, zeros)])()]
 
     def zeros(self) -> list[jax.Array]:
         """Return zeros like the results."""

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 253,
-    "lines of jdp": 57_225,
-    "words of docstrings and comments in jdp": 64_513,
-    "lines of tests": 76_535,
+    "lines of jdp": 57_240,
+    "words of docstrings and comments in jdp": 64_530,
+    "lines of tests": 76_604,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
