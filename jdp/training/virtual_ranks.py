@@ -160,6 +160,7 @@ class _RankContext(NamedTuple):
     start: jax.Array  # this rank's first virtual rank, int32 []
     count: jax.Array  # the number of them, int32 [], unknown to XLA
     latest: list[Any]  # results of the latest collective
+    has_shards: bool = False
 
     def after(self, values: Sequence[Any]) -> list[Any]:
         """Return the operands of a collective that waits for the latest one."""
@@ -178,7 +179,7 @@ def traced_mesh(spec: StepSpec, mesh: Mesh) -> Any:
 
 
 def sending_mesh(spec: StepSpec, mesh: Mesh) -> Mesh:
-    """Return the mesh of traced collectives: those between virtual ranks are in no process."""
+    """Return the mesh of traced collectives; virtual ranks are in no process."""
     if traced_mesh(spec, mesh) is mesh:
         return mesh
     return Mesh(mesh.devices.flat[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
@@ -232,6 +233,7 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
     in_dims = [_dim(spec) for spec in eqn.params["in_specs"]]
     out_dims = [_dim(spec) for spec in eqn.params["out_specs"]]
     program = _canonical(eqn.params["jaxpr"])
+    has_shards = "reduce_scatter" in jaxprs.primitive_names(eqn.params["jaxpr"])
     # Those of a rank, such as the checksum of its process's arguments.
     are_of_rank = [
         dim is not None and x.shape[dim] != atom.aval.shape[dim]
@@ -243,7 +245,7 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
         starts = jnp.asarray(blocks.starts(), jnp.int32)
         count = jnp.int32(blocks.width) if blocks.is_even else starts[rank + 1] - starts[rank]
         count = lax.optimization_barrier(count)
-        ranks = _RankContext(axis_name, blocks, mesh, starts[rank], count, [])
+        ranks = _RankContext(axis_name, blocks, mesh, starts[rank], count, [], has_shards)
         stacked = [
             value if dim is None else _entering(value, dim, is_of_rank, ranks)
             for value, dim, is_of_rank in zip(values, in_dims, are_of_rank, strict=True)
@@ -581,7 +583,9 @@ class _Region:
         """Return arrays that a loop overwrites."""
         zeros = [jnp.broadcast_to(x, (*stacked, *x.shape)) for x in self.zeros()]
         is_cpu = axis.platform(self._ranks.mesh) == "cpu"
-        if not is_cpu or not self._ranks.blocks.is_even or cpu_runtime.why_missing():
+        # A tenth slower with shards.
+        is_slower = self._ranks.has_shards or not self._ranks.blocks.is_even
+        if not is_cpu or is_slower or cpu_runtime.why_missing():
             return zeros
         return [*jax.ffi.ffi_call(cpu_runtime.UNINITIALIZED, [*map(jax.typeof, zeros)])()]
 

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 253,
-    "lines of jdp": 57_240,
-    "words of docstrings and comments in jdp": 64_530,
+    "lines of jdp": 57_244,
+    "words of docstrings and comments in jdp": 64_534,
     "lines of tests": 76_604,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
