@@ -47,15 +47,15 @@ def xla(
       The same lists, summed and scaled, in each leaf's dtype.
     """
     names, results = axis.names(axis_name), []
+    can_pack = packs(names, mesh)
     for bucket in buckets:
-        is_packed = packs(names, mesh)
-        if is_packed and _is_short(bucket[0].dtype):
+        if can_pack and _is_short(bucket[0].dtype):
             leaves = [(leaf, None) for leaf in bucket]
             results.append(exchanged(leaves, names, scale=scale))
             continue
         before, after = split_scale(scale, bucket[0].dtype)
         parts = [scaled(leaf, before) for leaf in bucket]
-        is_packed = is_packed and len(bucket) > 1
+        is_packed = can_pack and len(bucket) > 1
         sent = [pack(lax.optimization_barrier(parts))] if is_packed else parts
         sums = axis.psum(sent, names, axis.platform(mesh))
         sums = unpack(sums[0], like=bucket) if is_packed else sums
@@ -64,7 +64,7 @@ def xla(
 
 
 def packs(axes: tuple[str, ...], mesh: Mesh | None) -> bool:
-    """Whether a bucket is sent as one array, which the compiler must not have split."""
+    """Whether a bucket is sent as one array; the compiler may have split none of its leaves."""
     around = axis.enclosing_mesh()
     left = [name for name, size in around.shape.items() if size > 1]
     is_manual = set(axes) | set(left) <= set(around.manual_axes)
@@ -72,7 +72,7 @@ def packs(axes: tuple[str, ...], mesh: Mesh | None) -> bool:
 
 
 class Wire(NamedTuple):
-    """How numbers are sent: in blocks, of which `decode` makes floats of at least 32 bits."""
+    """An encoding of whole blocks of numbers."""
 
     encode: Callable[[jax.Array], jax.Array]
     decode: Callable[[jax.Array], jax.Array]
@@ -138,7 +138,7 @@ def _exchange(
     rows = [_rows(leaf, dim, num_ranks, wire.block) for leaf, dim in leaves]
     sent = wire.encode(jnp.concatenate(lax.optimization_barrier(rows), 1))
     total = _tree_sum(wire.decode(lax.all_to_all(sent, axes, 0, 0)))
-    # The derivative of an exact sum by the scale is that of `xla`: whole on each rank.
+    # As in `xla`, so that each rank has the whole derivative by the scale.
     total, after = (total, scale) if wire is _EXACT else (scaled(total, scale), 1.0)
     parts = jnp.split(total, np.cumsum([x.shape[1] for x in rows])[:-1])
     whole = [part for part, (_, dim) in zip(parts, leaves, strict=True) if dim is None]

@@ -35,13 +35,14 @@ def reduce_scatter(
     scatter = functools.partial(_scattered_rows if platform == "tpu" else _scattered, aborts=aborts)
     if axis.is_between_processes(mesh):
         scatter = _exchanged
+    is_packed = packs(names, mesh)
     for bucket, own_dims, specs in zip(buckets, dims, specs_of(further, dims), strict=True):
-        if packs(names, mesh):
-            if any(dim is not None for dim in own_dims):
-                leaves = [*zip(bucket, own_dims, strict=True)]
-                results.append(exchanged(leaves, names, scale=scale))
-            else:
-                results += xla([bucket], names, scale=scale, mesh=mesh)
+        if is_packed and all(dim is None for dim in own_dims):
+            results += xla([bucket], names, scale=scale, mesh=mesh)
+            continue
+        if is_packed:
+            leaves = [*zip(bucket, own_dims, strict=True)]
+            results.append(exchanged(leaves, names, scale=scale))
             continue
         before, after = split_scale(scale, bucket[0].dtype)
         leaves = axis.as_varying(list(bucket), names)

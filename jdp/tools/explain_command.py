@@ -240,7 +240,7 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
     except _FoundError:
         pass
     except Exception:
-        if not found:  # a script that catches everything may fail where the step returned nothing
+        if not found:  # else the script caught `_FoundError`, and failed later
             raise
     finally:
         sys.argv, sys.path[0] = given

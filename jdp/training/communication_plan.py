@@ -437,11 +437,12 @@ class _PlanWalk:
         is_of_author = diagnostics.is_of_author(eqn)
         is_backward = self._num_transposed > 0 or jaxprs.is_transposed(eqn)
         is_exchanged = kind == "all-to-all" and name in _KINDS and not is_of_author
-        is_sum = kind == "all-reduce" or is_exchanged
-        is_of_gradients = kind == "reduce-scatter" or is_sum and is_backward
-        is_sent = is_of_gradients and not is_of_author
-        flags = {"is_of_gradients": is_sent, "is_exchanged": is_exchanged}
-        named = [self._names.sent(x, paths, **flags) for x in atoms]
+        is_sum = kind in ("all-reduce", "all-to-all") and is_backward
+        is_of_gradients = not is_of_author and (kind == "reduce-scatter" or is_sum)
+        named = [
+            self._names.sent(x, paths, is_of_gradients=is_of_gradients, is_exchanged=is_exchanged)
+            for x in atoms
+        ]
         leaves = [
             SentLeaf(path, _dtype(aval.dtype), size)
             for aval, whole in zip(map(_sent_type, atoms), named, strict=True)

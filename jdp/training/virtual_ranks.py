@@ -30,7 +30,6 @@ from jdp.analysis import jaxprs
 from jdp.analysis.diagnostics import source_of
 from jdp.analysis.marks import LOCAL, mark
 from jdp.collectives import call_order, shards
-from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu.primitives import SUMMED_DTYPES
 from jdp.collectives.native import native
 from jdp.collectives.native_shards import COPIED_DTYPES
@@ -160,7 +159,6 @@ class _RankContext(NamedTuple):
     start: jax.Array  # this rank's first virtual rank, int32 []
     count: jax.Array  # the number of them, int32 [], unknown to XLA
     latest: list[Any]  # results of the latest collective
-    has_shards: bool = False
 
     def after(self, values: Sequence[Any]) -> list[Any]:
         """Return the operands of a collective that waits for the latest one."""
@@ -233,7 +231,6 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
     in_dims = [_dim(spec) for spec in eqn.params["in_specs"]]
     out_dims = [_dim(spec) for spec in eqn.params["out_specs"]]
     program = _canonical(eqn.params["jaxpr"])
-    has_shards = "reduce_scatter" in jaxprs.primitive_names(eqn.params["jaxpr"])
     # Those of a rank, such as the checksum of its process's arguments.
     are_of_rank = [
         dim is not None and x.shape[dim] != atom.aval.shape[dim]
@@ -245,7 +242,7 @@ def _on_ranks(eqn: Any, operands: Sequence[Any], mesh: Mesh, axis_name: str) -> 
         starts = jnp.asarray(blocks.starts(), jnp.int32)
         count = jnp.int32(blocks.width) if blocks.is_even else starts[rank + 1] - starts[rank]
         count = lax.optimization_barrier(count)
-        ranks = _RankContext(axis_name, blocks, mesh, starts[rank], count, [], has_shards)
+        ranks = _RankContext(axis_name, blocks, mesh, starts[rank], count, [])
         stacked = [
             value if dim is None else _entering(value, dim, is_of_rank, ranks)
             for value, dim, is_of_rank in zip(values, in_dims, are_of_rank, strict=True)
@@ -467,10 +464,11 @@ class _Regions:
             return [lax.dynamic_update_index_in_dim(stack, x, i, 0) for stack, x in pairs]
 
         if width == 1 and not jax_compat.FUSES_ACROSS_BARRIERS:  # without copies into stacks
-            found = lax.fori_loop(0, ranks.count, lambda i, _: results(i), region.initial())
+            found = lax.fori_loop(0, ranks.count, lambda i, _: results(i), region.zeros())
             env.update((x, y[None]) for x, y in region.results(found).items())
             return
-        stacks = lax.fori_loop(0, ranks.count, body, region.initial(width + num_more))
+        stacks = [jnp.broadcast_to(x, (width + num_more, *x.shape)) for x in region.zeros()]
+        stacks = lax.fori_loop(0, ranks.count, body, stacks)
         env.update(region.results([x[:width] for x in stacks]))
 
     def _boundary(
@@ -578,16 +576,6 @@ class _Region:
         """Return the results of a branch that XLA cannot open."""
         taken = functools.partial(self.run, self._ranks.start)
         return lax.cond(self._ranks.count > 0, taken, lambda *_: self.zeros(), *values)
-
-    def initial(self, *stacked: int) -> list[jax.Array]:
-        """Return arrays that a loop overwrites."""
-        zeros = [jnp.broadcast_to(x, (*stacked, *x.shape)) for x in self.zeros()]
-        is_cpu = axis.platform(self._ranks.mesh) == "cpu"
-        # A tenth slower with shards.
-        is_slower = self._ranks.has_shards or not self._ranks.blocks.is_even
-        if not is_cpu or is_slower or cpu_runtime.why_missing():
-            return zeros
-        return [*jax.ffi.ffi_call(cpu_runtime.UNINITIALIZED, [*map(jax.typeof, zeros)])()]
 
     def zeros(self) -> list[jax.Array]:
         """Return zeros like the results."""

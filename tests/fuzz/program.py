@@ -37,6 +37,7 @@ class Program:
     algorithm: str = "auto"
     bucket_bytes: int = 4 * 2**20
     run: str = "train_step"
+    apart: bool = False  # ranks share no memory, as on several hosts
     devices: int = 0  # that run a step of `ranks` virtual ranks; 0: one for each, as usual
     loop: str = "python"
     feed: str = "arrays"
@@ -117,6 +118,7 @@ CHOICES = {
     "algorithm": ["auto", "xla", "ring", "native"],
     "bucket_bytes": [4 * 2**20, 1, 100],
     "run": ["train_step", "shard_map", "typed", "pmap"],
+    "apart": [False, True],
     "devices": [0, 3, 2],
     "loop": ["python", "scan", "alternate", "two_in_jit", "evaluated"],
     "feed": ["arrays", "batches"],
@@ -127,8 +129,8 @@ CHOICES = {
 
 # What the result does not depend on: such programs share one run of the oracle.
 WAYS = tuple(
-    "order tx_order auto library tx min_size over grad algorithm bucket_bytes run devices feed "
-    "donate compiler".split()
+    "order tx_order auto library tx min_size over grad algorithm bucket_bytes run apart devices "
+    "feed donate compiler".split()
 )
 
 # With two CPU devices in each process.
@@ -190,6 +192,7 @@ def is_valid(p):
         # An evaluation sees all rows at once.
         and (p.loop != "evaluated" or p.split == "whole")
         and (p.run != "pmap" or len(p.mesh) == 1)
+        and (not p.apart or p.algorithm != "native")
         and (p.feed == "arrays" or p.loop in ("python", "alternate", "evaluated"))
     )
 

@@ -1,6 +1,8 @@
 """Training a program with jdp, in every way that the program names."""
 
+import contextlib
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,28 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from fuzz import model, states, step
+from jdp import axis
+from jdp.collectives.cpu import shared_memory
 
 
 def train(p):
     """Return the state and the metrics of each step, as jdp leaves them on the devices."""
+    with _hosts(p):
+        return _train(p)
+
+
+@contextlib.contextmanager
+def _hosts(p):
+    if not p.apart:
+        yield
+        return
+    apart = mock.patch.object(shared_memory, "why_apart", lambda *_: "the ranks are apart.")
+    is_between = mock.patch.object(axis, "is_between_processes", lambda m: m is None or m.size > 1)
+    with apart, is_between:
+        yield
+
+
+def _train(p):
     mesh = _mesh(p)
     tx = step.optimizer(p)
     params = model.params(p)

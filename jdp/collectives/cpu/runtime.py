@@ -17,7 +17,7 @@ TARGET = "jdp_all_reduce"
 REDUCE_SCATTER, ALL_GATHER = "jdp_reduce_scatter", "jdp_all_gather"
 ALL_TO_ALL = "jdp_all_to_all"
 TARGETS = TARGET, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL
-COPY_OUT, UNINITIALIZED = "jdp_copy_out", "jdp_uninitialized"  # wait for no rank
+COPY_OUT = "jdp_copy_out"  # waits for no rank
 _PATH = LIB / "libjdp_cpu.so"
 _SIGNATURES = {
     "jdp_set_timeout_s": (None, c_double),
@@ -138,7 +138,7 @@ def target(name: str, *, beside_xla: bool) -> str:
 @cache
 def _loaded() -> Loaded:
     names = [target(name, beside_xla=flag) for name in TARGETS for flag in (False, True)]
-    handlers = {name: {"execute": name} for name in [*names, COPY_OUT, UNINITIALIZED]}
+    handlers = {name: {"execute": name} for name in [*names, COPY_OUT]}
     loaded = load(_PATH, _SIGNATURES, handlers, "cpu", _runtime_version())
     if loaded.functions is not None:
         loaded.functions.jdp_set_progress(progress.native_numbers())

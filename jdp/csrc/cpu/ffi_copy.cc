@@ -1,4 +1,4 @@
-// XLA custom calls that wait for no rank: copies to memory outside of XLA, and arrays to overwrite.
+// The XLA custom call that copies arrays to memory outside of XLA.
 
 #include "../common/ffi_types.h"
 #include "c_api.h"
@@ -35,9 +35,6 @@ ffi::Error copy_arrays(ffi::BufferR1<ffi::U32> words, ffi::RemainingArgs arrays,
   return ffi::Error::Success();
 }
 
-// XLA has allocated the results, and would write zeros into them.
-ffi::Error leave_uninitialized(ffi::RemainingRets) { return ffi::Error::Success(); }
-
 }  // namespace
 }  // namespace jdp
 
@@ -45,7 +42,3 @@ extern "C" JDP_EXPORT XLA_FFI_Error* jdp_copy_out(XLA_FFI_CallFrame* frame);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jdp_copy_out, jdp::copy_arrays,
     ffi::Ffi::Bind().Arg<ffi::BufferR1<ffi::U32>>().RemainingArgs().Ret<ffi::BufferR1<ffi::U8>>());
-
-extern "C" JDP_EXPORT XLA_FFI_Error* jdp_uninitialized(XLA_FFI_CallFrame* frame);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_uninitialized, jdp::leave_uninitialized,
-                              ffi::Ffi::Bind().RemainingRets());
