@@ -180,6 +180,12 @@ def end_process(error: Exception) -> None:
         _leave(1, text)
 
 
+def fail_at_exit(error: Exception) -> None:
+    """Report an error found while Python exits; one of several processes leaves with status 1."""
+    print(f"jdp: {error}", file=sys.stderr, flush=True)
+    _leave(1, f"{type(error).__name__}: {error}\n")
+
+
 # `sys.exit()`, also after SIGTERM: other processes may go on.
 def _is_success(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0, SAVED)

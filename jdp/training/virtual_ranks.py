@@ -289,6 +289,12 @@ def _cut(x: jax.Array, dim: int, num: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:dim], num, size, *x.shape[dim + 1 :]), dim, 0)
 
 
+def _joined(parts: jax.Array, dim: int) -> jax.Array:
+    """Invert `_cut`."""
+    x = jnp.moveaxis(parts, 0, dim)
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
 def _leaving(x: jax.Array, is_varying: bool, dim: int | None, ranks: _RankContext) -> jax.Array:
     if dim is None:
         return x[0] if is_varying else x  # proved equal on all virtual ranks
@@ -296,8 +302,7 @@ def _leaving(x: jax.Array, is_varying: bool, dim: int | None, ranks: _RankContex
     x = x if is_varying else _repeated(x, ranks)
     if not blocks.is_even:
         (x,) = _gathered([x], ranks)
-    x = jnp.moveaxis(x, 0, dim)
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return _joined(x, dim)
 
 
 def _canonical(program: Any) -> FlatProgram:
@@ -522,6 +527,11 @@ class _Regions:
         stacks = [self._stack(env, each.ins[0], ranks) for each in scatters]
         results = _scattered([each.eqn for each in scatters], stacks, ranks)
         env.update(zip([x for each in scatters for x in each.outs], results, strict=True))
+        exchanges = [each for each in others if _can_exchange(each.eqn, ranks)]
+        stacks = [self._stack(env, each.ins[0], ranks) for each in exchanges]
+        results = _all_to_all([each.eqn for each in exchanges], stacks, ranks)
+        env.update(zip([x for each in exchanges for x in each.outs], results, strict=True))
+        others = [each for each in others if each not in exchanges]
         read = [x for each in others for x in each.ins]
         gathered = iter(_gathered([self._stack(env, x, ranks) for x in read], ranks))
         for operation in others:
@@ -843,6 +853,31 @@ def _all_gather(stacks: Sequence[jax.Array], ranks: _RankContext) -> list[jax.Ar
     names = (ranks.axis_name,)
     (found,) = shards.all_gather([stacks], [[0] * len(stacks)], names, mesh=ranks.mesh)
     ranks.follow(found)
+    return found
+
+
+def _can_exchange(eqn: Any, ranks: _RankContext) -> bool:
+    blocks, is_exchange = ranks.blocks, eqn.primitive.name == "all_to_all"
+    return is_exchange and blocks.num_ranks > 1 and blocks.is_even
+
+
+def _all_to_all(
+    eqns: Sequence[Any], stacks: Sequence[jax.Array], ranks: _RankContext
+) -> list[jax.Array]:
+    """Exchange parts of stacks `[width, ...]` between all virtual ranks."""
+    num, width, names = ranks.blocks.num_virtual, ranks.blocks.width, (ranks.axis_name,)
+    found = [*stacks]
+    dims = [(eqn.params["split_axis"], eqn.params["concat_axis"]) for eqn in eqns]
+    cuts = [_cut(x, 1 + split, num) for x, (split, _) in zip(stacks, dims, strict=True)]
+    for dtype in dict.fromkeys(x.dtype for x in stacks):
+        places = [i for i, x in enumerate(stacks) if x.dtype == dtype]
+        # [width, parts for all virtual ranks] -> [virtual ranks, their parts for this rank's]
+        rows = [jnp.moveaxis(cuts[i], 0, 1) for i in places]
+        rows = ranks.after([x.reshape(width, x[0].size) for x in rows])
+        (mine,) = shards.all_to_all([rows], [[(1, 0)] * len(rows)], names, mesh=ranks.mesh)
+        ranks.follow(mine)
+        for i, x in zip(places, mine, strict=True):
+            found[i] = _joined(x.reshape(num, width, *cuts[i].shape[2:]), 1 + dims[i][1])
     return found
 
 

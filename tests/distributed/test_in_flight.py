@@ -130,6 +130,46 @@ def test_a_process_whose_steps_failed_waits_for_the_others_of_them_at_its_end():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+# Three calls, fewer than are in flight at once.
+SKIPS = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import jdp
+jdp.init(cpu_ranks=2)
+tx = jdp.replicated(jdp.skip_nonfinite(optax.sgd(0.1), max_consecutive=1))
+state = jdp.TrainState.create({"w": jnp.zeros(3)}, tx)
+
+@jdp.train_step
+def step(state, batch):
+    return state.apply_gradients(jax.grad(lambda p: jnp.mean(batch @ p["w"]))(state.params)), {}
+
+nan = np.full((4, 3), np.nan, "f")
+for batch in jdp.shard_batches(nan + jax.process_index() for _ in range(3)):
+    state, _ = step(state, batch)
+"""
+CATCHES = """
+import jdp.distributed.in_flight
+try:
+    jdp.distributed.in_flight.drain()
+except RuntimeError:
+    state, _ = step(state, nan)
+"""
+
+
+def test_an_error_of_the_last_calls_is_printed_at_exit_unless_the_author_had_one():
+    for script, is_told in ((SKIPS, True), (SKIPS + CATCHES, False)):
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("jdp: call 1 of `step` has NaN" in done.stderr) == is_told, done.stderr[-3000:]
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("processes")
+def test_a_process_with_such_an_error_fails(jdp_run):
+    run = jdp_run("--nproc-per-node=2", "--max-restarts=0", script=SKIPS)
+    assert run.wait() != 0 and "JDP217" in run.output, run.output
+
+
 @pytest.mark.parametrize("num_calls", [1, 20])
 def test_calls_are_drained_in_order_and_counted(num_calls):
     ranks(2)

@@ -355,6 +355,14 @@ def sent_to_some(w, x):
     return jdp.rows(lax.ppermute(x, "data", [(i, i + 1) for i in range(V - 1)]))
 
 
+def exchanged(w, x):
+    num, x = len(x), x[0, :8, None] * jnp.arange(1.0, 17) * w[0, 0]  # [8, 16]
+    ways = [(0, 0, True), (1, 0, True), (0, 1, True), (0, 1, False), (0, 0, False)]
+    sent = [lax.all_to_all(x, "data", *dims, tiled=tiled) for *dims, tiled in ways]
+    sent.append(lax.all_to_all(x > 0, "data", 0, 0))
+    return [jdp.rows(jnp.repeat(each[None], num, 0)) for each in sent]
+
+
 def branches(w, x):
     def doubled(x):
         return 2 * lax.psum(x, "data")
@@ -367,6 +375,8 @@ def normalised(w, x):
     return ((x - mean) / jnp.sqrt(var + 1e-5) @ w).sum()
 
 
+WIDER = {"w": draw(13, 400), "b": np.zeros(400, np.float32), "v": draw(400, 3)}
+WIDE = {"w": draw(13, 40), "b": np.zeros(40, np.float32), "v": draw(40, 3)}
 STEPS = {
     "constants": measured(lambda w, x: (x * (jnp.arange(13) / 12) + x / 9).sum()),
     "shared divisor": measured(lambda w, x: (w[0] / (w[1, 0] + 2)) @ (w[1] / (w[1, 0] + 2))),
@@ -396,6 +406,8 @@ STEPS = {
     "loss of all ranks": measured(loss_of_all),
     "subnormal sums": measured(tiny_sums),
     "sent to some": measured(sent_to_some),
+    "all to all": measured(exchanged),
+    "quantized": lambda: of_mlp(params=WIDER, reduction={"all_reduce": jdp.collectives.quantized}),
     "evaluation": evaluation,
 }
 
@@ -443,7 +455,6 @@ def test_bits_are_equal_where_ranks_have_unequally_many_virtual_ranks(n):
     require_equal_bits(trained("weighted", n), trained("weighted", V))
 
 
-WIDE = {"w": draw(13, 40), "b": np.zeros(40, np.float32), "v": draw(40, 3)}
 SHARDED = {
     "adam": lambda wrap: of_mlp(params=WIDE, tx=optax.adamw(1e-2), wrap=wrap),
     "clip": lambda wrap: of_mlp(params=WIDE, wrap=wrap),
@@ -464,6 +475,27 @@ def test_shards_have_equal_bits_on_ranks_that_divide_the_virtual_ones(name, stag
     if name == "adam":  # whose update has no norm of all parameters
         state = trained(lambda: SHARDED[name](jdp.replicated), 4)[-1]
         require_equal_bits(want[-1], state)
+
+
+def test_all_to_all_between_virtual_ranks_is_that_between_ranks():
+    step = jdp.eval_step(lambda params, batch: exchanged(params["w"], batch["x"]))
+    ranks(V)
+    want = [step(PARAMS, regression(seed)) for seed in range(2)]
+    want = jax.tree.map(np.asarray, want)
+    for n in (2, 4, V):
+        require_equal_bits(trained("all to all", n)[:2], want)
+
+
+@pytest.mark.parametrize("n, num_bytes", [(V, 1), (4, 2)])
+def test_8_bits_are_sent_between_virtual_ranks_as_between_ranks(n, num_bytes):
+    ranks(n)
+    state, step, batches = STEPS["quantized"]()
+    plan = step.communication_plan(state, next(iter(batches)))
+    of_blocks = [each for each in plan if each.leaves[0].dtype == "u8"]
+    assert [each.kind for each in of_blocks] == ["all-to-all", "all-gather"]
+    assert all(each.leaves[0].path == "grads['w']" for each in of_blocks)
+    sent, gathered = (each.num_bytes for each in of_blocks)
+    assert sent == num_bytes * gathered  # subtrees of two virtual ranks or one
 
 
 def test_a_step_trains_as_one_without_virtual_ranks_does_on_as_many_ranks():
