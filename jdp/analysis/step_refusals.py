@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +108,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *scales.transpose_refusals(step, report, traced),
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
+        *_unordered_axes(step, traced),
     ]
     return list(dict.fromkeys(problems))
 
@@ -206,6 +207,44 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
             "abort the process on CPUs. Write jdp.mean_over_ranks(x), jdp.sum_over_ranks(x) or "
             "jdp.max_over_ranks(x), or cast to float32 around it. If it is the gradient of an "
             "all_gather, cast the gathered value.",
+        )
+
+
+def _unordered_axes(step: Any, traced: Traced) -> Iterator[str]:
+    if not jax_compat.ABORTS_ON_UNORDERED_AXES:
+        return
+    sizes = dict(step.params["mesh"].shape)
+    names = [*sizes]
+
+    # A place: axes of the shard_maps that XLA sees, outermost first, and all manual axes. JAX shows
+    # XLA no shard_map over axes of size 1.
+    def entered(place: tuple[Any, ...], axes: Collection[str]) -> tuple[Any, ...]:
+        seen, manual = place
+        is_seen = any(sizes[name] > 1 for name in axes)
+        return (*seen, *sorted(axes, key=names.index)) if is_seen else seen, manual | {*axes}
+
+    def enter(place: tuple[Any, ...], eqn: Any) -> tuple[Any, ...]:
+        is_map = eqn.primitive.name == "shard_map"
+        return entered(place, jaxprs.manual_axes(eqn)) if is_map else place
+
+    start = entered(((), frozenset()), jaxprs.manual_axes(step))
+    for eqn, place in jaxprs.placed_equations(step.params["jaxpr"], start, enter):
+        inner = enter(place, eqn)
+        if eqn.primitive.name == "axis_index" and sizes.get(eqn.params["axis_name"], 1) > 1:
+            inner = entered(place, {*names} - place[1])  # JAX lowers it as a shard_map over those
+        seen = [*map(names.index, inner[0])]
+        if inner == place or seen == sorted(seen) or len(seen) == len(names):
+            continue
+        line = source_of(eqn)
+        new, around = (_quoted([*each]) for each in (inner[0][len(place[0]) :], place[0]))
+        others = [name for name in (*inner[0], *names) if name not in traced.spec.axis_name]
+        axes = {name: sizes[name] for name in others}
+        yield with_code(
+            "JDP132",
+            f"`{eqn.primitive.name}`{f' at {line}' if line else ''} needs {shown(new)} in a "
+            f"shard_map over {shown(around)}, which is another order than the mesh's, {names}. XLA "
+            f"would abort the process. Write jdp.init(axes={axes}), or one shard_map over all "
+            "these axes.",
         )
 
 

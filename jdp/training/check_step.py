@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import pytrees
+from jdp import axis, pytrees
 from jdp.analysis.lints import NONLINEAR, equal_draws
 from jdp.axis import AxisName
 from jdp.distributed import mesh
@@ -50,7 +50,7 @@ class StepDifference:
     Attributes:
       leaves: of the state.
       cause: the likely cause, or None.
-      num_ranks: of all ranks.
+      num_ranks: compared with one; the devices along a further axis, if that was compared alone.
       metrics: leaves of the metrics, the worst first.
       num_steps: number of steps run.
       gathers: arrays that the update of a `jdp.sharded` optimizer gathers whole, as strings.
@@ -377,8 +377,22 @@ _CHANGING = (
 )
 
 
+_OF_FURTHER_AXIS = (
+    "Inside a shard_map over {axis!r}, a psum of a loss that is whole on each device counts it "
+    "{num} times, and a pmean of partial sums is {num} times too small. A step that needs this "
+    "axis, such as one that takes `stages[0]` as its device's stage, cannot be compared so: leave "
+    "{axis!r} out of check_step(..., axes=)."
+)
+
+
 def check_step(
-    step: Step, /, *args: Any, tolerance: float = 1e-5, num_steps: int = 2, **keywords: Any
+    step: Step,
+    /,
+    *args: Any,
+    tolerance: float = 1e-5,
+    num_steps: int = 2,
+    axes: AxisName | None = None,
+    **keywords: Any,
 ) -> StepDifference:
     """Run steps on one rank with the whole batch, and on all ranks, and compare the results.
 
@@ -386,6 +400,9 @@ def check_step(
     statistics of a rank's own rows, a local masked mean, a norm of local gradients among the
     metrics. This function compares every leaf of the state on every rank, and every metric, with
     that of one rank. Use plain SGD: Adam hides a wrong scale. The arguments stay unchanged.
+
+    Along each further axis of the mesh it compares one device with all, where a `psum` in place of
+    a `pmean` has the wrong scale, too.
 
     Args:
       step: a function decorated with `jdp.train_step`.
@@ -395,16 +412,17 @@ def check_step(
         It grows k times after k steps, and by the rounding of 16-bit leaves, `gather_dtype` and
         `reduce_dtype`.
       num_steps: number of steps, all with this batch, >= 1.
-      **keywords: arguments of that call by keyword. Pass one named `tolerance` or `num_steps` by
-        position, or in a `functools.partial`.
+      axes: names of axes of the mesh along which to compare; default: all of them.
+      **keywords: arguments of that call by keyword. Pass one named `tolerance`, `num_steps` or
+        `axes` by position, or in a `functools.partial`.
 
     Returns:
       The differences after the last step, which are also printed.
 
     Raises:
       ValueError: a leaf or a metric differs by more than `tolerance` (the error names the worst and
-        the likely cause); several processes share the mesh; it has one rank; or an argument was
-        donated.
+        the likely cause); the step does not run without a further axis; several processes share
+        the mesh; it has none of `axes`, or one device along them; or an argument was donated.
       TypeError: `num_steps` is not an integer.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
@@ -424,35 +442,66 @@ def check_step(
     (state, *others), keywords = spec.by_keyword(given)
     _require_alive({"state": state, "batch": others[0], "rest": others[1:], **keywords})
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
-    num_ranks = _several_ranks(ranks, step.spec.axis_name)
+    is_of_data, further = _compared_axes(ranks, step.spec.axis_name, axes)
     num_steps = int_at_least("num_steps", num_steps, least=1)
     step = step.without_donation()
     start, others, keywords = _on_host((pytrees.hold(state), others, keywords))
-    states = [_on(start, _first_rank(ranks, step.spec.axis_name)), _on(start, ranks)]
-    findings = step.findings(_on(start, ranks), *others, **keywords)
-    found, wire = StepDifference([], None, num_ranks), digits_of_wire(state)
-    for number in range(1, num_steps + 1):
-        with _of_one_device():
-            results = [step(states[0], *others, **keywords)]
-        results.append(step(states[1], *others, **keywords))
-        states, reported = zip(*results, strict=True)
-        one, many = map(pytrees.hold, states)
-        limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
-        found = StepDifference(
-            leaves=compare("state", start, one, many, digits_of_change=wire, **limits),
-            cause=None,
-            num_ranks=num_ranks,
-            metrics=compare("metrics", None, *reported, digits=max(digits_of(one), wire), **limits),
-            num_steps=number,
-            gathers=findings.gathers,
-            owned=findings.owned,
-        )
+    findings, wire = step.findings(_on(start, ranks), *others, **keywords), digits_of_wire(state)
+
+    def run(where: Mesh, along: str = "") -> Iterator[tuple[Any, Any]]:
+        after, is_one = _on(start, where), where is not ranks and not along
+        for _ in range(num_steps):
+            try:
+                with _of_one_device() if is_one else contextlib.nullcontext():
+                    after, metrics = step(after, *others, **keywords)
+            except Exception as error:
+                if not along:
+                    raise
+                raise ValueError(
+                    f"`{step.__name__}` does not run on one device along {along!r}: "
+                    f"{str(error).partition(chr(10))[0]} If it needs this axis, or names the mesh "
+                    f"itself, leave {along!r} out of check_step(..., axes=)."
+                ) from error
+            yield pytrees.hold(after), metrics
+
+    def compared(one: Iterator[tuple[Any, Any]], num: int) -> StepDifference:
+        found = StepDifference([], None, num)
+        for number, pair in enumerate(zip(one, run(ranks), strict=True), 1):
+            states, reported = zip(*pair, strict=True)
+            limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
+            digits = max(digits_of(states[0]), wire)
+            found = StepDifference(
+                compare("state", start, *states, digits_of_change=wire, **limits),
+                cause=None,
+                num_ranks=num,
+                metrics=compare("metrics", None, *reported, digits=digits, **limits),
+                num_steps=number,
+                gathers=findings.gathers,
+                owned=findings.owned,
+            )
+            if beyond(found.leaves) or beyond(found.metrics):
+                break
+        return found
+
+    result = None
+    if is_of_data:
+        one = _first(ranks, step.spec.axis_name)
+        result = found = compared(run(one), mesh.num_ranks(ranks, step.spec.axis_name))
         if beyond(found.leaves) or beyond(found.metrics):
-            found = _explained(found, step, (_on(start, ranks), *others), keywords)
-            break
-    print(found)
-    _require_equal(step, found)
-    return found
+            result = _explained(found, step, (_on(start, ranks), *others), keywords)
+        print(result)
+        _require_equal(step, result, "ranks")
+    for name in further:
+        found = compared(run(_first(ranks, (name,)), name), ranks.shape[name])
+        is_wrong = bool(beyond(found.leaves) or beyond(found.metrics))
+        if is_wrong or result is None:
+            print(found)
+        if is_wrong:
+            cause = _OF_FURTHER_AXIS.format(axis=name, num=found.num_ranks)
+            _require_equal(step, replace(found, cause=cause), f"devices along {name!r}")
+        result = found if result is None else result
+    assert result is not None
+    return result
 
 
 @contextlib.contextmanager
@@ -481,19 +530,29 @@ def _require_alive(given: dict[str, Any]) -> None:
         )
 
 
-def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
+def _compared_axes(
+    ranks: Mesh, of_data: tuple[str, ...], axes: AxisName | None
+) -> tuple[bool, list[str]]:
+    """Return whether to compare along the data axis, and along which others."""
     if jax.process_count() > 1:
         raise ValueError(
             f"check_step needs all ranks in one process; {jax.process_count()} processes share "
             "this mesh. Use virtual devices in one process: jdp.init(cpu_ranks=4)."
         )
-    num_ranks = mesh.num_ranks(ranks, axis_name)
-    if num_ranks == 1:
+    names = ranks.axis_names if axes is None else axis.names(axes)
+    if unknown := set(names) - set(ranks.axis_names):
+        raise ValueError(
+            f"axes={axes!r} has {sorted(unknown)}, and the mesh of the state has the axes "
+            f"{[*ranks.axis_names]}. Name those along which to compare."
+        )
+    is_of_data = mesh.num_ranks(ranks, of_data) > 1 and not set(of_data).isdisjoint(names)
+    further = [name for name in names if name not in of_data and ranks.shape[name] > 1]
+    if not (is_of_data or further):
         raise ValueError(
             "check_step needs at least 2 ranks; this mesh has 1. Create virtual CPU ranks: "
             "jdp.init(cpu_ranks=4)."
         )
-    return num_ranks
+    return is_of_data, further
 
 
 def _explained(
@@ -509,13 +568,13 @@ def _explained(
     return replace(found, cause=cause)
 
 
-def _require_equal(step: Step, found: StepDifference) -> None:
+def _require_equal(step: Step, found: StepDifference, what: str) -> None:
     if found.cause is None:
         return
     worst = (beyond(found.leaves) or beyond(found.metrics))[0]
     after = "" if found.num_steps == 1 else f" after {found.num_steps} steps"
     raise ValueError(
-        f"`{step.__name__}` computes another result on {found.num_ranks} ranks than on one: "
+        f"`{step.__name__}` computes another result on {found.num_ranks} {what} than on one: "
         f"`{worst.path}` differs by {worst.difference:.2e}{after}; rounding explains at most "
         f"{worst.allowed:.2e}. {found.cause}"
     )
@@ -530,6 +589,6 @@ def _on(start: Any, where: Mesh) -> Any:
     return pytrees.restore(jax.device_put(start, sharding, may_alias=False))
 
 
-def _first_rank(ranks: Mesh, axis_name: tuple[str, ...]) -> Mesh:
-    corner = tuple(slice(0, 1) if name in axis_name else slice(None) for name in ranks.axis_names)
+def _first(ranks: Mesh, axes: tuple[str, ...]) -> Mesh:
+    corner = tuple(slice(0, 1) if name in axes else slice(None) for name in ranks.axis_names)
     return Mesh(ranks.devices[corner], ranks.axis_names, axis_types=ranks.axis_types)

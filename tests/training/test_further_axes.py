@@ -266,6 +266,116 @@ def test_a_forgotten_sum_over_the_model_axis_is_refused(is_typed):
     assert re.search("out_specs" if is_typed else "along the mesh axis 'model'.*JDP101", text)
 
 
+SPLIT = "up", "bias", "down"
+
+
+def split_on(axes):
+    given = on_mesh(axes, {name: params()[name] for name in SPLIT})
+    return jdp.TrainState.create(given, jdp.replicated(optax.sgd(0.1)))
+
+
+def mapped(on_device, **options):
+    specs = {name: SPECS[name] for name in SPLIT}, P()
+    return jax.shard_map(on_device, axis_names={"model"}, in_specs=specs, out_specs=P(), **options)
+
+
+def loss_of_rows(p, rows, reduce=jax.lax.psum):
+    x = jnp.concatenate([rows["y"], rows["y"][:, :3]], 1)
+    y = reduce(block(p["up"], p["bias"], p["down"], x), "model")
+    return jnp.mean((y - x) ** 2)
+
+
+def summed_twice(p, rows):
+    return jax.lax.psum(loss_of_rows(p, rows), "model")
+
+
+def averaged_parts(p, rows):
+    return loss_of_rows(p, rows, jax.lax.pmean)
+
+
+def of_split(on_device, **options):
+    @jdp.train_step
+    def step(state, rows):
+        loss, grads = jdp.value_and_grad(mapped(on_device, **options))(state.params, rows)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+@pytest.mark.parametrize("axes", [{"model": 4}, {"model": 2, "pipe": 2}, {"model": 8}])
+def test_check_step_finds_a_wrong_scale_along_a_further_axis(axes, is_typed):
+    state = split_on(axes)
+    one, num = {"num_steps": 1}, axes["model"]
+    jdp.check_step(of_split(loss_of_rows, check_vma=is_typed), state, batch(), **one)
+    for wrong in (summed_twice, averaged_parts):
+        step = of_split(wrong, check_vma=is_typed)
+        found = rf"another result on {num} devices along 'model' than on one: .*{num} times"
+        with pytest.raises(ValueError, match=found):
+            jdp.check_step(step, state, batch(), **one)
+        if num < 8:
+            jdp.check_step(step, state, batch(), axes="data", **one)
+
+
+def test_check_step_refuses_axes_along_which_nothing_can_be_compared():
+    state = split_on({"model": 8})
+    step = of_split(lambda p, rows: loss_of_rows(p | {"bias": p["bias"].reshape(2)}, rows))
+    with pytest.raises(ValueError, match=r"axes=\('pipe',\) has \['pipe'\], and .*'model'"):
+        jdp.check_step(step, state, batch(), axes=("pipe",))
+    with pytest.raises(ValueError, match="needs at least 2 ranks"):
+        jdp.check_step(step, state, batch(), axes="data")
+    with pytest.raises(ValueError, match="does not run on one device along 'model'.*axes="):
+        jdp.check_step(step, state, batch())
+
+
+def of_stages(nested):
+    def on_stage(p, x):
+        # The results are unused, so that XLA sees none of it.
+        if nested:
+            jax.shard_map(lambda p: p, axis_names={"model"}, in_specs=P(), out_specs=P())(p)
+        else:
+            jax.lax.axis_index("pipe")
+        return jax.lax.psum(jnp.tanh(x @ p[0]), "pipe")
+
+    def loss_fn(p, rows):
+        model = jax.shard_map(
+            on_stage, axis_names={"pipe"}, in_specs=(P("pipe"), P()), out_specs=P()
+        )
+        return jnp.mean(model(p, rows["z"]) ** 2)
+
+    @jdp.train_step
+    def step(state, rows):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
+# Ranks, axes, and whether "model" in "pipe", or the index along "pipe", would abort the process.
+ORDERS = [
+    (2, {"model": 2, "pipe": 2}, False, False),
+    (1, {"pipe": 2, "model": 2}, False, False),
+    (1, {"model": 2, "pipe": 2}, True, True),
+    (2, {"seq": 1, "model": 2, "pipe": 2}, True, False),
+    (2, {"model": 2, "pipe": 2, "seq": 1}, True, False),
+    (1, {"seq": 1, "pipe": 2, "model": 2}, False, True),
+]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_axes_nested_in_another_order_than_the_mesh_s_are_refused(nested):
+    step, tx = of_stages(nested), jdp.replicated(optax.sgd(0.1))
+    for num_data, axes, *aborts in ORDERS:
+        jdp.init(axes=axes, devices=jax.devices()[: 4 * num_data])
+        state = jdp.TrainState.create(np.ones((2, 7, 7), "f") / 9, tx)
+        if aborts[not nested] and jax.__version_info__ >= (0, 11):
+            found = r"test_further_axes.py:.*jdp.init\(axes={'pipe': 2, .*JDP132"
+            with pytest.raises(ValueError, match=found):
+                step(state, batch())
+        else:
+            assert step(state, batch())[1]["loss"] < 1
+
+
 def test_a_step_is_explained_for_other_devices_with_the_same_further_axes():
     state = jdp.TrainState.create(on_mesh({"model": 2}), optimizer(3, optax.adam(0.1)))
     compiled = compile_step(step_of(by_hand), (state, batch()), {}, "cpu:4")
