@@ -11,12 +11,14 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import jax_compat, pytrees
 from jdp.analysis import diagnostics, jaxprs
 from jdp.analysis.marks import LOCAL, MICRO_BATCH
+from jdp.distributed.placement import copy_to
 from jdp.training.step import Step
 
 __all__ = ["first_nonfinite"]
@@ -67,7 +69,8 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
 
     Only values count that reach the new state, a gradient or a metric: a mask of -inf before a
     softmax does not, nor a gradient of a rank with weight 0. Reduction order and fusion differ from
-    the compiled step.
+    the compiled step. Several processes must all call it, with the arguments of the same step. Each
+    then holds the whole arguments, and one number is exchanged for each operation.
 
     Args:
       step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
@@ -76,13 +79,12 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
       **keywords: arguments of that call by keyword.
 
     Returns:
-      The operation, its line, ranks and rows, to print; None if all are finite. A primitive with a
-      hidden body, such as a kernel, is one operation.
+      The operation, its line, ranks and rows, to print; None if all are finite. A `shard_map` over
+      a further axis, and a primitive with a hidden body, such as a kernel, is one operation.
 
     Raises:
       TypeError: `step` is not decorated.
-      ValueError: several processes share the mesh, an argument was donated, or as from the
-        first call of the step.
+      ValueError: an argument was donated, or as from the first call of the step.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -102,12 +104,6 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
         )
     spec, given = step.bound(args, keywords)
     pytrees.require_alive("the arguments", given, "Pass the state that was returned last.")
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"first_nonfinite needs all ranks in one process; {jax.process_count()} processes "
-            "share this mesh. Write jdp.init(cpu_ranks=4) in one process, and load the state with "
-            "jdp.load."
-        )
     (state, *others), named = spec.by_keyword(given)
 
     def run(state: Any, others: Any, named: Any) -> Any:
@@ -121,7 +117,9 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
     program = program.replace(jaxpr=body)
     paths = [path for i, arg in enumerate([held, *given[1:]]) for path in spec.paths(i, arg)]
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(others[0])}
-    leaves = [*map(_on_one_device, jax.tree.leaves((held, others, named)))]
+    leaves, tree = jax.tree.flatten((held, others, named))
+    leaves = [*map(_on_one_device, leaves)]
+    _, others, _ = tree.unflatten(leaves)
     of_part = spec.weight_fn if spec.virtual_ranks is None else None
 
     def weights(num_ranks: int) -> Any:
@@ -143,8 +141,24 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
 
 
 def _on_one_device(x: Any) -> Any:
-    x = jnp.asarray(x)
+    x = jnp.asarray(_whole(x))
     return jax.device_put(x, x.addressable_shards[0].device)
+
+
+def _whole(x: Any) -> Any:
+    """Return an array of this process; all processes call it."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _whole(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    return np.asarray(_whole(x))
 
 
 class _Event(NamedTuple):
@@ -281,7 +295,7 @@ class _Evaluator:
         if key:
             self._compiled[key] = mapped
         outs, flags = mapped(*(value.x for value in ins))
-        pairs = zip(outs, map(np.asarray, flags), strict=True)
+        pairs = zip(outs, map(_on_host, flags), strict=True)
         return [self._noted(x, bad, ins, what) for x, bad in pairs]
 
     def _mapped(self, run: _Run) -> Callable[..., Any]:
@@ -293,8 +307,8 @@ class _Evaluator:
         options: Any = {"in_specs": spec, "out_specs": spec, "axis_names": {*self._axes}}
         mapped = jax.shard_map(on_rank, mesh=self._mesh, check_vma=False, **options)
         where = NamedSharding(self._mesh, spec)
-        jitted = jax.jit(mapped)
-        return lambda *operands: jax.block_until_ready(jitted(*jax.device_put(operands, where)))
+        jitted, put = jax.jit(mapped), copy_to if self._mesh.is_multi_process else jax.device_put
+        return lambda *operands: jax.block_until_ready(jitted(*(put(x, where) for x in operands)))
 
     def _program(self, program: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
         """Run a body as a whole, and by operations only if NaN or infinity appears in it."""
@@ -308,12 +322,12 @@ class _Evaluator:
             return self._scan(eqn, ins)
         if eqn.primitive.name == "while":
             return self._while(eqn, ins)
-        inner = jaxprs.called(eqn)
+        inner = None if eqn.primitive.name == "shard_map" else jaxprs.called(eqn)
         return None if inner is None else self._run(inner, ins)
 
     def _branches(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
         branches, before = eqn.params["branches"], self._active
-        chosen = np.clip(np.asarray(ins[0].x), 0, len(branches) - 1)
+        chosen = np.clip(_on_host(ins[0].x), 0, len(branches) - 1)
         found = [_RankValues(None) for _ in eqn.outvars]
         for i, branch in enumerate(branches):
             self._active = before & (chosen == i)
@@ -344,7 +358,7 @@ class _Evaluator:
         carry, before = ins[num_cond + num_body :], self._active
         for i in itertools.count():
             (goes_on,) = self._program(eqn.params["cond_jaxpr"], [*of_cond, *carry])
-            self._active = self._active & np.asarray(goes_on.x)
+            self._active = self._active & _on_host(goes_on.x)
             if not self._active.any():
                 break
             self._rounds.append((i, 0))
@@ -373,7 +387,7 @@ class _Evaluator:
         return _RankValues(x, *events)
 
     def _described(self, kind: str, x: Any, what: Any, before: _Event | None) -> FirstNonfinite:
-        values = np.asarray(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        values = _on_host(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
         flags = np.isnan(values) if kind == "NaN" else np.isinf(values)
         flags = flags.reshape(*flags.shape[:2], -1).any(-1) if flags.ndim > 1 else flags[:, None]
         flags &= self._active[:, None]

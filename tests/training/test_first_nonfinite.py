@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from support.training import ranks, step_of
 
 import jdp
@@ -107,6 +108,29 @@ def test_it_names_the_operation_the_line_the_ranks_and_the_rows(name, n):
     assert (found.infinity and found.infinity.operation) == before
     where = found.infinity if name == "root" else found
     assert where.rows == (None if name == "branch" else BROKEN)
+
+
+def found_by(names, stage, devices=None):
+    """What is found on all ranks of all processes."""
+    where = NamedSharding(jdp.init(devices=devices), PartitionSpec("data"))
+    rows, found = batch(*BROKEN), []
+    for name in names:
+        placed = jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
+        step = step_of(CASES[name][0])
+        found.append(jdp.debug.first_nonfinite(step, state_of(stage), placed))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    ("stage", "names"),
+    [(3, ["log", "branch"]), pytest.param(0, [*CASES][:-1], marks=pytest.mark.thorough)],
+)
+def test_all_processes_find_what_one_finds(processes, stage, names):
+    want = found_by(names, stage, jax.devices()[:4])
+    assert processes(2).run(found_by, names, stage) == [want, want]
+    assert want[0].rows == BROKEN
 
 
 @pytest.mark.parametrize("name", ["masked", "until", "branch"])
@@ -216,6 +240,24 @@ def test_a_callback_runs_for_each_rank():
     with np.errstate(divide="ignore"):
         found = jdp.debug.first_nonfinite(step_of(loss_fn), state_of(), batch(13))
     assert (found.operation, found.ranks) == ("pure_callback", (1,))
+
+
+def test_a_shard_map_over_a_further_axis_is_one_operation():
+    jdp.init(axes={"model": 2})
+
+    def on_device(w, x):
+        return lax.psum(jnp.log(x @ w), "model")
+
+    def loss_fn(p, x):
+        specs = PartitionSpec(None, "model"), PartitionSpec()
+        model = jax.shard_map(  # first
+            on_device, axis_names={"model"}, in_specs=specs, out_specs=PartitionSpec()
+        )
+        return (model(p["w"], x) * p["v"].sum()).mean()
+
+    found = jdp.debug.first_nonfinite(step_of(loss_fn), state_of(), batch(*BROKEN))
+    assert (found.kind, found.operation, found.rows) == ("infinity", "shard_map", BROKEN), found
+    assert found.ranks == (0, 3)
 
 
 def test_what_it_cannot_run_is_refused():
