@@ -334,7 +334,8 @@ def _check_finished(num_left: int) -> None:
         except RuntimeError as error:
             if not call.is_deleted():
                 raise failed(call, call.spec.donate, error) from error
-            text = None  # the author deleted all arrays, so none can be wrong
+            _calls.popleft()
+            continue  # the author deleted all arrays, so none can be wrong
         _calls.popleft()
         if text is not None:
             if call.spec.returns_state:

@@ -6,8 +6,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 from jdp.distributed import in_flight
@@ -168,6 +169,18 @@ def test_an_error_of_the_last_calls_is_printed_at_exit_unless_the_author_had_one
 def test_a_process_with_such_an_error_fails(jdp_run):
     run = jdp_run("--nproc-per-node=2", "--max-restarts=0", script=SKIPS)
     assert run.wait() != 0 and "JDP217" in run.output, run.output
+
+
+def test_deleted_reports_of_skips_are_no_error():
+    ranks(2)
+    tx = jdp.replicated(jdp.skip_nonfinite(optax.sgd(0.1)))
+    state = jdp.TrainState.create({"w": jnp.zeros(3)}, tx)
+    loss = lambda p, batch: jnp.mean(batch @ p["w"])  # noqa: E731
+    step_of(loss)(state, np.ones((4, 3), np.float32))
+    for call in in_flight._calls:
+        call.weight.delete(), call.reports.skips.delete()
+    in_flight.drain()
+    assert not in_flight._calls
 
 
 @pytest.mark.parametrize("num_calls", [1, 20])
