@@ -183,9 +183,10 @@ def learn(actors, num_steps, checkpointer, say=print):
                     f"step {checkpointer.steps}: poles stay up for {up:.0f} pushes, "
                     f"weights are {age:.1f} steps old"
                 )
-        num_learned, spent = checkpointer.steps - first, time.monotonic() - begin
-        num_rows = num_learned * ROWS * jax.process_count()
-        say(f"{num_rows:,} rows in {num_learned} steps, {num_rows / spent:,.0f} a second")
+        rows = ROWS * jax.process_count()  # of a step
+        done, spent = checkpointer.steps, time.monotonic() - begin
+        rate = rows * (done - first) / spent
+        say(f"{rows * done:,} rows in {done} steps, {rate:,.0f} a second since step {first}")
 
 
 def main():

@@ -370,6 +370,15 @@ def test_the_overview_names_every_program_and_every_page_of_results():
     assert not missing | {page for page in pages if f"`{page}`" not in overview}
 
 
+def test_each_page_of_results_is_of_the_run_of_its_rows():
+    for page in sorted(report.RESULTS.glob("*.md")):
+        rows = [json.loads(line) for line in page.with_suffix(".jsonl").read_text().splitlines()]
+        title, text = page.stem.split("_", 2)[2], page.read_text()
+        assert text.startswith(f"# {title}\n"), page.name
+        facts = {row[name] for row in rows for name in ("hardware", "commit", "date")}
+        assert all(fact in text for fact in facts), page.name
+
+
 def test_a_page_names_no_folder_of_the_machine(monkeypatch):
     beside = report.RESULTS.parents[2] / "before"
     monkeypatch.setattr(sys, "argv", ["/measure.py", str(beside), "--quick"])

@@ -21,7 +21,7 @@ from support.training import step_of
 import jdp
 from benchmarks.gpu import programs
 from jdp import collectives
-from jdp.tools import targets
+from jdp.tools import explain, explain_command, targets
 from jdp.tools.rate import GPUS
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
@@ -304,6 +304,40 @@ def test_rows_of_experts_are_exchanged_without_padding(h200s):
     sent = [x.num_bytes for x in found.buckets if x.kind == "ragged-all-to-all"]
     assert sent == 3 * [ROWS // 8 * DIM * 4]  # there, back, and the gradient of the results
     assert "all-to-all" not in {x.kind for x in found.buckets if x.num_bytes > 1000}
+    assert not found.findings
+
+
+def _activations(report, axis, kind):
+    """Bytes that a device sends along a further axis in a step."""
+    sent = [x for x in report.buckets if x.axes == (axis,) and x.kind == kind]
+    return sum(x.num_bytes * x.runs for x in sent)
+
+
+# On 2 ranks; what is sent of an activation, with the sizes of the examples.
+EXAMPLES = {
+    # Two layers of two halves, forward and backward, the table's rows and their gradient; the
+    # largest logit, the sum and the target of each token.
+    "tensor_parallel": ("model", "all-reduce", (2 * 2 * 2 + 2) * 16 * 24 * 32 + 3 * 16 * 24),
+    # Forward and backward in p + m - 1 ticks.
+    "pipeline": ("pipe", "collective-permute", 2 * (4 + 8 - 1) * 4 * 16),
+    # Two rings for two layers: keys and values, in the backward pass their gradients, too; with
+    # documents and positions.
+    "ring_attention": ("seq", "collective-permute", 2 * 4 * ((2 + 4) * 4 * 16 * 32 + 2 * 80)),
+    # Tokens of two experts each: there, back, and the gradient of the results.
+    "mixture_of_experts": ("expert", "ragged-all-to-all", 3 * 8 * 2 * 16),
+    # In p + m - 1 ticks two layers of two halves: forward, recomputed, backward.
+    "three_axes": ("model", "all-reduce", (2 + 4 - 1) * 2 * 2 * 3 * 4 * 16 * 32),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_send_the_activations_of_their_formulas(name, h200s):
+    script = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    found = explain.explain_call(
+        *explain_command.first_call(str(script), "step", []), on=h200s, rates=None
+    )
+    axis, kind, num_sent = EXAMPLES[name]
+    assert _activations(found, axis, kind) == 4 * num_sent
     assert not found.findings
 
 
