@@ -204,7 +204,8 @@ def max_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Return the elementwise maximum of a tree over ranks; NaN if any rank has NaN.
 
     `lax.pmax` loses NaN on CPUs, and gives different results between processes. The gradient is
-    exact, with the step's weights; ranks that share the maximum share it.
+    exact, with the step's weights; ranks that share the maximum share it. To see which rows had
+    NaN, return `jdp.rows(jnp.isnan(losses))`, and see `jdp.debug.first_nonfinite`.
 
     Args:
       x: tree of arrays of floats, integers or booleans, any shapes. A rank of weight 0 counts too:

@@ -165,7 +165,8 @@ def test_micro_batches_and_own_clips_and_scanned_steps_stay_local():
     assert_close(fetched(found), right)
 
 
-def test_quantized_outer_gradients_have_equal_bits_and_round_as_their_blocks():
+@pytest.mark.parametrize("dtype, largest", [(jnp.int8, 127), (jnp.int4, 7)])
+def test_quantized_outer_gradients_have_equal_bits_and_round_as_their_blocks(dtype, largest):
     ranks(4)
     start = {"w": np.random.default_rng(0).normal(size=(71, 67)).astype("f")}
 
@@ -182,9 +183,10 @@ def test_quantized_outer_gradients_have_equal_bits_and_round_as_their_blocks():
         assert_equal_bits(state.opt_state.own_params.value)
         return state.params["w"]
 
-    exact, rounded = run(), run(all_reduce=jdp.collectives.quantized)
+    quantized = functools.partial(jdp.collectives.quantized, dtype=dtype)
+    exact, rounded = run(), run(all_reduce=quantized)
     error, moved = np.abs(exact - rounded).max(), np.abs(exact - start["w"]).max()
-    assert 0 < error <= 2 * moved / 127
+    assert 0 < error <= 2 * moved / largest
 
 
 def test_leaves_of_a_fragment_are_quantized_as_one_array():
