@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 253,
-    "lines of jdp": 57_407,
+    "lines of jdp": 57_409,
     "words of docstrings and comments in jdp": 64_750,
-    "lines of tests": 76_908,
+    "lines of tests": 76_909,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
