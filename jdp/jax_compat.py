@@ -25,8 +25,8 @@ DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 # 0.10.2, not on 0.12.0.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 
-# XLA aborts on axes nested in another order than the mesh's, beside one that is in no shard_map or
-# of size 1. Seen on 0.11.2 and 0.12.0, not on 0.10.2.
+# XLA aborts on axes nested in another order than the mesh's, beside an axis that it sees in no
+# shard_map. Seen on 0.11.2 and 0.12.0, not on 0.10.2.
 ABORTS_ON_UNORDERED_AXES = jax.__version_info__ >= (0, 11, 0)
 
 # XLA for CPUs removes barriers before it has fused operations.

@@ -64,7 +64,7 @@ def xla(
 
 
 def packs(axes: tuple[str, ...], mesh: Mesh | None) -> bool:
-    """Whether a bucket is sent as one array; the compiler may have split none of its leaves."""
+    """Whether a bucket is sent as one array, for which the compiler must split no leaf."""
     around = axis.enclosing_mesh()
     left = [name for name, size in around.shape.items() if size > 1]
     is_manual = set(axes) | set(left) <= set(around.manual_axes)

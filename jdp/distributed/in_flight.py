@@ -3,7 +3,6 @@
 import atexit
 import operator
 import re
-import sys
 import threading
 import time
 from collections import deque
@@ -229,7 +228,6 @@ _forgotten: deque[Any] = deque(maxlen=4 * _MAX)
 # JAX runs a small CPU program before the dispatch returns.
 _being_made: deque[StepCall] = deque(maxlen=1)
 _overdue = Overdue()
-_told = threading.Event()  # the author got an error of a call
 
 
 def begin_call(call: StepCall) -> None:
@@ -317,14 +315,6 @@ def accept_new_state() -> None:
 
 
 def _drain(num_left: int) -> None:
-    try:
-        _check_finished(num_left)
-    except RuntimeError:
-        _told.set()
-        raise
-
-
-def _check_finished(num_left: int) -> None:
     while len(_calls) > num_left:
         call = _calls[0]  # stays there while waited for, see `_num_running`
         try:
@@ -423,12 +413,11 @@ def _wait_at_end() -> None:
     for weight in [*_forgotten, *(call.weight for call in _calls)]:
         while not _has_run(weight) and time.monotonic() < end:
             time.sleep(0.005)
-    if _told.is_set() or hasattr(sys, "last_value") or time.monotonic() >= end:
-        return
-    try:
-        drain()
-    except RuntimeError as error:
-        fail_fast.fail_at_exit(error)
+    if time.monotonic() < end:
+        try:
+            drain()
+        except RuntimeError as error:
+            fail_fast.fail_at_exit(error)
 
 
 def _has_run(weight: Any) -> bool:

@@ -421,8 +421,8 @@ def check_step(
 
     Raises:
       ValueError: a leaf or a metric differs by more than `tolerance` (the error names the worst and
-        the likely cause); the step does not run without a further axis; several processes share
-        the mesh; it has none of `axes`, or one device along them; or an argument was donated.
+        the likely cause). Or several processes share the mesh, `axes` has other names than the
+        mesh or one device, the step does not run without an axis, or an argument was donated.
       TypeError: `num_steps` is not an integer.
 
     >>> import jax, jax.numpy as jnp, optax, jdp

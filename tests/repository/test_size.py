@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 253,
-    "lines of jdp": 57_409,
-    "words of docstrings and comments in jdp": 64_750,
+    "lines of jdp": 57_398,
+    "words of docstrings and comments in jdp": 64_739,
     "lines of tests": 76_909,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,

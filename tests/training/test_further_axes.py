@@ -330,7 +330,7 @@ def test_check_step_refuses_axes_along_which_nothing_can_be_compared():
 
 def of_stages(nested):
     def on_stage(p, x):
-        # The results are unused, so that XLA sees none of it.
+        # XLA does not get these, because nothing reads the results.
         if nested:
             jax.shard_map(lambda p: p, axis_names={"model"}, in_specs=P(), out_specs=P())(p)
         else:
