@@ -52,7 +52,7 @@ demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's 
 
 # What is tested anew only when it changes: its digest lies beside the tests when they have passed.
 CSRC := jdp/csrc tests/csrc benchmarks/gpu
-SCHEDULED := jdp/collectives jdp/tools jdp/reduction jdp/training tests/schedules requirements/newest.txt
+SCHEDULED := jdp/collectives jdp/tools jdp/reduction jdp/training examples tests/schedules requirements/newest.txt
 # Folders, the file of the digest.
 digest = find $(1) -name '*.py' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name newest.txt | \
 	LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16

@@ -89,31 +89,35 @@ def with_capacity(params, x, chosen, factor):
     return jnp.concatenate([back, jnp.zeros((1, WIDTH))])[slots], is_dropped.mean()
 
 
-def experts_on_device(params, x, capacity, room):
-    """The results of tokens [tokens, width] of this device, and the load of this "expert" group."""
+def parts_on_device(params, batch, capacity, room):
+    """The loss without the balance, the load and the share of dropped tokens, of this device."""
+    x = batch["x"]
     chosen, weights, load = choose(params["gate"], x)
     if capacity:
         back, dropped = with_capacity(params, x, chosen, capacity)
     else:
         back, dropped = dropless(params, x, chosen, room)
-    return jnp.einsum("tbw,tb->tw", back, weights), lax.pmean((*load, dropped), "expert")
+    logits = (x + jnp.einsum("tbw,tb->tw", back, weights)) @ params["head"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return loss, load, dropped
 
 
 def loss_fn(capacity, room, params, batch):
     # jdp splits the rows over "data"; this function splits them again, over "expert".
-    layer = jax.shard_map(
-        functools.partial(experts_on_device, capacity=capacity, room=room),
-        axis_names={"expert"},
-        in_specs=(SPECS, P("expert")),
-        out_specs=(P("expert"), P()),
+    @functools.partial(
+        jax.shard_map, axis_names={"expert"}, in_specs=(SPECS, P("expert")), out_specs=P()
     )
-    results, (chosen, probability, dropped) = layer(params, batch["x"])
+    def parts(params, batch):
+        return lax.pmean(parts_on_device(params, batch, capacity, room), "expert")
+
+    loss, load, dropped = parts(params, batch)
     # A product of means: each mean is one over all ranks, so the loss is that of one device.
-    chosen, probability = jdp.mean_over_ranks((chosen, probability))
-    balance = EXPERTS * jnp.sum(chosen * probability)
-    logits = (batch["x"] + results) @ params["head"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    balance = balance_of(*jdp.mean_over_ranks(load))
     return loss + BALANCE * balance, {"loss": loss, "balance": balance, "dropped": dropped}
+
+
+def balance_of(chosen, probability):
+    return EXPERTS * jnp.sum(chosen * probability)
 
 
 def new_params():

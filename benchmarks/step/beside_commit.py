@@ -114,7 +114,7 @@ def _measure(checkout: Path, quick: bool) -> dict[str, Cost]:
     for problem in (
         models.problem_of("mlp"),
         models.problem_of("transformer"),
-        models.many_leaves(1_000 if quick else 10_000),
+        models.many_leaves(1_000 if quick else 3_000),
     ):
         for num_ranks, k in [(4, 1)] if problem.name.endswith("leaves") else [(4, 1), (2, 8)]:
             what = f"trace and lower {problem.name}, {num_ranks} ranks, k={k}"
