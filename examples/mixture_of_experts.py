@@ -111,8 +111,10 @@ def loss_fn(capacity, room, params, batch):
         return lax.pmean(parts_on_device(params, batch, capacity, room), "expert")
 
     loss, load, dropped = parts(params, batch)
-    # A product of means: each mean is one over all ranks, so the loss is that of one device.
-    balance = balance_of(*jdp.mean_over_ranks(load))
+    # The loss has a product of two means. If one is of all ranks, the mean of the products is that
+    # of one device. It is the one without a gradient, so the backward pass sends nothing.
+    chosen, probability = load
+    balance = balance_of(jdp.mean_over_ranks(chosen), probability)
     return loss + BALANCE * balance, {"loss": loss, "balance": balance, "dropped": dropped}
 
 

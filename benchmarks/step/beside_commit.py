@@ -34,11 +34,12 @@ _HERE = Path(__file__).resolve().parents[2]
 
 
 def _lend_clocks_and_models() -> None:
-    """Give a checkout from before `jdp.tools` those modules of this one that import no jdp."""
+    """Import jdp of PYTHONPATH's checkout, and all else from here; lend it `jdp.tools`, if none."""
     if importlib.util.find_spec("jdp.tools") is None:
         package = types.ModuleType("jdp.tools")
         package.__path__ = [str(_HERE / "jdp/tools")]
         sys.modules["jdp.tools"] = package
+    sys.path.insert(0, str(_HERE))
 
 
 _lend_clocks_and_models()
@@ -87,7 +88,7 @@ def _options() -> argparse.Namespace:
 
 def _in_a_process(checkout: Path, quick: bool) -> dict[str, Cost]:
     """Measure one checkout: imports its jdp, but the benchmarks of this checkout."""
-    environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{_HERE}"}
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed jdp is compiled
     environment["PYTHONPYCACHEPREFIX"] = str(report.SCRATCH / "bytecode")
 

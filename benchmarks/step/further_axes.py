@@ -82,9 +82,10 @@ def experts_model(capacity: float) -> Model:
         return example.loss_fn(capacity, 0, params, batch)[0]
 
     def loss_by_hand(params: Any, batch: Any) -> jax.Array:
-        parts = example.parts_on_device(params, batch, capacity, 0)
-        loss, load = lax.pmean(parts[:2], ("data", "expert"))
-        return loss + example.BALANCE * example.balance_of(*load)
+        axes = ("data", "expert")
+        loss, (chosen, probability), _ = example.parts_on_device(params, batch, capacity, 0)
+        balance = example.balance_of(lax.pmean(chosen, axes), probability)
+        return lax.pmean(loss + example.BALANCE * balance, axes)
 
     return Model(
         "mixture_of_experts.py" + (f" --capacity {capacity:g}" if capacity else ""),

@@ -179,20 +179,22 @@ def placed_equations(
 ) -> list[tuple[Any, _Place]]:
     """Return `equations` with places; `enter` returns the bodies' place, or None to skip them."""
     found: list[tuple[Any, _Place]] = []
-    _add_placed(found, opened(jaxpr), place, enter, set())
+    inner = bodies_by_equation(jaxpr)
+    seen = set()
+
+    def add(jaxpr: Any, place: _Place) -> None:
+        if (id(jaxpr), place) in seen:
+            return
+        seen.add((id(jaxpr), place))
+        for eqn in jaxpr.eqns:
+            found.append((eqn, place))
+            for body in inner.get(id(eqn), ()):
+                inside = enter(place, eqn)
+                if inside is not None:
+                    add(body, inside)
+
+    add(opened(jaxpr), place)
     return found
-
-
-def _add_placed(found: list[Any], jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> None:
-    if (id(jaxpr), place) in seen:
-        return
-    seen.add((id(jaxpr), place))
-    for eqn in jaxpr.eqns:
-        found.append((eqn, place))
-        for body in bodies(eqn) if eqn.params else ():
-            inside = enter(place, eqn)
-            if inside is not None:
-                _add_placed(found, body, inside, enter, seen)
 
 
 _PLAIN: set[type] = set()

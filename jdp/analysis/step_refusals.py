@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,6 +228,8 @@ def _unordered_axes(step: Any, traced: Traced) -> Iterator[str]:
         return entered(place, jaxprs.manual_axes(eqn)) if is_map else place
 
     start = entered(((), frozenset()), jaxprs.manual_axes(step))
+    if start[1].issuperset(names):
+        return
     for eqn, place in jaxprs.placed_equations(step.params["jaxpr"], start, enter):
         inner = enter(place, eqn)
         if eqn.primitive.name == "axis_index" and sizes.get(eqn.params["axis_name"], 1) > 1:
@@ -270,9 +272,10 @@ def _untouched(step: Any, traced: Traced) -> Iterator[str]:
         return  # a Ref may hold parameters
     moved: set[Any] = set()  # values that depend on gradients
     same = {*body.invars}
+    inner = jaxprs.bodies_by_equation(body)
     for eqn in body.eqns:
         read = [v for v in eqn.invars if not jaxprs.is_literal(v)]
-        if any(v in moved for v in read) or _marks_gradients(eqn):
+        if not moved.isdisjoint(read) or _marks_gradients(eqn, inner):
             moved.update(eqn.outvars, filter(jaxprs.is_ref, read))
         elif eqn.primitive.name == "jdp_mark" and same.issuperset(read):
             same.update(eqn.outvars)
@@ -295,12 +298,12 @@ def _untouched(step: Any, traced: Traced) -> Iterator[str]:
         )
 
 
-def _marks_gradients(eqn: Any) -> bool:
+def _marks_gradients(eqn: Any, inner: Mapping[int, list[Any]]) -> bool:
     if eqn.primitive.name == "jdp_mark":
         return eqn.params["kind"] == LOCAL
-    bodies = jaxprs.bodies(eqn) if eqn.params else ()
+    bodies = inner.get(id(eqn), ())
     marked = [body for body in bodies if "jdp_mark" in jaxprs.primitive_names(body)]
-    return any(_marks_gradients(inner) for body in marked for inner in body.eqns)
+    return any(_marks_gradients(each, inner) for body in marked for each in body.eqns)
 
 
 def _means(report: Report, traced: Traced) -> Iterator[str]:

@@ -21,6 +21,7 @@ _NEEDS_MESH = re.compile(
     r"requires a non-empty mesh|not under a mesh context|context mesh cannot be empty"
     r"|ManualAxisType\(varying="
 )
+_ERRORS = AssertionError, RuntimeError, ValueError
 
 
 def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -31,7 +32,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
             loses_mesh = axis.is_without_mesh()
             types = jax.tree.map(_of_rank, args) if loses_mesh else args
             return jax.make_jaxpr(fn, return_shape=True)(*types)
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except _ERRORS as error:
         if not loses_mesh or not _NEEDS_MESH.search(str(error)):
             raise
     return jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -44,15 +45,39 @@ def leaves(args: Sequence[Any], closed: Any) -> list[Any]:
         return [x if _has_mesh(aval) else _without_mesh(x) for x, aval in given]
 
 
-def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for a `shard_map` that runs the jaxpr of `traced`."""
+class MeshNeededError(Exception):
+    """A program must be traced again, with the mesh in types."""
+
+
+def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` for the `shard_map` of a program that `trace` traces."""
+    needs_mesh = False
 
     def run(*args: Any) -> Any:
-        closed, shapes = traced(fn, args)
-        results = jax.extend.core.jaxpr_as_fun(closed)(*leaves(args, closed))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        nonlocal needs_mesh
+        if needs_mesh:
+            return fn(*args)
+        with axis.without_mesh():
+            if not axis.is_without_mesh():
+                return fn(*args)
+            try:
+                return fn(*jax.tree.map(_without_mesh, args))
+            except _ERRORS as error:
+                needs_mesh = _NEEDS_MESH.search(str(error)) is not None
+                if not needs_mesh:
+                    raise
+                # Not here: a trace keeps the operations of the first attempt.
+                raise MeshNeededError from error
 
     return run
+
+
+def trace(program: Any, args: Sequence[Any]) -> Any:
+    """Return `program.trace(*args)` of a jitted program, with the mesh in types if it needs it."""
+    try:
+        return program.trace(*args)
+    except MeshNeededError:
+        return program.trace(*args)
 
 
 def _of_rank(x: Any) -> Any:

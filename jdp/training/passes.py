@@ -12,6 +12,7 @@ from jdp.analysis.diagnostics import WEIGHT, NamedTree, Output, Traced
 from jdp.analysis.step_refusals import Proved
 from jdp.collectives import call_order, hazards
 from jdp.data.dataset import find_mask
+from jdp.reduction import rank_trace
 from jdp.reduction.bucket_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
 from jdp.reduction.step_context import Choices
@@ -60,7 +61,7 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, called: tupl
     """Trace and prove a step here, on other platforms and on more ranks; `args` may be tracers."""
     inputs = _inputs(rank_program, args, called)
     program = _mapped(rank_program, inputs, choices)
-    jaxpr, traced = _result(rank_program, inputs, program.trace(*inputs.args))
+    jaxpr, traced = _result(rank_program, inputs, rank_trace.trace(program, inputs.args))
     proved = _prove(rank_program, inputs, jaxpr, traced)
     lints.require_narrow(jaxpr, traced)
     return Pass(inputs, choices, program, jaxpr, traced, proved)
@@ -125,7 +126,7 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
         if late not in jaxprs:  # for the same text
             other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
             program = _mapped(rank_program, inputs, other)
-            jaxprs[late] = program.trace(*inputs.args).jaxpr
+            jaxprs[late] = rank_trace.trace(program, inputs.args).jaxpr
         proved[late] = step_refusals.check(jaxprs[late], traced)
     return proved[here] if here in proved else step_refusals.proved(jaxpr, traced)
 
@@ -158,7 +159,7 @@ def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
 
 def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tuple[Any, Any, Traced]:
     program = _mapped(rank_program, inputs, choices)
-    return program, *_result(rank_program, inputs, program.trace(*inputs.args))
+    return program, *_result(rank_program, inputs, rank_trace.trace(program, inputs.args))
 
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:

@@ -99,7 +99,7 @@ class RankProgram:
         if layout.adds_whole_updates:
             on_rank = slice_pushdown.sliced_early(on_rank)
         elif not choices.ready:
-            on_rank = rank_trace.evaluated(on_rank)
+            on_rank = rank_trace.meshless(on_rank)
         axis_name = self.spec.axis_name
         rows: Any = P(axis_name)
         parts: Any = [*shard_layout.specs(axis_name, shard_axes or axis_name)]

@@ -46,8 +46,8 @@ IS_HIT = {
         p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed")
     ),
     "subnormal float16": lambda p: p.dtype == "float16" and p.tiny,
-    "a dim over ranks and further devices": lambda p: p.auto > 1 and p.tx != "replicated",
-    "skipped updates": lambda p: p.optimizer == "skipping",
+    "a dim over ranks and further devices": lambda p: p.auto > 1 and p.stage > 0,
+    "skipped updates": lambda p: p.skips,
     "virtual ranks of empty leaves": lambda p: p.devices > 0 and p.extra == "empty",
     "sums between processes": lambda p: p.processes > 1 and p.extra == "large",
 }

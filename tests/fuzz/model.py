@@ -85,7 +85,7 @@ def batches(p):
     """Draw the global batches: a list of dicts of NumPy arrays, rank by rank."""
     draw = np.random.default_rng([p.seed, 1])
     found = [_batch(p, draw) for _ in range(p.num_steps)]
-    if p.optimizer == "skipping":
+    if p.skips:
         found[1]["x"][draw.integers(p.ranks * p.rows)] = np.nan
     return found
 
@@ -123,6 +123,7 @@ def optimizer(p):
         "sgd": lambda: optax.sgd(rate),
         "momentum": lambda: optax.sgd(rate, momentum=0.9),
         "skipping": lambda: optax.sgd(rate, momentum=0.9),
+        "loss_scale": lambda: optax.sgd(rate, momentum=0.9),
         "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate)),
         "trust": lambda: optax.chain(optax.scale_by_trust_ratio(), optax.sgd(0.1)),
         "multi_steps": lambda: optax.MultiSteps(
@@ -137,6 +138,11 @@ def optimizer(p):
             optax.linear_schedule(rate, rate / 4, p.num_steps), momentum=0.5
         ),
     }[p.optimizer]()
+
+
+def outer_optimizer(p):
+    """Return the optimizer that joins ranks that trained alone."""
+    return optax.sgd(0.7, momentum=0.9, nesterov=True) if p.is_diloco else optax.sgd(1.0)
 
 
 def loss(p, over, params, rows, noise):

@@ -1,5 +1,6 @@
 """The same training in plain JAX and optax, on one device, with all rows at once: no jdp here."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from jax import lax
 
 from fuzz import model
-from fuzz.program import problem
+from fuzz.program import EVERY, problem
 
 
 def _divide(x, weight):
@@ -53,6 +54,8 @@ def slack(p):
     if not largest < _WILD:
         return jax.tree.map(lambda x: np.full(np.shape(x), np.inf), want)
     dtype = "float32" if p.dtype == "mixed" else p.dtype
+    if p.algorithm == "quantized":
+        dtype = "bfloat16"  # has 8 digits, as many as a quantized gradient
     moved = _train(problem(p), float(jnp.finfo(dtype).eps))
     return jax.tree.map(
         lambda a, b: np.abs(np.asarray(a, float) - np.asarray(b, float)), want, moved
@@ -95,7 +98,7 @@ def _step(p):
         norm, trained = optax.tree.norm(grads), _trained(p, params)
         updates, new_state = tx.update(_trained(p, grads), opt_state, trained)
         floats = optax.apply_updates(trained, updates)
-        if p.optimizer == "skipping":
+        if p.skips:
             kept = jnp.isfinite(norm)
             old, new = (trained, opt_state), (floats, new_state)
             floats, new_state = jax.tree.map(lambda x, y: jnp.where(kept, y, x), old, new)
@@ -108,20 +111,54 @@ def _step(p):
 @functools.lru_cache(maxsize=4)
 def _train(p, moved_by):
     params = jax.tree.map(lambda x: _moved(_widest(x), moved_by), model.params(p))
+    if p.is_local:
+        return _train_alone(p, params)
     opt_state = model.optimizer(p).init(_trained(p, params))
     own, step, metrics = np.zeros(p.ranks * p.rows), _step(p), []
     for i, rows in enumerate(model.batches(p)):
-        factor = 0.5 if p.loop in ("alternate", "two_in_jit") and i % 2 else 1.0
-        arguments = (params, opt_state, own, rows, noise(p, i), factor)
+        arguments = (params, opt_state, own, rows, noise(p, i), _factor(p, i))
         params, opt_state, own, reported, norm = step(*arguments)
         counted = np.int64(np.sum(np.asarray(model.weights(rows)) > 0))
         metrics.append({"loss": reported[0], "mean": reported[1], "out": reported[2]})
         metrics[-1] |= {"count": counted, "norm": norm, "before": reported[0]}
-    numbers = {"step": np.int32(p.num_steps), "seed": np.uint32(p.seed)}
-    state = {"params": params, "opt_state": opt_state, **numbers}
+    state = {"params": params, "opt_state": opt_state, **_numbers(p)}
     if p.state != "none":
         state["own"] = own if p.state == "rows" else own[:: p.rows]
     return jax.device_get((state, metrics))
+
+
+def _train_alone(p, params):
+    """Train each rank with its own rows, and join their parameters by the outer optimizer."""
+    outer, step = model.outer_optimizer(p), _step(dataclasses.replace(p, mesh=(1,)))
+    outer_state, metrics = outer.init(_trained(p, params)), []
+    ranks = [(params, model.optimizer(p).init(_trained(p, params)))] * p.ranks
+    for i, batch in enumerate(model.batches(p)):
+        found, zeros, noises = [], np.zeros(p.rows), np.split(noise(p, i), p.ranks)
+        for rank, (own, state) in enumerate(ranks):
+            rows = {name: np.split(x, p.ranks)[rank] for name, x in batch.items()}
+            own, state, _, reported, _ = step(own, state, zeros, rows, noises[rank], _factor(p, i))
+            ranks[rank] = own, state
+            found.append(reported[:3])
+        losses, means, outs = zip(*found, strict=True)
+        metrics.append({"loss": np.mean(losses), "mean": np.mean(means)})
+        metrics[-1] |= {"out": np.concatenate(outs), "count": np.int64(p.ranks * p.rows)}
+        if (i + 1) % EVERY == 0:
+            old = _trained(p, params)
+            moved = [jax.tree.map(jnp.subtract, old, _trained(p, own)) for own, _ in ranks]
+            mean = jax.tree.map(lambda *x: sum(x) / len(x), *moved)
+            updates, outer_state = outer.update(mean, outer_state, old)
+            floats = optax.apply_updates(old, updates)
+            params = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
+            ranks = [(params, state) for _, state in ranks]
+    return jax.device_get(({"params": params, **_numbers(p)}, metrics))
+
+
+def _factor(p, step):
+    return 0.5 if p.loop in ("alternate", "two_in_jit") and step % 2 else 1.0
+
+
+def _numbers(p):
+    return {"step": np.int32(p.num_steps), "seed": np.uint32(p.seed)}
 
 
 def _next(p, own, by_row):

@@ -64,8 +64,23 @@ class Program:
 
     @property
     def stage(self):
-        """Stage of jdp.sharded, 0 for jdp.replicated."""
-        return {"replicated": 0, "stage=1": 1, "stage=2": 2}.get(self.tx, 3)
+        """Stage of jdp.sharded, 0 for others."""
+        return {"stage=1": 1, "stage=2": 2, "stage=3": 3, "kept": 3}.get(self.tx, 0)
+
+    @property
+    def is_local(self):
+        """Whether ranks train alone, for `EVERY` steps at a time."""
+        return self.tx == "local_steps"
+
+    @property
+    def is_diloco(self):
+        """Whether these ranks have an outer optimizer."""
+        return self.is_local and self.seed % 2 == 1
+
+    @property
+    def skips(self):
+        """Whether the second update is skipped, for NaN in a row."""
+        return self.optimizer in ("skipping", "loss_scale")
 
     @property
     def num_steps(self):
@@ -94,7 +109,7 @@ CHOICES = {
     "tx_order": ["same", "other"],
     "auto": [1, 2],
     "library": ["jdp", "flax", "nnx"],
-    "tx": ["replicated", "stage=1", "stage=2", "stage=3", "kept"],
+    "tx": "replicated stage=1 stage=2 stage=3 kept local_steps".split(),
     "min_size": [1, 10, 100],
     "over": ["all", "inner", "outer"],
     "grad": ["jax", "jdp"],
@@ -105,7 +120,10 @@ CHOICES = {
     "tiny": [False, True],
     "trainable": ["all", "tree", "path"],
     "state": ["none", "rank", "rows"],
-    "optimizer": "sgd momentum clip trust multi_steps adam labelled injected skipping".split(),
+    "optimizer": [
+        *("sgd", "momentum", "clip", "trust", "multi_steps", "adam", "labelled", "injected"),
+        *("skipping", "loss_scale"),
+    ],
     "loss": [
         *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
         *("jvp", "linearize", "vmap"),
@@ -115,7 +133,7 @@ CHOICES = {
     "split": ["whole", "accumulate=2", "accumulate=3", "micro_batch_rows=2", "micro_batch_rows=4"],
     "noise": ["none", "shared", "rank"],
     "reduce": ["apply", "synced", "sum", "by_axis"],
-    "algorithm": ["auto", "xla", "ring", "native"],
+    "algorithm": ["auto", "xla", "ring", "native", "quantized"],
     "bucket_bytes": [4 * 2**20, 1, 100],
     "run": ["train_step", "shard_map", "typed", "pmap"],
     "apart": [False, True],
@@ -127,6 +145,9 @@ CHOICES = {
     "compiler": ["quick", "default"],
 }
 
+# Steps of ranks that train alone, from one outer update to the next; it divides `num_steps`.
+EVERY = 2
+
 # What the result does not depend on: such programs share one run of the oracle.
 WAYS = tuple(
     "order tx_order auto library tx min_size over grad algorithm bucket_bytes run apart devices "
@@ -136,8 +157,8 @@ WAYS = tuple(
 # With two CPU devices in each process.
 CHOICES_OF_PROCESSES = {
     n: CHOICES
-    | {"processes": [n], "mesh": [(2 * n,), (2, n), (n,)], "run": ["train_step", "shard_map"]}
-    | {"devices": [0]}
+    | {"processes": [n], "mesh": [(2 * n,), (2, n), (n,), (8,)], "devices": [0, 2 * n]}
+    | {"run": ["train_step", "shard_map"]}
     for n in (2, 3)
 }
 
@@ -148,10 +169,11 @@ def is_valid(p):
     exact_split = not p.split.startswith("accumulate") or p.rows % len(p.splits) == 0
     return (
         exact_split
-        and (p.ranks * p.auto <= 8 if p.processes == 1 else p.ranks * p.auto == 2 * p.processes)
+        and p.ranks * p.auto <= 8
+        and (p.processes == 1 or (p.devices or p.ranks * p.auto) == 2 * p.processes)
         and (len(p.mesh) == 2 or (p.order, p.tx_order) == ("mesh", "same"))
         and (len(p.mesh) == 2 or p.reduce != "by_axis")
-        and (p.tx != "replicated" or (p.min_size, p.over) == (1, "all"))
+        and (p.stage or (p.min_size, p.over) == (1, "all"))
         and (len(p.mesh) == 2 or p.over == "all")
         # A key is numbered by the axes of the optimizer, rows by those of the step.
         and (p.tx_order == "same" or p.noise != "rank")
@@ -162,7 +184,17 @@ def is_valid(p):
         # A rate that is injected has the dtype of the first parameter.
         and (p.optimizer != "injected" or p.dtype == "float64")
         # A row without weight may have NaN, and state of ranks keeps it.
-        and (p.optimizer != "skipping" or (p.weight, p.state) == ("none", "none"))
+        and (not p.skips or (p.weight, p.state) == ("none", "none"))
+        # Only there the author's function has the scale, and the loss is a float32 at least.
+        and (p.optimizer != "loss_scale" or (is_step and p.library == "jdp"))
+        and (p.optimizer != "loss_scale" or p.loss != "global_mean")
+        # Ranks that train alone have losses of their own rows, and a state of jdp's.
+        and (not p.is_local or (is_step and p.library == "jdp" and not p.skips))
+        and (not p.is_local or (p.loss, p.weight, p.reduce) == ("rows", "none", "apply"))
+        and (not p.is_local or (p.state, p.devices) == ("none", 0))
+        and (not p.is_local or (p.model not in ("late", "late_models", "integer")))
+        # An evaluation sees the outer parameters.
+        and (not p.is_local or p.loop != "evaluated")
         and (not p.tiny or p.optimizer in ("sgd", "momentum"))
         # jax.value_and_grad(allow_int=True) is the only gradient that allows integers.
         and (p.model != "integer" or (p.split == "whole" and p.run != "typed" and p.grad == "jax"))
@@ -185,10 +217,10 @@ def is_valid(p):
         and (is_step or p.weight == "none" or p.loss == "rows")
         and (is_step or (p.loop, p.feed, p.auto) == ("python", "arrays", 1))
         and (is_step or p.donate)
-        # Virtual ranks lie on one axis, and processes have as many of them as devices.
+        # Virtual ranks lie on one axis.
         and (not p.devices or (is_step and len(p.mesh) == 1 and p.auto == 1))
         and ((p.state, p.stage) == ("none", 0) or p.ranks % (p.devices or 1) == 0)
-        and (p.devices <= p.ranks and (not p.devices or p.processes == 1))
+        and p.devices <= p.ranks
         # An evaluation sees all rows at once.
         and (p.loop != "evaluated" or p.split == "whole")
         and (p.run != "pmap" or len(p.mesh) == 1)
@@ -202,13 +234,14 @@ def problem(p):
     ways = dict.fromkeys(WAYS)
     ways |= {"reduce": "apply" if p.reduce != "sum" else "sum", "processes": 1}
     ways["model"] = "scan" if p.model in ("scan_layers", "late") else p.model
+    ways["tx"] = p.tx if p.is_local else None
     ways["loop"] = "alternate" if p.loop in ("alternate", "two_in_jit") else "python"
     return dataclasses.replace(p, **ways)
 
 
 def refusal(p):
     """Why jdp may refuse this program, or None where it must run."""
-    if p.run == "typed" and p.algorithm in ("ring", "native"):
+    if p.run == "typed" and p.algorithm in ("ring", "native", "quantized"):
         return "types cannot say that this algorithm leaves the same value on all ranks"
     if p.processes > 1 and p.run == "shard_map" and p.algorithm == "native":
         return (

@@ -6,6 +6,7 @@ from jax import lax
 
 import jdp
 from fuzz import model, states
+from fuzz.program import EVERY
 
 
 def optimizer(p):
@@ -17,7 +18,13 @@ def optimizer(p):
         "mean": p.reduce != "sum",
     }
     tx = model.optimizer(p)
+    if p.is_local:
+        options = {name: options[name] for name in ("axis_name", "all_reduce")} | {"every": EVERY}
+        if p.is_diloco:
+            return jdp.diloco(tx, model.outer_optimizer(p), **options)
+        return jdp.local_sgd(tx, **options)
     tx = jdp.skip_nonfinite(tx) if p.optimizer == "skipping" else tx
+    tx = jdp.dynamic_loss_scale(tx, initial=8.0) if p.optimizer == "loss_scale" else tx
     if p.stage == 0:
         return jdp.replicated(tx, **options)
     over = {"all": None, "outer": p.tx_axes[0], "inner": p.tx_axes[-1]}[p.over]
@@ -85,7 +92,15 @@ def body(p, factor=1.0):
     split = {} if how == "whole" else {how: int(number)}
     loss_fn = _loss(p, factor)
 
-    def differentiate(params, batch, key):
+    def differentiate_scaled(scale, *args):
+        def scaled(*args):
+            loss, aux = loss_fn(*args)
+            return loss * scale, aux
+
+        (loss, aux), grads = differentiate(scaled, *args)
+        return (loss / scale, aux), grads
+
+    def differentiate(loss_fn, params, batch, key):
         if p.loss == "global_mean":
             fn = jdp.global_mean(lambda *args: loss_fn(*args)[0], axis_name=axes)
             loss, grads = jax.value_and_grad(fn)(params, batch, key)
@@ -103,7 +118,11 @@ def body(p, factor=1.0):
 
     def on_rank(state, batch):
         batch, key = _given(p, state, batch)
-        (loss, aux), grads = differentiate(library.params(state), batch, key)
+        given = library.params(state), batch, key
+        if p.optimizer == "loss_scale":
+            (loss, aux), grads = differentiate_scaled(state.opt_state.scale, *given)
+        else:
+            (loss, aux), grads = differentiate(loss_fn, *given)
         given = {} if is_step or weight is None else {"weight": weight(batch)}
         synced = p.reduce in ("synced", "by_axis") or p.loss == "global_mean"
         if synced and p.loss != "global_mean":

@@ -48,7 +48,9 @@ def _train(p):
     if not p.donate and before is not None:
         _require_same(before, state, "donate=False, and the first state changed")
     named = states.OF[p.library].named(trained)
-    if p.optimizer == "skipping":
+    if p.is_local:
+        del named["opt_state"]  # of each rank; outer updates read it
+    if p.skips:
         named["opt_state"] = named["opt_state"].inner_state
     if p.state != "none":
         named["own"] = trained.model_state["own"].value
