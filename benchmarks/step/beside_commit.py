@@ -47,7 +47,7 @@ _lend_clocks_and_models()
 from benchmarks.harness import models, report, timing  # noqa: E402
 from benchmarks.harness.report import Section  # noqa: E402
 
-NUM_ROUNDS, GOAL = 8, 1.02
+NUM_ROUNDS, GOAL = 5, 1.02
 COMMANDS = {"import jdp": ["-c", "import jdp"], "jdp run --help": ["-m", "jdp", "run", "--help"]}
 
 

@@ -61,7 +61,7 @@ class Model(NamedTuple):
 
 def tensor_parallel_model() -> Model:
     example = tensor_parallel
-    example.VOCABULARY, example.WIDTH, example.HIDDEN, example.LENGTH = 512, 128, 512, 64
+    vars(example).update(VOCABULARY=512, WIDTH=128, HIDDEN=512, LENGTH=64)
     return Model(
         "tensor_parallel.py",
         "model",
@@ -76,7 +76,7 @@ def tensor_parallel_model() -> Model:
 
 def experts_model(capacity: float) -> Model:
     example = mixture_of_experts
-    example.WIDTH, example.HIDDEN = 128, 512
+    vars(example).update(WIDTH=128, HIDDEN=512)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return example.loss_fn(capacity, 0, params, batch)[0]

@@ -5,6 +5,7 @@ trace has no mesh, and a mark removes it from values' types. A program with a ba
 is traced with it.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` for the `shard_map` of a program that `trace` traces."""
     needs_mesh = False
 
-    def run(*args: Any) -> Any:
+    def on_rank(*args: Any) -> Any:
         nonlocal needs_mesh
         if needs_mesh:
             return fn(*args)
@@ -69,7 +70,8 @@ def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
                 # Not here: a trace keeps the operations of the first attempt.
                 raise MeshNeededError from error
 
-    return run
+    on_rank.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]  # for JAX's errors
+    return on_rank
 
 
 def trace(program: Any, args: Sequence[Any]) -> Any:

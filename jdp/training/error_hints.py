@@ -16,7 +16,7 @@ from jdp.step_spec import StepSpec
 
 # JAX names the arguments of jdp's traced function.
 _ASKED = re.compile(
-    r"the function (?:_on_rank|reading|recording) at .* depends on the values? of the "
+    r"the function (?:_?on_rank|reading|recording) at .* depends on the values? of the "
     r"arguments? (.*)\.$",
     re.MULTILINE,
 )

@@ -60,9 +60,23 @@ def test_a_first_trace_of_the_author_is_below_few_frames():
     step(state, jnp.ones((4, 3)))
     own = ["Step.__call__", "Step.run", "Step._run"]
     step_and_program = [*own, "CompiledStep.__call__", "CompiledStep._run"]
-    trace = ["evaluated.<locals>.run", "traced", "RankProgram._on_rank"]
+    trace = ["trace", "meshless.<locals>.on_rank", "RankProgram._on_rank"]
     passes = ["CompiledStep._build_first", "probe", *trace]
     assert found == [[*step_and_program, *passes]]  # and not below `on_mesh`, in a second trace
+
+
+def test_a_program_with_a_bare_partition_spec_has_no_operation_of_its_trace_without_a_mesh():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        total = jax.lax.psum(batch.sum(), "data")
+        where = jax.sharding.PartitionSpec()
+        return state + jax.lax.with_sharding_constraint(total, where), {}
+
+    given = jnp.zeros(()), jnp.ones((4, 3))
+    assert str(step.trace(*given).jaxpr).count(" = psum") == 1
+    assert step(*given)[0] == 12
 
 
 def on_an_explicit_mesh():
