@@ -2,9 +2,8 @@
 
 As in the DiLoCo paper, all begin at parameters from synchronous steps.
 
-    python -m benchmarks.step.local_steps          a language model, three seeds
-    python -m benchmarks.step.local_steps --quick  few steps, to see that it works
-
+    jdp run --nproc-per-node 4 -m benchmarks.step.local_steps          a language model, three seeds
+    jdp run --nproc-per-node 4 -m benchmarks.step.local_steps --quick  few steps
 Prints its table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
@@ -21,16 +20,17 @@ from benchmarks.harness import report
 from benchmarks.harness.report import Section
 from examples import elastic_language_model as model
 
-NUM_RANKS, LENGTH, DIM, DEPTH = 4, 64, 64, 4
+LENGTH, DIM, DEPTH = 64, 64, 4
 BATCH_ROWS, HELD_OUT, RATE = 32, 1024, 2e-3
 STEPS, EVERY = 1000, 30
 
 
 def main() -> None:
     quick = report.parser(__doc__).parse_args().quick
-    jdp.init(cpu_ranks=NUM_RANKS)
+    jdp.init()
     section = measure(num_steps=60 if quick else STEPS, num_seeds=1 if quick else 3)
-    report.publish("local_steps", [section], quick=quick)
+    if jax.process_index() == 0:
+        report.publish("local_steps", [section], quick=quick)
 
 
 def measure(*, num_steps: int, num_seeds: int) -> Section:
@@ -55,8 +55,9 @@ def measure(*, num_steps: int, num_seeds: int) -> Section:
     return Section(
         "Local steps",
         f"A decoder ({DEPTH} layers of width {DIM}) on {BATCH_ROWS} rows of {LENGTH} bytes of "
-        f"Python sources in each step, over {NUM_RANKS} ranks: {num_steps:,} synchronous steps of "
-        f"Adam at {RATE:g}, then {num_steps:,} of each optimizer with a cosine from there to 0. "
+        f"Python sources in each step, over {jax.device_count()} processes: {num_steps:,} "
+        f"synchronous steps of Adam at {RATE:g}, then {num_steps:,} of each optimizer with a cosine "
+        "from there to 0. "
         f"Bits for each of {HELD_OUT * LENGTH:,} bytes of other rows; the ratio is to `replicated` "
         "with the same seed. Sent: what one rank sends in a step, as a mean and at most, if an "
         "all-reduce sends each byte twice (by a ring), another collective once.",
@@ -121,7 +122,7 @@ def _trained(params: Any, tx: Any, num_steps: int, seed: int, every: int = 1) ->
         state, _ = train(state, batch)
     sent, mean_over = [], []
     for each in train.communication_plan(state, batch):
-        times = (2 if each.kind == "all-reduce" else 1) * (NUM_RANKS - 1) / NUM_RANKS
+        times = (2 if each.kind == "all-reduce" else 1) * (1 - 1 / jax.device_count())
         sent.append(times * each.num_bytes)
         mean_over.append(every if each.is_conditional else 1)
     found = jdp.evaluate(measure_bits, state.params, [jnp.asarray(held_out)])
