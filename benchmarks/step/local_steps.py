@@ -56,8 +56,8 @@ def measure(*, num_steps: int, num_seeds: int) -> Section:
         "Local steps",
         f"A decoder ({DEPTH} layers of width {DIM}) on {BATCH_ROWS} rows of {LENGTH} bytes of "
         f"Python sources in each step, over {jax.device_count()} processes: {num_steps:,} "
-        f"synchronous steps of Adam at {RATE:g}, then {num_steps:,} of each optimizer with a cosine "
-        "from there to 0. "
+        f"synchronous steps of Adam at {RATE:g}, then {num_steps:,} of each optimizer with a "
+        "cosine from there to 0. "
         f"Bits for each of {HELD_OUT * LENGTH:,} bytes of other rows; the ratio is to `replicated` "
         "with the same seed. Sent: what one rank sends in a step, as a mean and at most, if an "
         "all-reduce sends each byte twice (by a ring), another collective once.",

@@ -1,8 +1,7 @@
 """Trace a rank's program without the mesh in types.
 
-Equinox, Lineax, Optimistix and Diffrax refuse a `shard_map`'s types, which have a mesh. So the
-trace has no mesh, and a mark removes it from values' types. A program with a bare `PartitionSpec`
-is traced with it.
+Equinox, Lineax, Optimistix and Diffrax refuse a `shard_map`'s types, which have a mesh. So a
+mark removes it from values' types. A program with a bare `PartitionSpec` keeps it.
 """
 
 import inspect
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 
 from jdp import axis
 from jdp.analysis import marks
@@ -25,33 +23,12 @@ _NEEDS_MESH = re.compile(
 _ERRORS = AssertionError, RuntimeError, ValueError
 
 
-def traced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the jaxpr of `fn(*args)`, and its result as shapes."""
-    loses_mesh = False
-    try:
-        with axis.without_mesh():
-            loses_mesh = axis.is_without_mesh()
-            types = jax.tree.map(_of_rank, args) if loses_mesh else args
-            return jax.make_jaxpr(fn, return_shape=True)(*types)
-    except _ERRORS as error:
-        if not loses_mesh or not _NEEDS_MESH.search(str(error)):
-            raise
-    return jax.make_jaxpr(fn, return_shape=True)(*args)
-
-
-def leaves(args: Sequence[Any], closed: Any) -> list[Any]:
-    """Return the operands of the jaxpr of `traced(fn, args)`."""
-    given = zip(jax.tree.leaves(args), closed.in_avals, strict=True)
-    with axis.without_mesh():
-        return [x if _has_mesh(aval) else _without_mesh(x) for x, aval in given]
-
-
 class MeshNeededError(Exception):
-    """A program must be traced again, with the mesh in types."""
+    """Trace again, with the mesh in types."""
 
 
 def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` for the `shard_map` of a program that `trace` traces."""
+    """Return `fn` for `trace`, in a `shard_map`."""
     needs_mesh = False
 
     def on_rank(*args: Any) -> Any:
@@ -75,27 +52,14 @@ def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace(program: Any, args: Sequence[Any]) -> Any:
-    """Return `program.trace(*args)` of a jitted program, with the mesh in types if it needs it."""
+    """Trace a jitted program, with the mesh in types if needed."""
     try:
         return program.trace(*args)
     except MeshNeededError:
         return program.trace(*args)
 
 
-def _of_rank(x: Any) -> Any:
-    if not _is_array(x):
-        return x
-    found = jax.typeof(x)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=found.weak_type)
-
-
 def _without_mesh(x: Any) -> Any:
-    return marks.without_mesh(x) if _has_mesh(jax.typeof(x)) else x
-
-
-def _has_mesh(aval: Any) -> bool:
-    return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.mesh.axis_names)
-
-
-def _is_array(x: Any) -> bool:  # in contrast to a `jax.Ref`
-    return isinstance(jax.typeof(x), jax.core.ShapedArray)
+    aval = jax.typeof(x)
+    is_array = isinstance(aval, jax.core.ShapedArray)  # no `jax.Ref`
+    return marks.without_mesh(x) if is_array and aval.sharding.mesh.axis_names else x

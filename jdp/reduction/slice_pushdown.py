@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp.reduction import flat_program, rank_trace, shard_registry
+from jdp.reduction import flat_program, shard_registry
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
 from jdp.reduction.partition import rules
 from jdp.reduction.partition.values import names_axes
@@ -37,13 +37,13 @@ def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
             return [leaves, [whole for whole, _ in found], [part.value for _, part in found]]
 
         setattr(recording, "__signature__", inspect.signature(fn))  # noqa: B010
-        closed, _ = rank_trace.traced(recording, args)
+        closed = jax.make_jaxpr(recording)(*args)
         # Unused results include marks for the proof.
         program = flat_program.flatten(closed, drops_dead=False)
         end = len(program.outs) - 2 * len(cuts)
         wholes, own = program.outs[end : end + len(cuts)], program.outs[end + len(cuts) :]
         run_program = _SlicedProgram(program, dict(zip(wholes, cuts, strict=True)))
-        values = run_program(rank_trace.leaves(args, closed), dict(zip(wholes, own, strict=True)))
+        values = run_program(jax.tree.leaves(args), dict(zip(wholes, own, strict=True)))
         return trees[0].unflatten([values[out] for out in program.outs[:end]])
 
     return run

@@ -13,7 +13,6 @@ from jax.interpreters import ad, batching, mlir
 
 from jdp.analysis import jaxprs
 from jdp.collectives import call_order
-from jdp.reduction import rank_trace
 
 
 def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
@@ -74,9 +73,9 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Update a bucket's parameters before the next ring's wait, unless each needs all gradients."""
 
     def run(*args: Any) -> Any:
-        closed, shapes = rank_trace.traced(fn, args)
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         body = jaxprs.opened(closed)
-        given = [*closed.consts, *rank_trace.leaves(args, closed)]
+        given = [*closed.consts, *jax.tree.leaves(args)]
         values = dict(zip([*body.constvars, *body.invars], given, strict=True))
         parts = _parts(body.eqns)
         last_use = {v: i for i, part in enumerate(parts) for v in _read(part)}

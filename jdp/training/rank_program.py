@@ -98,8 +98,6 @@ class RankProgram:
             on_rank = wait_order.update_between(on_rank)
         if layout.adds_whole_updates:
             on_rank = slice_pushdown.sliced_early(on_rank)
-        elif not choices.ready:
-            on_rank = rank_trace.meshless(on_rank)
         axis_name = self.spec.axis_name
         rows: Any = P(axis_name)
         parts: Any = [*shard_layout.specs(axis_name, shard_axes or axis_name)]
@@ -108,7 +106,7 @@ class RankProgram:
             specs[-1] = self.checksum_spec
         return jax.jit(
             jax_compat.shard_map(
-                on_rank,
+                rank_trace.meshless(on_rank),
                 mesh=virtual_ranks.traced_mesh(self.spec, self.mesh),
                 in_specs=tuple(specs),
                 out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),
