@@ -6,7 +6,7 @@ mark removes it from values' types. A program with a bare `PartitionSpec` keeps 
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,11 +24,11 @@ _ERRORS = AssertionError, RuntimeError, ValueError
 
 
 class MeshNeededError(Exception):
-    """Trace again, with the mesh in types."""
+    """Trace a `meshless` program again, with the mesh in types."""
 
 
 def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` for `trace`, in a `shard_map`."""
+    """Return `fn` for a `shard_map`."""
     needs_mesh = False
 
     def on_rank(*args: Any) -> Any:
@@ -49,14 +49,6 @@ def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     on_rank.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]  # for JAX's errors
     return on_rank
-
-
-def trace(program: Any, args: Sequence[Any]) -> Any:
-    """Trace a jitted program, with the mesh in types if needed."""
-    try:
-        return program.trace(*args)
-    except MeshNeededError:
-        return program.trace(*args)
 
 
 def _without_mesh(x: Any) -> Any:

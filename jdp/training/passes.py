@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdp import axis, pytrees
-from jdp.analysis import lints, step_refusals
+from jdp.analysis import line_of, lints, step_refusals
 from jdp.analysis.diagnostics import WEIGHT, NamedTree, Output, Traced
 from jdp.analysis.step_refusals import Proved
 from jdp.collectives import call_order, hazards
@@ -61,7 +61,7 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, called: tupl
     """Trace and prove a step here, on other platforms and on more ranks; `args` may be tracers."""
     inputs = _inputs(rank_program, args, called)
     program = _mapped(rank_program, inputs, choices)
-    jaxpr, traced = _result(rank_program, inputs, rank_trace.trace(program, inputs.args))
+    jaxpr, traced = _result(rank_program, inputs, _trace(rank_program, program, inputs))
     proved = _prove(rank_program, inputs, jaxpr, traced)
     lints.require_narrow(jaxpr, traced)
     return Pass(inputs, choices, program, jaxpr, traced, proved)
@@ -126,7 +126,7 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
         if late not in jaxprs:  # for the same text
             other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
             program = _mapped(rank_program, inputs, other)
-            jaxprs[late] = rank_trace.trace(program, inputs.args).jaxpr
+            jaxprs[late] = _trace(rank_program, program, inputs).jaxpr
         proved[late] = step_refusals.check(jaxprs[late], traced)
     return proved[here] if here in proved else step_refusals.proved(jaxpr, traced)
 
@@ -159,7 +159,21 @@ def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
 
 def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tuple[Any, Any, Traced]:
     program = _mapped(rank_program, inputs, choices)
-    return program, *_result(rank_program, inputs, rank_trace.trace(program, inputs.args))
+    return program, *_result(rank_program, inputs, _trace(rank_program, program, inputs))
+
+
+def _trace(rank_program: RankProgram, program: Any, inputs: Inputs) -> Any:
+    try:
+        return program.trace(*inputs.args)
+    except rank_trace.MeshNeededError as error:
+        spec, line = rank_program.spec, line_of(error.__cause__)
+        if spec.virtual_ranks not in (None, 1):
+            raise ValueError(
+                f"`{spec.name}` has a PartitionSpec without a mesh{f' at {line}' if line else ''}, "
+                "and virtual ranks have no mesh of devices.\n"
+                "Remove it: a rank sees its own rows and whole parameters."
+            ) from error
+    return program.trace(*inputs.args)
 
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:

@@ -60,7 +60,7 @@ def test_a_first_trace_of_the_author_is_below_few_frames():
     step(state, jnp.ones((4, 3)))
     own = ["Step.__call__", "Step.run", "Step._run"]
     step_and_program = [*own, "CompiledStep.__call__", "CompiledStep._run"]
-    trace = ["trace", "meshless.<locals>.on_rank", "RankProgram._on_rank"]
+    trace = ["_trace", "meshless.<locals>.on_rank", "RankProgram._on_rank"]
     passes = ["CompiledStep._build_first", "probe", *trace]
     assert found == [[*step_and_program, *passes]]  # and not below `on_mesh`, in a second trace
 
@@ -77,6 +77,8 @@ def test_a_program_with_a_bare_partition_spec_has_no_operation_of_its_trace_with
     given = jnp.zeros(()), jnp.ones((4, 3))
     assert str(step.trace(*given).jaxpr).count(" = psum") == 1
     assert step(*given)[0] == 12
+    with pytest.raises(ValueError, match=r"`step` .* at test_compiled_step.py:\d+, and virtual"):
+        jdp.train_step(step.spec.fn, virtual_ranks=4)(*given)
 
 
 def on_an_explicit_mesh():
