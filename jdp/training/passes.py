@@ -166,7 +166,7 @@ def _trace(rank_program: RankProgram, program: Any, inputs: Inputs) -> Any:
     try:
         return program.trace(*inputs.args)
     except rank_trace.MeshNeededError as error:
-        spec, line = rank_program.spec, line_of(error.__cause__)
+        spec, line = rank_program.spec, line_of(error.__cause__ or error)
         if spec.virtual_ranks not in (None, 1):
             raise ValueError(
                 f"`{spec.name}` has a PartitionSpec without a mesh{f' at {line}' if line else ''}, "
