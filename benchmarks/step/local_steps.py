@@ -11,7 +11,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -125,7 +124,8 @@ def _trained(params: Any, tx: Any, num_steps: int, seed: int, every: int = 1) ->
         times = (2 if each.kind == "all-reduce" else 1) * (1 - 1 / jax.device_count())
         sent.append(times * each.num_bytes)
         mean_over.append(every if each.is_conditional else 1)
-    found = jdp.evaluate(measure_bits, state.params, [jnp.asarray(held_out)])
+    others = jdp.batches(held_out, HELD_OUT, num_steps=1, shuffle=False)
+    found = jdp.evaluate(measure_bits, state.params, others)
     mean = sum(num_bytes / steps for num_bytes, steps in zip(sent, mean_over, strict=True))
     return Result(jax.device_get(state.params), float(found["bits"]), mean, sum(sent))
 
