@@ -111,8 +111,8 @@ def loss_fn(capacity, room, params, batch):
         return lax.pmean(parts_on_device(params, batch, capacity, room), "expert")
 
     loss, load, dropped = parts(params, batch)
-    # The loss has a product of two means. If one is of all ranks, the mean of the products is that
-    # of one device. It is the one without a gradient, so the backward pass sends nothing.
+    # The balance of one device is a product of two means over all ranks. The mean of each rank's
+    # product is equal to it if one factor is already a mean. `chosen` has no gradient to send back.
     chosen, probability = load
     balance = balance_of(jdp.mean_over_ranks(chosen), probability)
     return loss + BALANCE * balance, {"loss": loss, "balance": balance, "dropped": dropped}

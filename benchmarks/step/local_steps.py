@@ -4,6 +4,7 @@ As in the DiLoCo paper, all begin at parameters from synchronous steps.
 
     jdp run --nproc-per-node 4 -m benchmarks.step.local_steps          a language model, three seeds
     jdp run --nproc-per-node 4 -m benchmarks.step.local_steps --quick  few steps
+
 Prints its table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 

@@ -28,7 +28,7 @@ class MeshNeededError(Exception):
 
 
 def meshless(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` for a `shard_map`."""
+    """Return `fn` with arguments without mesh."""
     needs_mesh = False
 
     def on_rank(*args: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
+SCALE = 8.0  # of the loss, at first
 TINY = 2.0**-13  # of a gradient near 1; float16 is subnormal below 6.1e-5
 
 _EXTRA = {

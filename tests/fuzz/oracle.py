@@ -122,6 +122,10 @@ def _train(p, moved_by):
         metrics.append({"loss": reported[0], "mean": reported[1], "out": reported[2]})
         metrics[-1] |= {"count": counted, "norm": norm, "before": reported[0]}
     state = {"params": params, "opt_state": opt_state, **_numbers(p)}
+    if p.skips:
+        state["num_skipped"] = np.int32(1)
+    if p.optimizer == "loss_scale":
+        state["scale"] = np.float32(model.SCALE / 2)
     if p.state != "none":
         state["own"] = own if p.state == "rows" else own[:: p.rows]
     return jax.device_get((state, metrics))

@@ -24,7 +24,7 @@ def optimizer(p):
             return jdp.diloco(tx, model.outer_optimizer(p), **options)
         return jdp.local_sgd(tx, **options)
     tx = jdp.skip_nonfinite(tx) if p.optimizer == "skipping" else tx
-    tx = jdp.dynamic_loss_scale(tx, initial=8.0) if p.optimizer == "loss_scale" else tx
+    tx = jdp.dynamic_loss_scale(tx, initial=model.SCALE) if p.optimizer == "loss_scale" else tx
     if p.stage == 0:
         return jdp.replicated(tx, **options)
     over = {"all": None, "outer": p.tx_axes[0], "inner": p.tx_axes[-1]}[p.over]

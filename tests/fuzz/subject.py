@@ -51,7 +51,10 @@ def _train(p):
     if p.is_local:
         del named["opt_state"]  # of each rank; outer updates read it
     if p.skips:
-        named["opt_state"] = named["opt_state"].inner_state
+        guard = named["opt_state"]
+        named |= {"opt_state": guard.inner_state, "num_skipped": guard.num_skipped}
+    if p.optimizer == "loss_scale":
+        named["scale"] = guard.scale
     if p.state != "none":
         named["own"] = trained.model_state["own"].value
     return named, metrics

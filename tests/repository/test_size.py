@@ -13,7 +13,7 @@ LIMITS = {
     "files of jdp": 253,
     "lines of jdp": 57_398,
     "words of docstrings and comments in jdp": 64_739,
-    "lines of tests": 77_045,
+    "lines of tests": 77_053,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
