@@ -53,8 +53,8 @@ def _train(p):
     if p.skips:
         guard = named["opt_state"]
         named |= {"opt_state": guard.inner_state, "num_skipped": guard.num_skipped}
-    if p.optimizer == "loss_scale":
-        named["scale"] = guard.scale
+        if p.optimizer == "loss_scale":
+            named["scale"] = guard.scale
     if p.state != "none":
         named["own"] = trained.model_state["own"].value
     return named, metrics
