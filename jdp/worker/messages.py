@@ -6,7 +6,7 @@ use a socket pair; hosts and the *leader* (`jdp/launch/host/agent.py`,
 
 From a process to its host:
   parked      pid, cannot_fork  waits in `jdp.init()`; why it cannot be forked, or null
-  compiled_imports  modules, s, measured, why, command   see `bytecode.Uncompiled`
+  compiled_imports  modules, without, s, command   see `bytecode.Imports`
   joined      s                 found the others after s seconds
   restored    step, tier, s,    has the state after `step` steps, from memory or disk; counts its
               base              steps from `base`, which includes models trained before

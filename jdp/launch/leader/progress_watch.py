@@ -242,14 +242,9 @@ class ProgressWatch:
         return stall
 
 
-def _line_of_imports(
-    process_id: int, modules: int, s: float, measured: int, why: str, command: str
-) -> str:
-    about = "about " * (measured < modules)
-    since = f", since {why}" if why else ""
+def _line_of_imports(process_id: int, modules: int, without: int, s: float, command: str) -> str:
     return (
-        f"process {process_id} compiled {modules} Python modules at its start, which took "
-        f"{about}{s:.1f} s of a CPU core, because they have no bytecode{since}. Each process and "
-        "standby compiles them again. Write the bytecode once, for example into the image: "
-        f"{command}"
+        f"process {process_id} needed {s:.1f} s of a CPU core to start: {without} of {modules} "
+        "modules of packages have no bytecode, so each start compiles them again. Write it once, "
+        f"for example into the image: {command}"
     )
