@@ -79,8 +79,8 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
       **keywords: arguments of that call by keyword.
 
     Returns:
-      The operation, its line, ranks and rows, to print; None if all are finite. A `shard_map` over
-      a further axis, and a primitive with a hidden body, such as a kernel, is one operation.
+      The operation, its line, ranks and rows, to print; None if all are finite. A primitive with a
+      hidden body, such as a kernel, is one operation, and so is a `shard_map` in a `shard_map`.
 
     Raises:
       TypeError: `step` is not decorated.
@@ -169,7 +169,10 @@ class _Event(NamedTuple):
 
 
 class _RankValues(NamedTuple):
-    """An array of all ranks, `[ranks, ...]`, split over them, and its events."""
+    """An array of all ranks, `[ranks, ...]`, split over them, and its events.
+
+    In a `shard_map` over further axes: of all devices, those of a rank together.
+    """
 
     x: Any
     nan: _Event | None = None
@@ -177,6 +180,8 @@ class _RankValues(NamedTuple):
 
 
 _Run = Callable[..., Sequence[Any]]
+# The further axes over which each operand and result of an operation varies.
+_Types = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
 _SUMMED = frozenset("psum pmax pmin reduce_scatter psum_invariant".split())
 
 
@@ -197,6 +202,8 @@ class _Evaluator:
         self._num_rows, self._axis_name, self._weigh = num_rows, axis_name, weigh
         self._mesh: Any = None
         self._axes: dict[str, int] = {}
+        self._further: dict[str, int] = {}  # of a shard_map around this operation
+        self._is_typed = False
         self._numbers = itertools.count()
         self._calls: list[Any] = []
         self._rounds: list[tuple[int, int]] = []  # number and length of a loop
@@ -222,29 +229,14 @@ class _Evaluator:
         self._mesh, manual = eqn.params["mesh"], jaxprs.manual_axes(eqn)
         self._axes = {x: self._mesh.shape[x] for x in self._mesh.axis_names if x in manual}
         self._active = np.ones(math.prod(self._axes.values()), bool)
-        blocks = map(self._blocks, operands, eqn.params["in_specs"])
+        specs = eqn.params["in_specs"]
+        blocks = [_blocks(x, self._axes, spec) for x, spec in zip(operands, specs, strict=True)]
         if self._weigh is not None:
             weights = self._weigh(math.prod(self._axes[name] for name in self._axis_name))
-            own = self._blocks(weights, PartitionSpec(self._axis_name))
+            own = _blocks(weights, self._axes, PartitionSpec(self._axis_name))
             self._active = np.asarray(own != 0).reshape(-1)
         ins = [self._given(x, name) for x, name in zip(blocks, names, strict=True)]
         self.reached += self._run(eqn.params["jaxpr"], ins)
-
-    def _blocks(self, x: Any, spec: Any) -> Any:
-        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-        blocks = []
-        for place in itertools.product(*map(range, self._axes.values())):
-            block, at = x, dict(zip(self._axes, place, strict=True))
-            for dim, entry in enumerate(entries):
-                number, parts = 0, 1
-                for name in entry:
-                    if name in self._axes:
-                        number = number * self._axes[name] + at[name]
-                        parts *= self._axes[name]
-                size = block.shape[dim] // parts
-                block = lax.slice_in_dim(block, number * size, (number + 1) * size, axis=dim)
-            blocks.append(block)
-        return jnp.stack(blocks)
 
     def _given(self, blocks: Any, name: str) -> _RankValues:
         (value,) = self._call(
@@ -277,7 +269,8 @@ class _Evaluator:
                 return jax_compat.bind(eqn, operands)
             return jax_compat.bind(eqn, operands, donated_invars=(False,) * len(operands))
 
-        outs = self._call(_key(eqn), run, ins, eqn)
+        avals = [x.aval for x in eqn.invars], [x.aval for x in eqn.outvars]
+        outs = self._call(_key(eqn), run, ins, eqn, self._types(*avals))
         if not _has_news(outs, ins):
             return outs
         self._calls.append(eqn)
@@ -286,22 +279,41 @@ class _Evaluator:
         # Fused operations may give another result than single ones.
         return [_with_events(*pair) for pair in zip(outs, inner or outs, strict=True)]
 
+    def _types(self, operands: Sequence[Any], results: Sequence[Any]) -> _Types | None:
+        if not self._is_typed:
+            return None
+        operands, results = (
+            tuple(
+                tuple(x for x in self._further if x in aval.manual_axis_type.varying)
+                for aval in avals
+            )
+            for avals in (operands, results)
+        )
+        return operands, results
+
     def _call(
-        self, key: Any, run: _Run, ins: Sequence[_RankValues], what: Any
+        self,
+        key: Any,
+        run: _Run,
+        ins: Sequence[_RankValues],
+        what: Any,
+        types: _Types | None = None,
     ) -> list[_RankValues]:
         """Run one rank's function on all ranks; `what` is its equation or name."""
-        key = (key, *((x.shape, x.dtype) for x, *_ in ins)) if key else None
-        mapped = self._compiled.get(key) or self._mapped(run)
+        key = (key, types, *((x.shape, x.dtype) for x, *_ in ins)) if key else None
+        mapped = self._compiled.get(key) or self._mapped(run, types)
         if key:
             self._compiled[key] = mapped
         outs, flags = mapped(*(value.x for value in ins))
         pairs = zip(outs, map(_on_host, flags), strict=True)
         return [self._noted(x, bad, ins, what) for x, bad in pairs]
 
-    def _mapped(self, run: _Run) -> Callable[..., Any]:
+    def _mapped(self, run: _Run, types: _Types | None) -> Callable[..., Any]:
+        on_devices = _on_devices(run, self._further, types)
+
         def on_rank(*operands: Any) -> Any:
-            outs = run(*(x[0] for x in operands))
-            return [x[None] for x in outs], [_flags(x)[None] for x in outs]
+            outs = on_devices(*operands)
+            return outs, [jax.vmap(_flags)(x) for x in outs]
 
         spec = PartitionSpec(tuple(self._axes))
         options: Any = {"in_specs": spec, "out_specs": spec, "axis_names": {*self._axes}}
@@ -312,7 +324,8 @@ class _Evaluator:
 
     def _program(self, program: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
         """Run a body as a whole, and by operations only if NaN or infinity appears in it."""
-        outs = self._call(id(program), jax.extend.core.jaxpr_as_fun(program), ins, self._calls[-1])
+        run, types = jax.extend.core.jaxpr_as_fun(program), (program.in_avals, program.out_avals)
+        outs = self._call(id(program), run, ins, self._calls[-1], self._types(*types))
         return self._run(program, ins) if _has_news(outs, ins) else outs
 
     def _inside(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues] | None:
@@ -322,8 +335,26 @@ class _Evaluator:
             return self._scan(eqn, ins)
         if eqn.primitive.name == "while":
             return self._while(eqn, ins)
-        inner = None if eqn.primitive.name == "shard_map" else jaxprs.called(eqn)
+        if eqn.primitive.name == "shard_map":
+            return None if self._further else self._further_axes(eqn, ins)
+        inner = jaxprs.called(eqn)
         return None if inner is None else self._run(inner, ins)
+
+    def _further_axes(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+        """Run a `shard_map` over further axes on each device, for its events."""
+        before, manual = self._active, jaxprs.manual_axes(eqn)
+        self._further = {x: size for x, size in self._mesh.shape.items() if x in manual}
+        self._is_typed = eqn.params["check_vma"]
+        self._active = np.repeat(before, math.prod(self._further.values()))
+        given = [
+            value._replace(
+                x=jnp.concatenate([_blocks(x, self._further, spec) for x in _whole(value.x)])
+            )
+            for value, spec in zip(ins, eqn.params["in_specs"], strict=True)
+        ]
+        outs = self._run(eqn.params["jaxpr"], given)
+        self._further, self._is_typed, self._active = {}, False, before
+        return outs
 
     def _branches(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
         branches, before = eqn.params["branches"], self._active
@@ -391,6 +422,7 @@ class _Evaluator:
         flags = np.isnan(values) if kind == "NaN" else np.isinf(values)
         flags = flags.reshape(*flags.shape[:2], -1).any(-1) if flags.ndim > 1 else flags[:, None]
         flags &= self._active[:, None]
+        flags = flags.reshape(-1, math.prod(self._further.values()), flags.shape[1]).any(1)
         is_argument = isinstance(what, str)
         calls = [] if is_argument else [what, *reversed(self._calls)]
         return FirstNonfinite(
@@ -416,6 +448,63 @@ class _Evaluator:
         if size != of_rank:
             return None
         return tuple(int(rank * of_rank + start + i) for rank, i in np.argwhere(flags))
+
+
+def _blocks(x: Any, axes: dict[str, int], spec: Any) -> Any:
+    """Return the blocks of an array on all devices of `axes`, `[devices, ...]`."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    blocks = []
+    for place in itertools.product(*map(range, axes.values())):
+        block, at = x, dict(zip(axes, place, strict=True))
+        for dim, entry in enumerate(entries):
+            number, parts = 0, 1
+            for name in entry:
+                if name in axes:
+                    number = number * axes[name] + at[name]
+                    parts *= axes[name]
+            size = block.shape[dim] // parts
+            block = lax.slice_in_dim(block, number * size, (number + 1) * size, axis=dim)
+        blocks.append(block)
+    return jnp.stack(blocks)
+
+
+def _on_devices(run: _Run, axes: dict[str, int], types: _Types | None) -> _Run:
+    """Return `run` of one device for all devices of a rank: `[devices, ...]`."""
+    if not axes:
+        return lambda *operands: [x[None] for x in run(*(x[0] for x in operands))]
+
+    def spec_of(varying: tuple[str, ...]) -> PartitionSpec:
+        return PartitionSpec(varying) if varying else PartitionSpec()
+
+    def take(x: Any, varying: tuple[str, ...]) -> Any:
+        x = x.reshape(*axes.values(), *x.shape[1:])
+        x = x[tuple(slice(None) if name in varying else 0 for name in axes)]
+        return x.reshape(-1, *x.shape[len(varying) :]) if varying else x
+
+    def spread(x: Any, varying: tuple[str, ...]) -> Any:
+        of_one = x.shape[bool(varying) :]
+        x = x.reshape(*(size if name in varying else 1 for name, size in axes.items()), *of_one)
+        return jnp.broadcast_to(x, (*axes.values(), *of_one)).reshape(-1, *of_one)
+
+    def on_devices(*operands: Any) -> list[Any]:
+        every = tuple(axes)
+        ins, results = types or ((every,) * len(operands), None)
+
+        def on_device(*operands: Any) -> list[Any]:
+            outs = run(*(x[0] if own else x for x, own in zip(operands, ins, strict=True)))
+            of_outs = results or (every,) * len(outs)
+            return [x[None] if own else x for x, own in zip(outs, of_outs, strict=True)]
+
+        outs = jax.shard_map(
+            on_device,
+            axis_names=set(axes),
+            in_specs=tuple(map(spec_of, ins)),
+            out_specs=spec_of(every) if results is None else [*map(spec_of, results)],
+            check_vma=types is not None,
+        )(*map(take, operands, ins))
+        return [*map(spread, outs, results or (every,) * len(outs))]
+
+    return on_devices
 
 
 def _flags(x: Any) -> jax.Array:

@@ -242,22 +242,56 @@ def test_a_callback_runs_for_each_rank():
     assert (found.operation, found.ranks) == ("pure_callback", (1,))
 
 
-def test_a_shard_map_over_a_further_axis_is_one_operation():
-    jdp.init(axes={"model": 2})
+@pytest.mark.parametrize("num_further", [2, 4])
+def test_inside_a_shard_map_over_a_further_axis(num_further):
+    jdp.init(axes={"model": num_further})
 
     def on_device(w, x):
-        return lax.psum(jnp.log(x @ w), "model")
+        return lax.psum(jnp.log(x @ w), "model")  # first
 
     def loss_fn(p, x):
         specs = PartitionSpec(None, "model"), PartitionSpec()
-        model = jax.shard_map(  # first
+        model = jax.shard_map(
             on_device, axis_names={"model"}, in_specs=specs, out_specs=PartitionSpec()
         )
         return (model(p["w"], x) * p["v"].sum()).mean()
 
     found = jdp.debug.first_nonfinite(step_of(loss_fn), state_of(), batch(*BROKEN))
-    assert (found.kind, found.operation, found.rows) == ("infinity", "shard_map", BROKEN), found
-    assert found.ranks == (0, 3)
+    rows_of_rank = NUM_ROWS * num_further // 8
+    assert (found.kind, found.operation, found.rows) == ("infinity", "log", BROKEN), found
+    assert found.line == line_of(on_device)
+    assert found.ranks == tuple(sorted({row // rows_of_rank for row in BROKEN}))
+    assert found.type == f"float32[{rows_of_rank}, {4 // num_further}]"
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_one_device_of_a_rank_is_enough(is_typed):
+    jdp.init(axes={"stage": 2})
+
+    def on_device(w, x):
+        index = lax.axis_index("stage")
+
+        def round(h, i):
+            is_wrong = (index == 1) & (i == 2)
+            h = h / jnp.where(is_wrong, 0.0, 1.0)  # first
+            return lax.ppermute(h, "stage", [(0, 1), (1, 0)]), None
+
+        h = lax.pcast(x @ w, "stage", to="varying") if is_typed else x @ w
+        return lax.psum(lax.scan(round, h, jnp.arange(4.0))[0], "stage")
+
+    def loss_fn(p, x):
+        model = jax.shard_map(
+            on_device,
+            axis_names={"stage"},
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=is_typed,
+        )
+        return (model(p["w"], x) * p["v"].sum()).mean()
+
+    found = jdp.debug.first_nonfinite(step_of(loss_fn), state_of(), batch())
+    assert (found.kind, found.line) == ("infinity", line_of(on_device)), found
+    assert (found.ranks, found.rounds) == ((0, 1, 2, 3), (2,))
 
 
 def test_what_it_cannot_run_is_refused():
