@@ -8,6 +8,7 @@ import operator
 import re
 import signal
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -250,6 +251,10 @@ class Step:
             return (state, metrics) if self.spec.returns_state else metrics
         finally:
             SHIELD.end(shielded)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind a method, as of a `flax.struct.PyTreeNode`, to its object: the state."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         """Run one step: `(state, metrics, weight)`."""
@@ -497,12 +502,7 @@ class Step:
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
-        if next(iter(self.spec.signature.parameters), None) == "self":
-            hint = (
-                " A decorated method is not bound to its object. Decorate the bound method: "
-                f"self.{self.__name__} = jdp.train_step(self._{self.__name__}) in __init__."
-            )
-        elif len(self.spec.signature.parameters) < 2:
+        if len(self.spec.signature.parameters) < 2:
             hint = " A step takes a state and a batch: def step(state, batch)."
         elif "too many positional" in str(error):
             state, batch = map(self.spec.argument, range(2))

@@ -1,5 +1,7 @@
 import functools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -281,8 +283,47 @@ def test_a_method_is_told_where_to_decorate():
         def step(self, state, batch):
             return plain_step(state, batch)
 
-    with pytest.raises(TypeError, match=r"'batch'.*self\.step = jdp\.train_step\(self\._step\)"):
-        Trainer().step(None, None)
+    ranks(2)
+    wanted = (
+        r"method of Trainer, which is no pytree.*\n.*self\.step = jdp\.train_step\(self\._step\)"
+    )
+    with pytest.raises(TypeError, match=wanted):
+        Trainer().step(state(), batch())
+
+
+class Agent(flax.struct.PyTreeNode):
+    """A state with its steps, as agents of reinforcement learning are written."""
+
+    train: Any
+    target: Any
+
+    @jdp.train_step
+    def update(self, batch):
+        train, metrics = plain_step(self.train, batch)
+        target = optax.incremental_update(train.params, self.target, 0.5)
+        return self.replace(train=train, target=target), metrics
+
+    @jdp.eval_step
+    def measure(self, batch, scale=1.0):
+        return {"difference": optax.tree.norm(optax.tree.sub(self.train.params, self.target))}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_method_of_a_pytree_takes_its_object_as_the_state(n):
+    ranks(n)
+    agent = Agent(train=state(), target=state().params)
+    other, wanted = state(), state().params
+    step = jdp.train_step(plain_step)
+    for _ in range(3):
+        agent, metrics = agent.update(batch())
+        other, expected = step(other, batch())
+        wanted = optax.incremental_update(other.params, wanted, 0.5)
+    jax.tree.map(np.testing.assert_array_equal, agent.train.params, other.params)
+    jax.tree.map(np.testing.assert_allclose, agent.target, wanted)
+    assert metrics == expected
+    apart = optax.tree.norm(optax.tree.sub(other.params, wanted))
+    assert np.allclose(agent.measure(batch(), scale=2.0)["difference"], apart)
+    assert jdp.evaluate(Agent.measure, agent, [batch()])["difference"] > 0
 
 
 def test_a_step_without_metrics_is_told_what_to_return():
