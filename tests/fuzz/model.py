@@ -31,6 +31,7 @@ class Over(NamedTuple):
     gradient: Callable[[Any], Any]  # mean gradient
     divide: Callable[[Any, Any], Any]  # by a weight, which may be 0
     scan: Callable[..., Any]
+    elsewhere: Callable[..., Any]  # a function of rows, on the ranks that ids name
 
 
 def params(p):
@@ -182,6 +183,9 @@ def loss(p, over, params, rows, noise):
             others, their_w = over.gather(out), over.gather(w)
             near = jnp.exp(-((out[:, None] - others) ** 2).sum(-1))
             of_row = jnp.log(0.1 + near @ their_w) + ((out - rows["y"]) ** 2).sum(-1)
+        case "exchange":
+            mixed = over.elsewhere(lambda x: jnp.tanh(x @ params["w2"][:2]), out, rows["ids"])
+            of_row = ((out + mixed - rows["y"]) ** 2).sum(-1)
         case "maml":
             inner = over.gradient(jax.grad(lambda params: mean(errors(params)))(params))
             adapted = jax.tree.map(lambda x, g: x - (0.05 * g).astype(x.dtype), params, inner)

@@ -24,6 +24,7 @@ ALONE = model.Over(
     gradient=lambda x: x,
     divide=_divide,
     scan=lax.scan,
+    elsewhere=lambda fn, x, ids: fn(x),
 )
 
 

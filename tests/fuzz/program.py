@@ -125,7 +125,7 @@ CHOICES = {
         *("skipping", "loss_scale"),
     ],
     "loss": [
-        *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
+        *("rows", "batch_mean", "batch_sum", "all_gather", "exchange", "maml", "global_mean"),
         *("jvp", "linearize", "vmap"),
     ],
     "weight": ["none", "mask", "zero", "float"],
@@ -249,6 +249,8 @@ def refusal(p):
         )
     if p.weight != "none" and p.loss in ("batch_sum", "all_gather"):
         return "a psum or an all_gather in a weighted loss has no weight of its own"
+    if p.weight != "none" and p.loss == "exchange":
+        return "a rank of weight 0 would drop the gradients of rows that it received"
     if p.algorithm == "native" and p.loss == "maml":
         return "nothing orders the native calls of functions that JAX traces by themselves"
     if p.algorithm == "native" and p.auto > 1:

@@ -1,5 +1,7 @@
 """The step of a program, written with jdp."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +48,18 @@ def _over(p, weight):
         scan=lambda f, x, layers: jdp.scan_layers(
             f, x, layers, axis_name=axes, late=p.model.startswith("late")
         ),
+        elsewhere=functools.partial(_elsewhere, axes),
     )
+
+
+def _elsewhere(axes, fn, x, ids):
+    num_ranks = lax.axis_size(axes)
+    rank = ids % num_ranks
+    order = jnp.argsort(rank, stable=True)
+    counts = jnp.zeros((num_ranks, 1), int).at[rank].add(1)
+    most = num_ranks * len(x)
+    received, _, back = jdp.ragged_all_to_all(x[order], counts, max_rows=most, axis_name=axes)
+    return jnp.zeros_like(x).at[order].set(back(fn(received)))
 
 
 def _weight(batch):
