@@ -535,10 +535,10 @@ def train_step(
 
     Args:
       fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
-        rank. `batch`: a tree of arrays, sharded over ranks on their first dim. `rest`: the same on
-        every rank (a key, a temperature, a teacher's parameters), by position or keyword; an
-        omitted one keeps its default, as a part of the program. `metrics`: a tree; float scalars
-        are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
+        rank; of a method, its object. `batch`: a tree of arrays, sharded over ranks on their first
+        dim. `rest`: the same on every rank (a key, a temperature, a teacher's parameters), by
+        position or keyword; an omitted one keeps its default, as a part of the program. `metrics`:
+        a tree; float scalars are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
       weight: `weight(batch) -> []`, how much this rank's rows count, for instance `lambda batch:
         batch["mask"].sum()`. Gradients, accumulation, metrics and `jdp.mean_over_ranks` are then

@@ -55,6 +55,10 @@ _COLLECTIVES = _UNIFORM_RESULTS | frozenset("all_to_all ppermute reduce_scatter"
 _READS_RANK = frozenset("axis_index jdp_own_slice".split())
 _OF_RANKS = _COLLECTIVES | _READS_RANK
 _NAMING = _OF_RANKS | {"jdp_local", "jdp_mark", "jdp_mean", "shard_map"}
+# Public functions by a primitive of theirs.
+_CALLERS = {"jdp_misfit": "jdp.ragged_all_to_all"} | dict.fromkeys(
+    ("jdp_add_rows", "jdp_take_rows"), "jdp.sharded_embedding"
+)
 _LOOPS = frozenset("cond scan while".split())
 _REMAT = "remat2"
 _CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
@@ -192,9 +196,11 @@ def mapped(traced: Any, mesh: Mesh, axis_name: str, why_xla: str | None) -> Call
     names = jaxprs.primitive_names(traced.jaxpr)
     if not names.isdisjoint(call_order.NATIVE):
         call_order.require("virtual_ranks= sums over virtual ranks, which are no ranks of its own.")
-    for eqn in jaxprs.equations(traced.jaxpr):
+    lines = jaxprs.placed_equations(traced.jaxpr, "", lambda line, eqn: source_of(eqn) or line)
+    for eqn, line in lines:
         if axis_name in jaxprs.named_axes(eqn) and eqn.primitive.name not in _NAMING:
-            _refuse(eqn, f"calls `{eqn.primitive.name}`, which has no form for virtual ranks")
+            name = _CALLERS.get(eqn.primitive.name, eqn.primitive.name)
+            _refuse(eqn, f"calls `{name}`, which has no form for virtual ranks", line)
     if _needs_xla(traced.jaxpr):
         why_xla = why_xla or "the step has collectives in loops, or sends types of JAX's own."
 
@@ -817,8 +823,8 @@ class _CollectiveLoop:
         return next((i for i, each in enumerate(branches) if each is program), 0)
 
 
-def _refuse(eqn: Any, what: str) -> None:
-    line = source_of(eqn)
+def _refuse(eqn: Any, what: str, line: str = "") -> None:
+    line = source_of(eqn) or line
     where = f"{line} " if line else "the step "
     raise ValueError(
         with_code(

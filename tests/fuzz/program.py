@@ -251,6 +251,8 @@ def refusal(p):
         return "a psum or an all_gather in a weighted loss has no weight of its own"
     if p.weight != "none" and p.loss == "exchange":
         return "a rank of weight 0 would drop the gradients of rows that it received"
+    if p.devices and p.loss == "exchange":
+        return "an exchange between ranks has no form for virtual ranks"
     if p.algorithm == "native" and p.loss == "maml":
         return "nothing orders the native calls of functions that JAX traces by themselves"
     if p.algorithm == "native" and p.auto > 1:
