@@ -3,11 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jdp.tools import results
 from jdp.tools.calibration import CollectiveLaw
 from jdp.tools.memory import Memory
 from jdp.tools.rate import Rate, time_interval
+from jdp.tools.timeline import MORE_ITERATIONS
 
 _MEMORY = (
     ("parameters", "parameters"),
@@ -248,15 +250,18 @@ def of_s(seconds: float) -> str:
     raise AssertionError
 
 
-_COLORS = {
-    "forward matmul": "#3b6fb6",
-    "backward matmul": "#2a9d8f",
-    "forward": "#a9c4e6",
-    "backward": "#a8dcd5",
-    "update": "#d9b44a",
-    "other": "#c8c8c8",
+_WAITS = "waits for collectives"
+_STYLES: dict[str, Any] = {
+    "forward matmul": {"facecolor": "#3b6fb6"},
+    "backward matmul": {"facecolor": "#2a9d8f"},
+    "forward": {"facecolor": "#a9c4e6"},
+    "backward": {"facecolor": "#a8dcd5"},
+    "update": {"facecolor": "#d9b44a"},
+    "other": {"facecolor": "#c8c8c8"},
+    "further iterations": {"facecolor": "white", "edgecolor": "#9a9a9a", "hatch": "////"},
+    "collective": {"facecolor": "#8e7cc3"},
+    _WAITS: {"facecolor": "#d1495b"},
 }
-_SENT, _EXPOSED = "#8e7cc3", "#d1495b"
 
 
 def draw_schedule(report: StepReport, path: str | Path) -> None:
@@ -266,15 +271,21 @@ def draw_schedule(report: StepReport, path: str | Path) -> None:
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     axes = figure.subplots()
-    unit = 1e3
+    unit, drawn = 1e3, set()
     computing = [(begin, end) for lane, begin, end, _ in report.spans if lane == "computation"]
     for lane, begin, end, name in report.spans:
         is_sent = lane == "communication"
-        color = _SENT if is_sent else _COLORS.get(name, _COLORS["other"])
+        if is_sent:
+            name = "collective"
+        elif name.endswith(MORE_ITERATIONS):
+            name = "further iterations"
+        name = name if name in _STYLES else "other"
+        drawn.add(name)
         axes.broken_barh([(begin * unit, (end - begin) * unit)], (0 if is_sent else 1, 0.8),
-                         facecolors=color)  # fmt: skip
+                         **_STYLES[name])  # fmt: skip
     for begin, end in _gaps(computing, report.time.likely_s):
-        axes.broken_barh([(begin * unit, (end - begin) * unit)], (1, 0.8), facecolors=_EXPOSED)
+        axes.broken_barh([(begin * unit, (end - begin) * unit)], (1, 0.8), **_STYLES[_WAITS])
+        drawn.add(_WAITS)
     axes.set_yticks([0.4, 1.4], ["communication", "computation"])
     axes.set_xlim(0, report.time.likely_s * unit)
     axes.set_xlabel("ms, predicted")
@@ -283,9 +294,9 @@ def draw_schedule(report: StepReport, path: str | Path) -> None:
         f"{of_s(report.time.exposed_s)} of it waits for collectives",
         loc="left",
     )
-    labels = {**_COLORS, "collective": _SENT, "waits for collectives": _EXPOSED}
-    handles = [Patch(color=color, label=label) for label, color in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    handles = [Patch(**style, label=name) for name, style in _STYLES.items() if name in drawn]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False,
+                  fontsize="small", columnspacing=1.2, handlelength=1.5)  # fmt: skip
     results.write_picture(figure, path, dpi=150)
 
 

@@ -199,6 +199,8 @@ _FREE = set(
 )
 # Further iterations take the time of the last simulated one.
 _SIMULATED = 3
+# The label of the others.
+MORE_ITERATIONS = "more iterations"
 
 
 @dataclass
@@ -318,7 +320,7 @@ class _Simulation:
             x.took_s += num_times * (x.took_s - took_s)
             x.exposed_s += num_times * (x.exposed_s - exposed_s)
             x.hidden_runs += num_times * (x.hidden_runs - hidden)
-        found.spans.append(("computation", begin_s, self.now_s, f"{num_times} more iterations"))
+        found.spans.append(("computation", begin_s, self.now_s, f"{num_times} {MORE_ITERATIONS}"))
 
     def _compute(self, one: Instruction, name: str) -> None:
         flops = self._costs.flops(one, self._shapes(name))

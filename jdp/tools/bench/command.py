@@ -17,7 +17,7 @@ exit code 1.
   jdp bench all-reduce -b 4K -e 64M -f 4           about a minute
   jdp bench reduce-scatter | all-gather | all-to-all
   jdp bench step mlp | transformer | FILE.py:NAME  about a minute
-  jdp bench faults --mtbf 60                       10 minutes for each state
+  jdp bench faults --mtbf 60                       13 minutes for two states
   jdp bench --calibrate                            2 to 5 minutes
 
 All but the faults also run across processes:
