@@ -80,7 +80,8 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
 
     Returns:
       The operation, its line, ranks and rows, to print; None if all are finite. A primitive with a
-      hidden body, such as a kernel, is one operation, and so is a `shard_map` in a `shard_map`.
+      hidden body, such as a kernel, is one operation. So is a `shard_map` in a `shard_map`, or
+      with collectives over the data axis.
 
     Raises:
       TypeError: `step` is not decorated.
@@ -255,7 +256,8 @@ class _Evaluator:
         for eqn in body.eqns:
             operands = [*map(read, eqn.invars)]
             is_gradient = self.counts_gradients and eqn.params.get("kind") == LOCAL
-            if eqn.primitive.name in _SUMMED or is_gradient:
+            is_sum = eqn.primitive.name in _SUMMED
+            if is_gradient or is_sum and {*self._axis_name} & {*jaxprs.collective_axes(eqn)}:
                 self.reached += operands
             env.update(zip(eqn.outvars, self._operation(eqn, operands), strict=True))
         return [*map(read, body.outvars)]
@@ -340,11 +342,14 @@ class _Evaluator:
         inner = jaxprs.called(eqn)
         return None if inner is None else self._run(inner, ins)
 
-    def _further_axes(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues]:
+    def _further_axes(self, eqn: Any, ins: Sequence[_RankValues]) -> list[_RankValues] | None:
         """Run a `shard_map` over further axes on each device, for its events."""
         before, manual = self._active, jaxprs.manual_axes(eqn)
+        body, is_typed = eqn.params["jaxpr"], eqn.params["check_vma"]
+        if is_typed and any(jaxprs.named_axes(x) - manual for x in jaxprs.equations(body)):
+            return None  # types of operands have no data axes here
         self._further = {x: size for x, size in self._mesh.shape.items() if x in manual}
-        self._is_typed = eqn.params["check_vma"]
+        self._is_typed = is_typed
         self._active = np.repeat(before, math.prod(self._further.values()))
         given = [
             value._replace(
@@ -352,7 +357,7 @@ class _Evaluator:
             )
             for value, spec in zip(ins, eqn.params["in_specs"], strict=True)
         ]
-        outs = self._run(eqn.params["jaxpr"], given)
+        outs = self._run(body, given)
         self._further, self._is_typed, self._active = {}, False, before
         return outs
 

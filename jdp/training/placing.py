@@ -55,12 +55,6 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
 
 def require_usable(spec: StepSpec, state: Any) -> None:
     """Refuse a donated leaf, or a state that no train step can return."""
-    if spec.argument(0) == "self" and jax.tree_util.all_leaves([state]):
-        name, kind = spec.name, type(state).__name__
-        raise TypeError(
-            f"`{name}` is a method of {kind}, which is no pytree, so it cannot be the state.\n"
-            f"Write self.{name} = jdp.train_step(self._{name}) in __init__."
-        )
     require_alive(spec, [state])
     if spec.returns_state:
         parameters.require_unshared(spec.argument(0), state)

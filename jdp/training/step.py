@@ -238,7 +238,7 @@ class Step:
         self._copied: list[weakref.ref] = []  # large arguments of the second call
         self._holds_others = False  # the state has leaves that are not arrays
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""
         shielded: list[Any] = []
         try:
@@ -253,8 +253,9 @@ class Step:
             SHIELD.end(shielded)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Bind a method, as of a `flax.struct.PyTreeNode`, to its object: the state."""
-        return self if instance is None else types.MethodType(self, instance)
+        """Bind a method of a pytree, as of a `flax.struct.PyTreeNode`, to its object: the state."""
+        is_state = instance is not None and not jax.tree_util.all_leaves([instance])
+        return types.MethodType(self, instance) if is_state else self
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         """Run one step: `(state, metrics, weight)`."""
@@ -422,6 +423,11 @@ class Step:
         """
         is_traced = jax_compat.is_tracing()
         spec, (given, batch, *rest) = self.bound(args, kwargs)
+        if is_traced and {*spec.axis_name} & {*axis.enclosing_mesh().manual_axes}:
+            raise TypeError(
+                f"`{spec.name}` is called on a rank, by another step or in a shard_map, and would "
+                "split the rows again. Call an undecorated function with its body."
+            )
         state = pytrees.hold(given) if self._holds_others else given
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
@@ -502,7 +508,13 @@ class Step:
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
-        if len(self.spec.signature.parameters) < 2:
+        if next(iter(self.spec.signature.parameters), None) == "self":
+            hint = (
+                " Only a method of a pytree has its object as the state. Decorate the bound method "
+                f"of another: self.{self.__name__} = jdp.train_step(self._{self.__name__}) in "
+                "__init__."
+            )
+        elif len(self.spec.signature.parameters) < 2:
             hint = " A step takes a state and a batch: def step(state, batch)."
         elif "too many positional" in str(error):
             state, batch = map(self.spec.argument, range(2))

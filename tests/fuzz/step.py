@@ -156,7 +156,8 @@ def body(p, factor=1.0):
                 metrics["out"] = aux["out"]
             if synced:
                 squares = [jnp.sum(g.astype(float) ** 2) for g in jax.tree.leaves(grads)]
-                metrics["norm"] = jnp.sqrt(sum(squares))
+                scale = state.opt_state.scale if p.optimizer == "loss_scale" else 1.0
+                metrics["norm"] = jnp.sqrt(sum(squares)) / scale
         if p.state != "none":
             [out] = jax.tree.leaves(aux["out"])
             moved = jnp.sin(out)

@@ -294,6 +294,54 @@ def test_one_device_of_a_rank_is_enough(is_typed):
     assert (found.ranks, found.rounds) == ((0, 1, 2, 3), (2,))
 
 
+def of_model(on_device, **options):
+    """Return a loss with a function of w and x on each device of "model"."""
+
+    def loss_fn(p, x):
+        specs = PartitionSpec(None, "model"), PartitionSpec()
+        model = jax.shard_map(
+            on_device,
+            axis_names={"model"},
+            in_specs=specs,
+            out_specs=PartitionSpec(),
+            **options,
+        )
+        return (model(p["w"], x) * p["v"].sum()).mean()
+
+    return loss_fn
+
+
+def test_a_mask_that_devices_compare_is_no_finding():
+    def on_device(w, x):
+        scores = jnp.where(x[:, :2] > 0.7, x @ w, -jnp.inf)
+        most = lax.pmax(lax.stop_gradient(scores), "model").max()
+        return lax.psum(jnp.exp(scores - most), "model")
+
+    jdp.init(axes={"model": 2})
+    assert jdp.debug.first_nonfinite(step_of(of_model(on_device)), state_of(), batch()) is None
+
+
+def test_a_rank_of_weight_0_does_not_count_beside_a_further_axis():
+    jdp.init(axes={"model": 2})
+    loss_fn = of_model(lambda w, x: lax.psum(jnp.log(x @ w), "model"))
+
+    @jdp.train_step(weight=lambda x: (x[:, 0] > 0).all().astype(float))
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    assert jdp.debug.first_nonfinite(step, state_of(), batch(1)) is None
+
+
+def test_one_that_also_reduces_over_ranks_is_one_operation():
+    def on_device(w, x):
+        return lax.psum(jnp.log(x @ w), "model") + lax.pmean(x.sum(), "data")
+
+    jdp.init(axes={"model": 2})
+    found = jdp.debug.first_nonfinite(step_of(of_model(on_device)), state_of(), batch(5))
+    assert (found.operation, found.ranks, found.rows) == ("shard_map", (0,), (5,))
+
+
 def test_what_it_cannot_run_is_refused():
     ranks(2)
     with pytest.raises(TypeError, match="not decorated"):

@@ -283,12 +283,21 @@ def test_a_method_is_told_where_to_decorate():
         def step(self, state, batch):
             return plain_step(state, batch)
 
+        plain = jdp.train_step(plain_step)
+
     ranks(2)
-    wanted = (
-        r"method of Trainer, which is no pytree.*\n.*self\.step = jdp\.train_step\(self\._step\)"
-    )
+    wanted = r"'batch'.*method of a pytree.*self\.step = jdp\.train_step\(self\._step\)"
     with pytest.raises(TypeError, match=wanted):
         Trainer().step(state(), batch())
+    Trainer().plain(state(), batch())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_inside_of_a_step_is_refused(n):
+    inner = jdp.train_step(plain_step)
+    ranks(n)
+    with pytest.raises(TypeError, match="`plain_step` is called on a rank, by another step"):
+        jdp.train_step(lambda state, batch: inner(state, batch))(state(), batch())
 
 
 class Agent(flax.struct.PyTreeNode):
