@@ -36,6 +36,11 @@ class StepSpec:
         """The name of the author's function."""
         return getattr(self.fn, "__name__", "step")  # functools.partial has no name
 
+    @property
+    def decorator(self) -> str:
+        """The name of its decorator."""
+        return "jdp.train_step" if self.returns_state else "jdp.eval_step"
+
     @functools.cached_property
     def signature(self) -> inspect.Signature:
         """The signature of the author's function."""

@@ -155,7 +155,8 @@ _weigh_p = jax.extend.core.Primitive("jdp_weigh")
 
 
 @_weigh_p.def_impl
-def _run(x: jax.Array, *factors: jax.Array, has: tuple[bool, bool], why_not: str) -> jax.Array:
+def weigh(x: jax.Array, *factors: jax.Array, has: tuple[bool, bool], why_not: str) -> jax.Array:
+    """Return `x` by its forward factor."""
     return weighed(x, factors[0]).astype(x.dtype) if has[0] else x
 
 
@@ -208,4 +209,4 @@ def _batch(args: tuple, dims: tuple, **params: Any) -> tuple[Any, Any]:
 ad.primitive_jvps[_weigh_p] = _jvp
 ad.primitive_transposes[_weigh_p] = _transpose
 batching.primitive_batchers[_weigh_p] = _batch
-mlir.register_lowering(_weigh_p, mlir.lower_fun(_run, multiple_results=False))
+mlir.register_lowering(_weigh_p, mlir.lower_fun(weigh, multiple_results=False))

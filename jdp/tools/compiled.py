@@ -15,7 +15,7 @@ from jdp.tools.hlo import HloProgram
 from jdp.tools.targets import TargetDevices, target
 from jdp.training import communication_plan, shard_layout
 from jdp.training.communication_plan import TracedStep
-from jdp.training.step import Step
+from jdp.training.step import Step, require_step
 
 
 def _shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
@@ -141,11 +141,7 @@ def devices_of(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
 ) -> tuple[TargetDevices, int]:
     """Return a step's devices, and the number of ranks."""
-    if not isinstance(step, Step):
-        raise TypeError(
-            f"got {getattr(step, '__name__', step)!r}, which is not a step. Decorate it with "
-            "jdp.train_step."
-        )
+    require_step("this tool", step)
     spec, args = step.bound(args, keywords)
     here = None
     with contextlib.suppress(RuntimeError):  # the state was never placed

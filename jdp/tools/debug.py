@@ -19,7 +19,7 @@ from jdp import jax_compat, pytrees
 from jdp.analysis import diagnostics, jaxprs
 from jdp.analysis.marks import LOCAL, MICRO_BATCH
 from jdp.distributed.placement import copy_to
-from jdp.training.step import Step
+from jdp.training.step import Step, require_step
 
 __all__ = ["first_nonfinite"]
 
@@ -36,7 +36,8 @@ class FirstNonfinite:
       is_backward: whether the operation computes a gradient.
       type: dtype and shape of the value on a rank, such as "float32[4, 8]".
       ranks: the ranks whose value has it.
-      rows: their rows of the batch, if the first dim of the value are rows; else None.
+      rows: their rows of the batch, if the first dim of the value is as long as the rows of a rank,
+        which that of a parameter may be, too; else None.
       rounds: of the loops around the operation, outermost first, from 0.
       infinity: of a NaN: the infinity among the operands, or None.
     """
@@ -98,11 +99,7 @@ def first_nonfinite(step: Step, /, *args: Any, **keywords: Any) -> FirstNonfinit
     >>> found.kind, found.operation, found.ranks, found.rows
     ('infinity', 'log', (1,), (3,))
     """
-    if not isinstance(step, Step):
-        raise TypeError(
-            f"first_nonfinite got {getattr(step, '__name__', step)!r}, which is not decorated. "
-            "Decorate it with jdp.train_step or jdp.eval_step."
-        )
+    require_step("first_nonfinite", step)
     spec, given = step.bound(args, keywords)
     pytrees.require_alive("the arguments", given, "Pass the state that was returned last.")
     (state, *others), named = spec.by_keyword(given)

@@ -18,7 +18,7 @@ from jdp.distributed import mesh
 from jdp.reduction.micro_batches import num_rows
 from jdp.reduction.optimizer import Sharded, has_optimizer
 from jdp.training import host_constants
-from jdp.training.step import Step
+from jdp.training.step import Step, require_step
 from jdp.validation import int_at_least
 
 
@@ -437,7 +437,7 @@ def check_step(
     ...
     ValueError: ... The loss is summed over rows, and gradients are averaged over ranks...
     """
-    _require_train_step(step)
+    require_step("check_step", step, ["jdp.train_step"])
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)
     _require_alive({"state": state, "batch": others[0], "rest": others[1:], **keywords})
@@ -513,14 +513,6 @@ def _of_one_device() -> Iterator[None]:
         yield
     finally:
         jax.device_count = before
-
-
-def _require_train_step(step: Any) -> None:
-    if not isinstance(step, Step) or not step.spec.returns_state:
-        raise TypeError(
-            f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
-            "jdp.train_step. It compares the states that train steps return."
-        )
 
 
 def _require_alive(given: dict[str, Any]) -> None:

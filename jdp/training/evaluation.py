@@ -14,7 +14,7 @@ from jdp.data.dataset import find_mask
 from jdp.data.loops import Batches, why_repeated
 from jdp.distributed import in_flight
 from jdp.reduction import metrics
-from jdp.training.step import Step
+from jdp.training.step import Step, require_step
 from jdp.worker import progress
 
 
@@ -55,11 +55,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
     >>> float(metrics["mean"]), metrics["x"].tolist()
     (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     """
-    if not isinstance(step, Step) or step.spec.returns_state:
-        raise TypeError(
-            f"evaluate got {getattr(step, '__name__', step)!r}, which is not decorated with "
-            "jdp.eval_step. A train step would change and donate the state."
-        )
+    require_step("evaluate", step, ["jdp.eval_step"])
     instead = "jdp.batches(dataset, batch_size, epochs=1, shuffle=False)"
     host_arrays.require_batches("evaluate", batches, instead)
     if isinstance(batches, Batches):

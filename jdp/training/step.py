@@ -626,6 +626,24 @@ def eval_step(
     return _decorated(fn, axis_name, weight, **options)
 
 
+def require_step(
+    tool: str, step: Any, decorators: Sequence[str] = ("jdp.train_step", "jdp.eval_step")
+) -> None:
+    """Refuse what is not decorated with one of `decorators`, for a tool that takes a step."""
+    method = getattr(step, "__func__", None)
+    if isinstance(method, Step):
+        name = f"{type(step.__self__).__name__}.{method.spec.fn.__name__}"
+        raise TypeError(
+            f"{tool} got a step with its state, the method of an object. Pass the function and the "
+            f"object one by one: {name}, then the object."
+        )
+    if not isinstance(step, Step) or step.spec.decorator not in decorators:
+        raise TypeError(
+            f"{tool} got {getattr(step, '__name__', step)!r}, which is not decorated with "
+            f"{' or '.join(decorators)}."
+        )
+
+
 def _decorated(
     fn: Any, axis_name: AxisName, weight: Any, *, num_virtual: int | None, **options: Any
 ) -> Any:

@@ -8,9 +8,10 @@ pairs of pairs and so on, so the order of additions depends on V alone.
 XLA must compile a region alike for any number of ranks, because fusion decides about roundings:
 - Barriers surround a region. A varying one is the body of a loop whose trip count XLA cannot know.
 - Each region computes the constants that it reads.
-- Equal operations are merged here, with explicit broadcasts: XLA merges them before it simplifies
-  programs of several devices, and afterwards in programs of one. A division by a broadcast becomes
-  a product here, because XLA rewrites it or not, by its number of readers.
+- Operations that are equal to XLA are merged here, with explicit broadcasts, and those that JAX
+  lowers to several are expanded: XLA merges them before it simplifies programs of several devices,
+  and afterwards, in places not at all, in programs of one. A division by a broadcast becomes a
+  product here, because XLA rewrites it or not, by its number of readers.
 """
 
 import functools
@@ -37,6 +38,7 @@ from jdp.error_codes import with_code
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue, flatten
 from jdp.reduction.local_steps import LocalSteps
 from jdp.reduction.optimizer import sharding_of
+from jdp.reduction.weighted_sum import weigh
 from jdp.step_spec import StepSpec
 from jdp.training import shard_layout
 
@@ -59,6 +61,13 @@ _NAMING = _OF_RANKS | {"jdp_local", "jdp_mark", "jdp_mean", "shard_map"}
 _CALLERS = {"jdp_misfit": "jdp.ragged_all_to_all"} | dict.fromkeys(
     ("jdp_add_rows", "jdp_take_rows"), "jdp.sharded_embedding"
 )
+_COPIES = frozenset(
+    "broadcast_in_dim convert_element_type copy copy_p jdp_mark name pcast pvary reshape "
+    "sharding_constraint squeeze transpose".split()
+)
+_FACTORS_OF_ONE = {"mul": (0, 1), "div": (1,)}  # places of operands
+_COMMUTATIVE = frozenset("add add_any and eq max min mul ne or xor".split())
+_SYNONYMS = {"add_any": "add"}
 _LOOPS = frozenset("cond scan while".split())
 _REMAT = "remat2"
 _CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
@@ -315,15 +324,22 @@ def _canonical(program: Any) -> FlatProgram:
     """Flatten a program, with explicit broadcasts and each operation once."""
     flat = flatten(program, _opened)
     same: dict[FlatValue, FlatValue] = {}
+    origins: dict[FlatValue, FlatValue] = {}
     known: dict[Any, Any] = {}
     operations = []
     for operation in flat.operations:
         ins = tuple(_first(same.get(each, each), known) for each in operation.ins)
         operation = operation._replace(ins=ins)
+        if (origin := _returned(operation)) is not None:
+            origins[operation.outs[0]] = origins.get(origin, origin)
         if jaxprs.acts(operation.eqn):
             operations.append(operation)
             continue
-        key = operation.eqn.primitive, _hashable(operation.eqn.params), ins
+        read = [origins.get(each, each) for each in ins]
+        name = operation.eqn.primitive.name
+        if name in _COMMUTATIVE:
+            read.sort(key=id)
+        key = _SYNONYMS.get(name, name), _hashable(operation.eqn.params), *read
         if key in known:
             same.update(zip(operation.outs, known[key], strict=True))
         else:
@@ -334,11 +350,39 @@ def _canonical(program: Any) -> FlatProgram:
 
 
 def _opened(eqn: Any) -> Any | None:
-    """Return the program of a call that runs as a part of its caller."""
+    """Return the program of a call that runs as a part of its caller, or of an expansion."""
+    if (expansion := _EXPANSIONS.get(eqn.primitive.name)) is not None:
+        return _expanded(expansion, eqn)
     if eqn.primitive.name not in jaxprs.CALLS - _CLOSED:
         return None
     inner = jaxprs.called(eqn)
     return None if eqn.primitive.name == _REMAT and not _has_collective(inner) else inner
+
+
+def _expanded(expansion: Callable[..., Any], eqn: Any) -> Any:
+    """Return the program of an operation that JAX lowers to several."""
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    return jax.make_jaxpr(functools.partial(expansion, **eqn.params))(*avals)
+
+
+def _power(x: jax.Array, *, y: int) -> jax.Array:
+    power, rest = None, abs(y)
+    while rest:
+        if rest % 2:
+            power = x if power is None else power * x
+        rest //= 2
+        if rest:
+            x = x * x
+    power = jnp.ones_like(x) if power is None else power
+    return power if y >= 0 else 1 / power
+
+
+_EXPANSIONS: dict[str, Callable[..., Any]] = {
+    "integer_pow": _power,
+    "jdp_weigh": weigh,
+    "one_minus_square": lambda x: (1 + x) * (1 - x),
+    "square": functools.partial(_power, y=2),
+}
 
 
 def _has_collective(program: Any) -> bool:
@@ -346,11 +390,36 @@ def _has_collective(program: Any) -> bool:
 
 
 def _first(value: FlatValue, known: dict[Any, Any]) -> FlatValue:
-    """Return the first of equal numbers."""
-    constant = value.constant
-    if constant is None or np.shape(constant) or not isinstance(constant, int | float | np.generic):
+    """Return the first of equal constants: XLA merges them, whatever types JAX holds them in."""
+    constant, aval = value.constant, value.aval
+    if constant is None or _is_key(aval):
         return value
-    return known.setdefault((str(value.aval), type(constant), repr(constant)), value)
+    is_here = not isinstance(constant, jax.core.Tracer) and (
+        not isinstance(constant, jax.Array) or constant.is_fully_addressable
+    )
+    bits = np.asarray(constant, aval.dtype).tobytes() if is_here else id(constant)
+    return known.setdefault((aval.dtype, aval.shape, bits), value)
+
+
+def _returned(operation: FlatOperation) -> FlatValue | None:
+    """Return the operand that an operation returns as it is, so that it is nothing to XLA."""
+    eqn, ins = operation.eqn, operation.ins
+    name, (out, *others) = eqn.primitive.name, operation.outs or (None,)
+    if out is None or others:
+        return None
+    if name in _COPIES:
+        is_barrier = eqn.params.get("kind") == LOCAL
+        order = eqn.params.get("permutation", ())
+        given = None if is_barrier or [*order] != sorted(order) else ins[0]
+    else:
+        ones = _FACTORS_OF_ONE.get(name, ())
+        given = next((ins[1 - i] for i in ones if _is_one(ins[i].constant)), None)
+    alike = given is not None and (given.aval.shape, given.aval.dtype)
+    return given if alike == (out.aval.shape, out.aval.dtype) else None
+
+
+def _is_one(constant: Any) -> bool:
+    return constant is not None and np.ndim(constant) == 0 and bool(constant == 1)
 
 
 def _hashable(value: Any) -> Any:

@@ -31,6 +31,19 @@ CASES = {
     "virtual ranks of empty leaves": [
         Program(mesh=(4,), extra="empty", devices=devices, metrics="all") for devices in (1, 2, 3)
     ],
+    "virtual ranks of equal operations": [
+        Program(
+            mesh=(8,),
+            width=24,
+            rows=7,
+            devices=2,
+            metrics="all",
+            compiler="default",
+            extra="primes",
+            loss="jvp",
+            split="accumulate=7",
+        )
+    ],
     "sums between processes": [Program(seed=2, processes=2, mesh=(4,), extra="large")],
 }
 
@@ -49,6 +62,7 @@ IS_HIT = {
     "a dim over ranks and further devices": lambda p: p.auto > 1 and p.stage > 0,
     "skipped updates": lambda p: p.skips,
     "virtual ranks of empty leaves": lambda p: p.devices > 0 and p.extra == "empty",
+    "virtual ranks of equal operations": lambda p: p.devices > 0,
     "sums between processes": lambda p: p.processes > 1 and p.extra == "large",
 }
 

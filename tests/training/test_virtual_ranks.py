@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from support import training
 from support.training import assert_close, ranks
 
@@ -584,6 +585,36 @@ def test_one_virtual_rank_is_the_plain_step(monkeypatch):
     state, step, batches = of_mlp(virtual_ranks=1)
     with pytest.raises(ValueError, match="Use at most 1 ranks"):
         step(state, next(iter(batches)))
+
+
+def one_minus_square(x):
+    return (1 + x) * (1 - x)
+
+
+EQUAL = {
+    "literals of other types": (lambda x: x / 2.5, lambda x: x / np.float32(2.5)),
+    "equal arrays": (lambda x: x + np.arange(3.0), lambda x: x + np.array([0.0, 1.0, 2.0])),
+    "order of factors": (lambda x: x * jnp.sin(x), lambda x: jnp.sin(x) * x),
+    "copies": (jnp.sin, lambda x: jnp.sin(checkpoint_name(lax.reshape(x, (3,)), "x"))),
+    "factors of one": (jnp.sin, lambda x: jnp.sin(1 * x / 1)),
+    "squares": (lambda x: x * x, jnp.square),
+    "powers": (lambda x: 1 / (x * x * x), lambda x: x**-3),
+    "slope of tanh": (one_minus_square, getattr(lax, "one_minus_square", one_minus_square)),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_operations_that_are_equal_to_xla_are_computed_once(name):
+    x = np.float32([0.1, 0.2, 0.7])
+    same = virtual_ranks._canonical(jax.make_jaxpr(lambda x: [f(x) for f in EQUAL[name]])(x))
+    assert same.outs[0] is same.outs[1]
+
+
+@pytest.mark.parametrize("pair", [(0.0, -0.0), (1.0, 1 + 2**-23), (np.nan, np.inf)])
+def test_other_constants_stay_two(pair):
+    traced = jax.make_jaxpr(lambda x: [x + np.float32(y) for y in pair])(np.float32(1))
+    first, second = virtual_ranks._canonical(traced).outs
+    assert first is not second
 
 
 def read(n):
