@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMITS = {
     "files of jdp": 253,
-    "lines of jdp": 57_398,
-    "words of docstrings and comments in jdp": 64_739,
-    "lines of tests": 77_053,
+    "lines of jdp": 57_459,
+    "words of docstrings and comments in jdp": 64_865,
+    "lines of tests": 77_058,
     "lines of README.md": 120,
     "lines of CHANGELOG.md": 95,
 }
