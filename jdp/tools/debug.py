@@ -36,8 +36,8 @@ class FirstNonfinite:
       is_backward: whether the operation computes a gradient.
       type: dtype and shape of the value on a rank, such as "float32[4, 8]".
       ranks: the ranks whose value has it.
-      rows: their rows of the batch, if the first dim of the value is as long as the rows of a rank,
-        which that of a parameter may be, too; else None.
+      rows: their rows of the batch, if the first dim is as long as a rank's rows; else None. A
+        parameter may have that length, too.
       rounds: of the loops around the operation, outermost first, from 0.
       infinity: of a NaN: the infinity among the operands, or None.
     """

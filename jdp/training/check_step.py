@@ -437,7 +437,8 @@ def check_step(
     ...
     ValueError: ... The loss is summed over rows, and gradients are averaged over ranks...
     """
-    require_step("check_step", step, ["jdp.train_step"])
+    why = "It compares the states that train steps return."
+    require_step("check_step", step, ["jdp.train_step"], why)
     spec, given = step.bound(args, keywords)
     (state, *others), keywords = spec.by_keyword(given)
     _require_alive({"state": state, "batch": others[0], "rest": others[1:], **keywords})

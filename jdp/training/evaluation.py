@@ -55,7 +55,8 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
     >>> float(metrics["mean"]), metrics["x"].tolist()
     (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     """
-    require_step("evaluate", step, ["jdp.eval_step"])
+    why = "A train step would change and donate the state."
+    require_step("evaluate", step, ["jdp.eval_step"], why)
     instead = "jdp.batches(dataset, batch_size, epochs=1, shuffle=False)"
     host_arrays.require_batches("evaluate", batches, instead)
     if isinstance(batches, Batches):

@@ -627,20 +627,23 @@ def eval_step(
 
 
 def require_step(
-    tool: str, step: Any, decorators: Sequence[str] = ("jdp.train_step", "jdp.eval_step")
+    tool: str,
+    step: Any,
+    decorators: Sequence[str] = ("jdp.train_step", "jdp.eval_step"),
+    why: str = "Only a decorated function runs on ranks.",
 ) -> None:
     """Refuse what is not decorated with one of `decorators`, for a tool that takes a step."""
     method = getattr(step, "__func__", None)
     if isinstance(method, Step):
-        name = f"{type(step.__self__).__name__}.{method.spec.fn.__name__}"
+        name = f"{type(step.__self__).__name__}.{method.spec.name}"
         raise TypeError(
-            f"{tool} got a step with its state, the method of an object. Pass the function and the "
-            f"object one by one: {name}, then the object."
+            f"{tool} got the method of an object, which holds a step and its state. Pass both, the "
+            f"state as an argument: {name}, then the object."
         )
     if not isinstance(step, Step) or step.spec.decorator not in decorators:
         raise TypeError(
             f"{tool} got {getattr(step, '__name__', step)!r}, which is not decorated with "
-            f"{' or '.join(decorators)}."
+            f"{' or '.join(decorators)}. {why} Write @{decorators[0]} above its definition."
         )
 
 

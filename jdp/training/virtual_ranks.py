@@ -8,10 +8,10 @@ pairs of pairs and so on, so the order of additions depends on V alone.
 XLA must compile a region alike for any number of ranks, because fusion decides about roundings:
 - Barriers surround a region. A varying one is the body of a loop whose trip count XLA cannot know.
 - Each region computes the constants that it reads.
-- Operations that are equal to XLA are merged here, with explicit broadcasts, and those that JAX
-  lowers to several are expanded: XLA merges them before it simplifies programs of several devices,
-  and afterwards, in places not at all, in programs of one. A division by a broadcast becomes a
-  product here, because XLA rewrites it or not, by its number of readers.
+- jdp merges equal operations, with explicit broadcasts. XLA merges them before it simplifies a
+  program of several devices, but after it simplifies one of a single device.
+- jdp expands operations that JAX lowers to several, because their parts may be equal to others.
+- A division by a broadcast becomes a product: XLA rewrites it or not, by its number of readers.
 """
 
 import functools
@@ -350,7 +350,7 @@ def _canonical(program: Any) -> FlatProgram:
 
 
 def _opened(eqn: Any) -> Any | None:
-    """Return the program of a call that runs as a part of its caller, or of an expansion."""
+    """Return the program of a call inside its caller, or an expansion."""
     if (expansion := _EXPANSIONS.get(eqn.primitive.name)) is not None:
         return _expanded(expansion, eqn)
     if eqn.primitive.name not in jaxprs.CALLS - _CLOSED:
@@ -366,15 +366,12 @@ def _expanded(expansion: Callable[..., Any], eqn: Any) -> Any:
 
 
 def _power(x: jax.Array, *, y: int) -> jax.Array:
-    power, rest = None, abs(y)
-    while rest:
-        if rest % 2:
-            power = x if power is None else power * x
-        rest //= 2
-        if rest:
-            x = x * x
-    power = jnp.ones_like(x) if power is None else power
-    return power if y >= 0 else 1 / power
+    if y < 0:
+        return 1 / _power(x, y=-y)
+    if y < 2:
+        return x if y else jnp.ones_like(x)
+    even = _power(x * x, y=y // 2)
+    return even * x if y % 2 else even
 
 
 _EXPANSIONS: dict[str, Callable[..., Any]] = {
@@ -390,7 +387,7 @@ def _has_collective(program: Any) -> bool:
 
 
 def _first(value: FlatValue, known: dict[Any, Any]) -> FlatValue:
-    """Return the first of equal constants: XLA merges them, whatever types JAX holds them in."""
+    """Return the first of equal constants; JAX holds them in several types."""
     constant, aval = value.constant, value.aval
     if constant is None or _is_key(aval):
         return value
@@ -402,7 +399,7 @@ def _first(value: FlatValue, known: dict[Any, Any]) -> FlatValue:
 
 
 def _returned(operation: FlatOperation) -> FlatValue | None:
-    """Return the operand that an operation returns as it is, so that it is nothing to XLA."""
+    """Return the operand that an operation returns unchanged, or None."""
     eqn, ins = operation.eqn, operation.ins
     name, (out, *others) = eqn.primitive.name, operation.outs or (None,)
     if out is None or others:

@@ -333,7 +333,7 @@ def test_a_method_of_a_pytree_takes_its_object_as_the_state(n):
     apart = optax.tree.norm(optax.tree.sub(other.params, wanted))
     assert np.allclose(agent.measure(batch(), scale=2.0)["difference"], apart)
     assert jdp.evaluate(Agent.measure, agent, [batch()])["difference"] > 0
-    with pytest.raises(TypeError, match=r"one by one: Agent\.update, then the object"):
+    with pytest.raises(TypeError, match=r"as an argument: Agent\.update, then the object"):
         jdp.check_step(agent.update, batch())
 
 
