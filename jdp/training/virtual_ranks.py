@@ -10,7 +10,6 @@ XLA must compile a region alike for any number of ranks, because fusion decides 
 - Each region computes the constants that it reads.
 - jdp merges equal operations, with explicit broadcasts. XLA merges them before it simplifies a
   program of several devices, but after it simplifies one of a single device.
-- jdp expands operations that JAX lowers to several, because their parts may be equal to others.
 - A division by a broadcast becomes a product: XLA rewrites it or not, by its number of readers.
 """
 
@@ -360,7 +359,7 @@ def _opened(eqn: Any) -> Any | None:
 
 
 def _expanded(expansion: Callable[..., Any], eqn: Any) -> Any:
-    """Return the program of an operation that JAX lowers to several."""
+    """Return the program of an operation that JAX lowers to several, whose parts may be equal."""
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
     return jax.make_jaxpr(functools.partial(expansion, **eqn.params))(*avals)
 
@@ -401,18 +400,18 @@ def _first(value: FlatValue, known: dict[Any, Any]) -> FlatValue:
 def _returned(operation: FlatOperation) -> FlatValue | None:
     """Return the operand that an operation returns unchanged, or None."""
     eqn, ins = operation.eqn, operation.ins
-    name, (out, *others) = eqn.primitive.name, operation.outs or (None,)
-    if out is None or others:
+    name = eqn.primitive.name
+    if len(operation.outs) != 1:
         return None
     if name in _COPIES:
-        is_barrier = eqn.params.get("kind") == LOCAL
-        order = eqn.params.get("permutation", ())
+        is_barrier, order = eqn.params.get("kind") == LOCAL, eqn.params.get("permutation", ())
         given = None if is_barrier or [*order] != sorted(order) else ins[0]
     else:
         ones = _FACTORS_OF_ONE.get(name, ())
         given = next((ins[1 - i] for i in ones if _is_one(ins[i].constant)), None)
     alike = given is not None and (given.aval.shape, given.aval.dtype)
-    return given if alike == (out.aval.shape, out.aval.dtype) else None
+    out = operation.outs[0].aval
+    return given if alike == (out.shape, out.dtype) else None
 
 
 def _is_one(constant: Any) -> bool:
