@@ -399,8 +399,7 @@ def _first(value: FlatValue, known: dict[Any, Any]) -> FlatValue:
 
 def _returned(operation: FlatOperation) -> FlatValue | None:
     """Return the operand that an operation returns unchanged, or None."""
-    eqn, ins = operation.eqn, operation.ins
-    name = eqn.primitive.name
+    eqn, ins, name = operation.eqn, operation.ins, operation.eqn.primitive.name
     if len(operation.outs) != 1:
         return None
     if name in _COPIES:
